@@ -125,7 +125,8 @@ LOSS = Argument((loss_fn, lambda model, batch, rng: loss_fn(model, batch)), NO_L
 OPTIMIZER = Argument((optax.sgd(0.1), optax.adamw(1e-3)), NO_OPTIMIZERS)
 SAMPLE = Argument((BATCH, {"x": jax.ShapeDtypeStruct((4, 3), np.float32)}), NO_BATCH)
 RUN = {
-    "microbatches": Argument(COUNTS, (*NO_COUNTS, None)),
+    "microbatches": Argument((*COUNTS, "auto"), (*NO_COUNTS, None)),
+    "waves": Argument((None, 1, np.int64(1)), (*NO_COUNTS, 3)),
     "precision": Argument(
         (mt.Precision(), mt.Precision(compute=jnp.float32)),
         ("bf16", "float32", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),

@@ -265,7 +265,7 @@ def test_a_folder_of_the_same_name_that_others_made_is_not_emptied(trainer, tmp_
 def test_a_checkpoint_saved_by_hand_is_gone_on_from(tmp_path):
     first = small.fit(None, 2)
     first.trainer.save(tmp_path / "2")
-    with pytest.warns(UserWarning, match="doesn't say where `data` was"):
+    with pytest.warns(UserWarning, match="has no position of `data`"):
         result = small.fit(tmp_path, 4)
     assert small.losses(result) == small.expected(4)
 

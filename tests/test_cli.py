@@ -127,7 +127,7 @@ def test_adapters_are_planned_as_they_are_trained(tiny, capsys):
         )
         assert str(plan) in capsys.readouterr().out and plan.num_frozen > 0
     assert main(["plan", str(tiny), *options, *rank[2:]]) == 2
-    assert "counts only with adapters: say `lora_rank`" in capsys.readouterr().err
+    assert "counts only with adapters: set `lora_rank`" in capsys.readouterr().err
 
 
 def test_only_what_helps_is_advised():
@@ -200,7 +200,7 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
-        (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], "`host`=512 is less than 1 GiB: a unit"),
+        (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], "would be 512 bytes: add a unit"),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
         (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),

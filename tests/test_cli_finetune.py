@@ -117,7 +117,7 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     chats.write_text(whole + json.dumps(conversation(7)) + "\n")
     assert tune(given, *options) == 2
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("megatrain-jax finetune: error: `data` is not what it was when the run")
+    assert told.startswith("megatrain-jax finetune: error: `data` has changed since the run")
     chats.write_text(whole)
     # The same command again, and once more.
     assert tune(given, *options) == 0
@@ -140,7 +140,8 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
     assert tune(given, *options, "--learning-rate", "1e-4") == 2
     assert (
-        "exists, of a run with other settings: learning_rate was 0.003" in capsys.readouterr().err
+        "belongs to a run with different settings: learning_rate was 0.003"
+        in capsys.readouterr().err
     )
     assert tune(given, *options, "--steps", "62") == 2
     told = capsys.readouterr().err
@@ -230,7 +231,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
             ["--model", "there/is/none"],
             "`model` = there/is/none must be the folder of a checkpoint",
         ),
-        (["--data", __file__], "test_cli_finetune.py, of `data`, is none of .csv"),
+        (["--data", __file__], "test_cli_finetune.py, of `data`, ends in none of .csv"),
         (["--microbatches", "3"], "`microbatches`=3 must divide `batch`=4"),
         (["--learning-rate", "1e-46"], "`learning_rate`=1e-46 is 0 in float32 at the first step"),
         (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),

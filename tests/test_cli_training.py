@@ -299,7 +299,7 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     assert trained("finetune", given, out, **settings) == 2
-    assert "is not what it was when " in capsys.readouterr().err
+    assert "has changed since " in capsys.readouterr().err
     (model / "model.safetensors").write_bytes(weights)
     assert trained("finetune", given, out, **settings) == 0
     printed = capsys.readouterr().out
@@ -332,12 +332,12 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
             "leave `trainable` out, or `lora_rank`",
         ),
         ({"objective": "dpo", "lora_rank": 2, "too_long": "cut"}, "would part pairs"),
-        ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: say `lora_rank`"),
-        ({"lora_rank": 2, "trainable": "norm"}, "say `export_as`=model"),
+        ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: set `lora_rank`"),
+        ({"lora_rank": 2, "trainable": "norm"}, "set `export_as`=model"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "`lora_dropout` must be a share from 0, below 1"),
         ({"lora_rank": 2, "lora_targets": "nothing"}, "chooses no matrix"),
         ({"lora_rank": 2, "lora_targets": "("}, "`lora_targets`='(' is no regular expression"),
-        ({"stop_after": 2}, "`stop_after`=2 needs evaluations: say `eval_every`"),
+        ({"stop_after": 2}, "`stop_after`=2 needs evaluations: set `eval_every`"),
         ({"metric": "loss"}, "`metric` must be one of evaluations, eval_..."),
         ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "needs `checkpoints`"),
         ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` has no wandb"),
@@ -352,18 +352,18 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
         ),
         ({"format": "text", "merge": " "}, "`merge`=  counts only with conversations"),
         ({"format": "text", "train_on": "all"}, "`train_on`=all counts only with conversations"),
-        ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with adapters: say `lora_rank`"),
+        ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with adapters: set `lora_rank`"),
         ({"lora_targets": "q_proj"}, "`lora_targets`=q_proj counts only with adapters"),
-        ({"beta": 0.3, "lora_rank": 2}, "`beta`=0.3 counts only with preferences: say `objective`"),
+        ({"beta": 0.3, "lora_rank": 2}, "`beta`=0.3 counts only with preferences: set `objective`"),
         ({"frozen": "int8"}, "`frozen`=int8 counts only with parameters that are not trained"),
         ({"min_delta": 0.1, "eval_every": 1}, "`min_delta`=0.1 counts only with an evaluation"),
         ({"keep": 2, "checkpoints": False}, "`keep`=2 counts only with `checkpoints`"),
         ({"final_rate": 0.2, "decay": "constant"}, "`final_rate`=0.2 counts only with a rate that"),
         ({"held_out": 0.3, "eval_data": "x"}, "`held_out`=0.3 counts only with documents of"),
         ({"data": []}, "`data` is empty"),
-        ({"sample_tokens": 4}, "`sample_tokens`=4 counts only with prompts: say `samples`"),
+        ({"sample_tokens": 4}, "`sample_tokens`=4 counts only with prompts: set `samples`"),
         ({"sample_temperatures": [1.0]}, "`sample_temperatures`=[1.0] counts only with prompts"),
-        ({"samples": "count", "held_out": 0}, "`samples` are of evaluations: say `held_out`"),
+        ({"samples": "count", "held_out": 0}, "`samples` are of evaluations: set `held_out`"),
         ({"samples": []}, "`samples` must be prompts that are not empty"),
         ({"samples": "x", "chat_template": "{{ 1 // 0 }}"}, "makes no question of `samples`: "),
     ],
@@ -379,7 +379,7 @@ def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, c
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "gives ids up to 95, but the model has 64 rows: say `sizes`={vocab_size: 96}"),
+        ({}, "gives ids up to 95, but the model has 64 rows: set `sizes`={vocab_size: 96}"),
         ({"tokenizer": "there/is/none"}, "must be the folder of a tokenizer"),
         ({"tokenizer": "."}, "Transformers can't load it"),
         ({"sizes": {"num_layers": 2}}, "num_layers"),

@@ -207,7 +207,7 @@ def test_a_state_of_other_batches_is_refused(chats_file: Path):
     state = iter(load(chats_file)).get_state()
     others = {"seed": 1, "length": 512, "batch_size": 2, "train_on": "all", "shuffle": False}
     for other in ({name: value} for name, value in others.items()):
-        with pytest.raises(ValueError, match="the state is of other batches"):
+        with pytest.raises(ValueError, match="the state belongs to different batches"):
             iter(load(chats_file, **other)).set_state(state)
     iter(load(chats_file, epochs=None, workers=2)).set_state(state)
     # Each side of each split is other data than the whole and than all other sides.
@@ -217,7 +217,7 @@ def test_a_state_of_other_batches_is_refused(chats_file: Path):
     )  # fmt: skip
     state = iter(train).get_state()
     for side in (dataset, held_out, drawn_anew, smaller):
-        with pytest.raises(ValueError, match="what `split` was given"):
+        with pytest.raises(ValueError, match="the arguments of `split`"):
             iter(side).set_state(state)
     iter(load(chats_file).split(0.2)[0]).set_state(state)
 

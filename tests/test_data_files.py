@@ -257,7 +257,7 @@ def test_paths_and_options_that_make_no_sense_are_named(tmp_path: Path):
     with pytest.raises(TypeError, match=r"`source\[1\]` must be a path or an iterable of rows"):
         load([path, [3]])
     (tmp_path / "a.xml").write_text("a")
-    with pytest.raises(ValueError, match="a.xml, of `source`, is none of .csv"):
+    with pytest.raises(ValueError, match="a.xml, of `source`, ends in none of .csv"):
         load(tmp_path / "a.xml")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="use `data.text`"):

@@ -196,7 +196,10 @@ BEGIN = [{"role": "user", "content": "the cat"}]
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "alike": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are alike"),
     "one missing": ({"prompt": "a", "chosen": "b"}, "no `rejected` among the fields prompt"),
-    "no question": ({"chosen": "a", "rejected": "b"}, "none of messages, .* which hold"),
+    "no question": (
+        {"chosen": "a", "rejected": "b"},
+        "there is no question: none of messages, .* is among",
+    ),
     "half whole": (
         {"chosen": [{"role": "user", "content": "a"}, answer("b")], "rejected": "c"},
         "one of `chosen` and `rejected` is a whole conversation",
@@ -208,21 +211,21 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
             "chosen": [{"role": "user", "content": "a"}, answer("b")],
             "rejected": [{"role": "user", "content": "a"}, answer("b")] * 2,
         },
-        "one of `chosen` and `rejected` begins the other",
+        "one of `chosen` and `rejected` is the beginning of the other",
     ),
     "other questions": (
         {
             "chosen": [{"role": "user", "content": "a"}, answer("b")],
             "rejected": [{"role": "user", "content": "c"}, answer("d")],
         },
-        "answer other questions: message 1, before an answer, is user 'a' in one and user 'c' in",
+        "answer different questions: message 1, before an answer, is user 'a' in one and user 'c'",
     ),
     "another system message": (
         {
             name: [{"role": "system", "content": said}, *BEGIN, answer(said)]
             for name, said in (("chosen", "a"), ("rejected", "b"))
         },
-        "answer other questions: message 1",
+        "answer different questions: message 1",
     ),
     "another prompt": (
         {"prompt": "c", "chosen": [*BEGIN, answer("b")], "rejected": [*BEGIN, answer("d")]},

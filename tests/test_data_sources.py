@@ -355,7 +355,7 @@ def test_a_mixture_resumes_at_every_batch(workers: int):
         resumed.set_state(state)
         assert_same(resumed, whole[count:])
         next(iterator, None)
-    with pytest.raises(ValueError, match="the state is of other batches"):
+    with pytest.raises(ValueError, match="the state belongs to different batches"):
         iter(data.mix(three(epochs=2, too_long="cut"), [3, 2, 1])).set_state(state)
 
 

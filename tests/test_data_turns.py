@@ -151,7 +151,7 @@ def test_what_belongs_to_a_turn_is_merged_with_it():
         row = openai(
             [say("user", "a"), say("assistant", "b"), say("assistant", "c", **{field: value})]
         )
-        with pytest.raises(InvalidRow, match="can't be merged: message 3 .* other"):
+        with pytest.raises(InvalidRow, match="can't be merged: message 3 .* different"):
             to_conversation(row, TurnRules("\n"))
 
 

@@ -99,7 +99,7 @@ README, MEMORY, LONG = "README.md", "docs/less_memory.md", "docs/long_sequences.
 DESIGN, FITTING, TABLES = "docs/design.md", "docs/fitting.md", "experiments/results/README.md"
 # Two texts of a page change places (<->), or one is replaced by the other (->).
 FALSE = [
-    (README, "[least memory](", "<->", "[24 GiB budget]("),
+    (README, "[minimum budget, `least`](", "<->", "[24 GiB budget]("),
     (README, "[exact updates](", "<->", "[ZeRO-3 offload]("),
     (README, "[ZeRO-3 offload](", "<->", "[FSDP2 with `CPUOffloadPolicy`]("),
     (README, "| 9.5 GiB |", "->", "| 9.5 s |"),
@@ -117,7 +117,7 @@ FALSE = [
     (README, "[auto budget](", "->", "[60 GiB budget]("),
     (README, "| 9.5 GiB |", "->", "| 9.5 GB |"),
     (README, "reaches [94% of the", "->", "reaches [94 s of the"),
-    (MEMORY, "[bf16 masters, fp32 state, least](", "<->", "[bf16 masters and state, least]("),
+    (MEMORY, "[bf16 masters, fp32 state, `least`](", "<->", "[bf16 masters and state, `least`]("),
     (MEMORY, "[bf16, int8 but the", "->", "[bf16, int8, the embedding's too: compact, not the"),
     (MEMORY, "on an H200,", "->", "on an RTX 4090,"),
     (TABLES, "[masters in bfloat16, state in fp32, ", "<->", "[masters and state in bfloat16, "),

@@ -67,8 +67,8 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
         again = fit(tmp_path, 2, **others, precision=mt.Precision(rounding="nearest"))
     assert small.losses(again) == small.losses(before)
     assert line(warned) == (
-        f"{tmp_path / '2'} is the end of a run with other settings, and no step is left to train, "
-        "so these have no effect: loss_fn is another function, which may compute something else; "
+        f"{tmp_path / '2'} ended a run with different settings, and no step is left to train, "
+        "so these have no effect: loss_fn has changed and may compute something else; "
         "optimizer has learning_rate 0.001 -> 1; "
         "precision.compute was 'float32' and is 'bfloat16'; "
         "precision.rounding was 'stochastic' and is 'nearest'; "
@@ -78,7 +78,7 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
     with pytest.warns(UserWarning) as warned:
         fit(tmp_path, 3, **others)
     assert line(warned) == (
-        f"{tmp_path / '2'} is of a run with other settings. New from now on: "
+        f"{tmp_path / '2'} belongs to a run with different settings. New from now on: "
         "loss_fn computes something else; optimizer has learning_rate 0.001 -> 1; "
         "data begins with another batch. "
         "Kept, since the checkpoint's state holds it: seed=0, not 7."
@@ -180,7 +180,7 @@ def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_cod
         "rows": "; data begins with another batch",
         "compute": "; precision.compute was 'float32' and is 'bfloat16'",
     }[change]
-    other = "; loss_fn is another function, which may compute something else"
+    other = "; loss_fn has changed and may compute something else"
     fit(tmp_path, 2)
     for steps, loss_fn, clauses in ((2, small.loss_fn, also), (2, doubled, other + also)):
         with warnings.catch_warnings(record=True) as warned:
@@ -230,6 +230,7 @@ def cosine(peak: float) -> Any:
         ),
         (SLOW, optax.adam(1e-3), ""),
         (optax.adam(0.5), optax.adam(0.5), ""),
+        (optax.clip(np.inf), optax.clip(np.nan), ""),
     ],
 )
 def test_numbers_of_an_optimizer_are_named_as_optax_names_them(before, now, clause):

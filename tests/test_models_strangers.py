@@ -92,7 +92,7 @@ def test_an_index_does_not_lead_out_of_its_folder(name, folder):
     (folder / "a").mkdir()
     name = name.format(other)
     change_index(folder, lambda m: m.update({k: name for k, v in m.items() if v == first.name}))
-    with pytest.raises(ValueError, match="index.json names the file .* no file of its folder"):
+    with pytest.raises(ValueError, match="index.json names the file .* not in its folder"):
         load_pretrained(folder)
 
 

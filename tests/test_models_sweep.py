@@ -197,7 +197,7 @@ def test_sizes_are_compared_with_the_files_before_anything_is_built(name, tmp_pa
     monkeypatch.setattr("megatrain_jax._src.models.pretrained.parameter_tensors", None)
     for changes in ({"num_hidden_layers": 1000}, {experts: 16_000}, {experts: 100}):
         path.write_text(json.dumps(config | changes))
-        with pytest.raises(ValueError, match="says that there are .* layers.* its files hold"):
+        with pytest.raises(ValueError, match="asks for .* layers.* its files hold"):
             load_pretrained(folder)
     for changes in ({"num_hidden_layers": 10**9}, {experts: 10**9}, {"vocab_size": 10**9}):
         path.write_text(json.dumps(config | changes))

@@ -24,6 +24,7 @@ MOST = {
     "CONTRIBUTING.md": 4,
     "CHANGELOG.md": 4,
     "docs": 6,
+    "experiments": 4,
     BESIDE: 8,
     "adapt": 5,
     "build": 22,
@@ -69,7 +70,7 @@ def files_of(place: str) -> list[Path]:
     """The files of a place: a page, a folder of pages, a package, or the modules in none."""
     if place.endswith(".md"):
         return [ROOT / place]
-    if place == "docs":
+    if place in ("docs", "experiments"):
         return sorted((ROOT / place).rglob("*.md"))
     return sorted(SOURCES.glob(place) if place == BESIDE else (SOURCES / place).rglob("*.py"))
 

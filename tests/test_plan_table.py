@@ -29,6 +29,7 @@ from megatrain_jax._src.state.hardware import Hardware
 from workloads import chain
 
 GIB = 2**30
+SGD = optax.sgd(0.1)
 BALANCED = Hardware(
     name="Balanced",
     host_bytes=50,
@@ -76,7 +77,7 @@ def layers(x: Any, params: Any) -> Any:
     return x
 
 
-def spec_of(optimizer: Any = None, **options: Any) -> RunSpec:
+def spec_of(optimizer: Any = SGD, **options: Any) -> RunSpec:
     """The spec of a run with five layers of different widths."""
     widths = (8, 8, 16, 16, 8, 8)
     params = [{"w": jnp.ones(shape)} for shape in zip(widths, widths[1:], strict=False)]
@@ -87,7 +88,6 @@ def spec_of(optimizer: Any = None, **options: Any) -> RunSpec:
 
     adapted, _ = adapt(params, loss_fn, batch, 0)
     precision = mt.Precision(compute=jnp.float32)
-    optimizer = optimizer or optax.sgd(0.1)
     return make_run_spec(
         adapted, loss_fn, optimizer, batch, Options(precision=precision, **options)
     )

@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_stops_immediate_updates_at_its_group():
     metrics = trainer.step(make_batch(1, poison=np.inf))
     with pytest.raises(FloatingPointError, match=r"gradient of layers\.1 .* step 1") as error:
         trainer.read(metrics)
-    assert "Updated before it was met: layers.2" in str(error.value)
+    assert "Updated before it was found: layers.2" in str(error.value)
     after = trainer.params
     for i, changed in enumerate((False, False, True)):
         old, new = before["layers"][i], after["layers"][i]

@@ -1,8 +1,10 @@
 """Steps in several waves of microbatches: the results of one wave, in less memory."""
 
 import itertools
+import math
 import re
 import signal
+from collections import Counter
 from typing import Any
 
 import jax
@@ -14,9 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from inside import spec_of, steps_of
+from inside import engine_of, spec_of, steps_of
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.wave_search import lowest
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.kernels import steps
+from megatrain_jax._src.kernels.cache import KernelCache
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
 from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
@@ -148,9 +154,8 @@ def spoiled_trainer(**options: Any) -> mt.Trainer:
         optax.adamw(1e-2),
         batch(0),
         microbatches=EXAMPLES,
-        precision=mt.Precision(compute=jnp.float32),
         progress=False,
-        **options,
+        **{"precision": mt.Precision(compute=jnp.float32), **options},
     )
 
 
@@ -225,6 +230,16 @@ def test_evaluations_go_in_waves_where_one_has_no_room():
     for few in (rows[0, :16], rows[0, :7]):
         assert one.evaluate([few]) == several.evaluate([few])
         assert steps_of(several)[-1].waves == 1
+
+
+def test_values_of_the_batch_are_dropped_by_wave():
+    """A wave's own are gone when its last stage has read them, not at the step's end."""
+    first = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"], microbatches=4, waves=4).first
+    prologue = set(first.program.prologue_values) & first.kept - set(first.program.outputs)
+    assert prologue
+    dropped = Counter(i for ids in first.last_read.values() for i in ids)
+    # Of four waves, three are laid down.
+    assert {dropped[i] for i in prologue} == {3}
 
 
 @pytest.mark.parametrize("waves", [3, 8])
@@ -304,8 +319,21 @@ def test_the_plan_chooses_waves_that_save_time():
     assert chosen.seconds_per_step == pytest.approx(fastest, rel=0.03)
     assert chosen.seconds_per_step < 0.95 * one.seconds_per_step
     share = f"the link is busy for {chosen.link_share:.0%}"
-    assert f"waves of {16 // chosen.waves} microbatches" in str(chosen) and share in str(chosen)
+    assert f"waves of {16 // chosen.waves} microbatch" in str(chosen) and share in str(chosen)
     assert "waves" not in str(one)
+
+
+@pytest.mark.parametrize("first", [1.0, 9.0, 100.0])
+@pytest.mark.parametrize("best", [2, 8, 64])
+def test_the_lowest_value_is_found_from_any_guess(best, first):
+    numbers, asked = [2, 4, 8, 16, 32, 64], []
+
+    def value(number: int) -> float:
+        asked.append(number)
+        return math.inf if number < best else number / best
+
+    assert lowest(numbers, first, value) == best
+    assert set(asked) <= set(numbers)
 
 
 @pytest.mark.usefixtures("traced_once")
@@ -335,7 +363,6 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"microbatches": "many"}, '"auto"'),
         ({"microbatches": "auto", "waves": 2}, "`waves`=2 needs a number of `microbatches`"),
         ({"waves": 2}, "`waves`=2 does not divide `microbatches`=1"),
     ],
@@ -360,3 +387,59 @@ def test_a_run_that_resumes_keeps_the_parts_of_its_checkpoint(tmp_path):
     resumed = fit(4, microbatches="auto")
     assert resumed.trainer.num_steps == 4
     assert resumed.trainer.plan.microbatches == 4 and resumed.trainer.plan.waves == 2
+
+
+@pytest.mark.usefixtures("started_once")
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_sums_in_bfloat16_take_half_and_are_the_same_in_every_budget(rounding):
+    narrow = mt.Precision(compute=jnp.float32, sums="bfloat16", rounding=rounding)
+    wide = spoiled_trainer(waves=2, on_nonfinite="skip")
+    given: dict[str, Any] = {"waves": 2, "precision": narrow, "on_nonfinite": "skip"}
+    several = [spoiled_trainer(device_budget=size, **given) for size in ("least", 10**9)]
+    sizes, halves = (
+        [row[Kind.GRADIENT] for row in spec_of(t).first.workload.sizes] for t in (wide, several[0])
+    )
+    assert sizes == [2 * size for size in halves]
+    batches = [batch(seed) for seed in range(4)]
+    expected, *found = ([t.read(t.step(b))["loss"] for b in batches] for t in (wide, *several))
+    assert found[0] == found[1] != expected
+    np.testing.assert_allclose(found[0], expected, rtol=1e-2)
+    check_same_bits(several[0].params, several[1].params)
+
+
+def test_a_sum_is_rounded_to_its_mean_with_other_bits_each_time():
+    trainer = spoiled_trainer()
+    store = engine_of(trainer).store
+    layout, placement = store.layouts[0].master, store.placement
+    run = KernelCache().get(steps.narrow(layout, placement, stochastic=True))
+    total = placement.put(np.full(layout.size, 1 + 2**-10, np.float32), placement.slabs_on_device)
+    count, rows = jnp.uint32(0), []
+    for number in range(400):
+        row, count = run(total, store.key, store.step, jnp.uint32(0), count)
+        rows.append(np.asarray(row, np.float32))
+        assert int(count) == number + 1
+    assert not np.array_equal(rows[0], rows[1])
+    # An eighth of the way to the next number of bfloat16: up in one of eight cases.
+    assert np.mean(rows) == pytest.approx(1 + 2**-10, abs=1e-4)
+
+
+def test_sums_of_a_shared_parameter_are_narrow_between_its_stages():
+    case = CASES["nnx_tied"]
+    batches = [case.batch(seed) for seed in range(2)]
+    wide, narrow = (
+        mt.Trainer(
+            case.build(), case.loss_fn, optax.adam(1e-3), case.batch(0), progress=False,
+            precision=mt.Precision(compute=jnp.float32, sums=sums),
+        )
+        for sums in ("float32", "bfloat16")
+    )  # fmt: skip
+    dtypes = set(spec_of(narrow).first.gradient_dtypes.values())
+    assert dtypes == {"float32", "bfloat16"}
+    expected, found = ([t.read(t.step(b))["loss"] for b in batches] for t in (wide, narrow))
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("given", ["int8", "float16", None, "wide"])
+def test_sums_have_the_range_of_fp32(given):
+    with pytest.raises(ValueError, match=r"Precision\(sums="):
+        mt.Precision(sums=given)

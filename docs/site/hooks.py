@@ -2,7 +2,7 @@
 
 - Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
   as its root, so these files are added under their own paths, and the links follow.
-- The header links to the address that this copy was cloned from.
+- The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
 - Where a page says `<!-- quickstart -->`, the site shows the quickstart's program, which it needs.
 """
 
@@ -32,14 +32,17 @@ _REMOTE = re.compile(
 # The page with the widest tables, which need the room of the table of contents.
 _WIDE = "experiments/results/README.md"
 _QUICKSTART = "<!-- quickstart -->"
+_REPOSITORY = "<!-- repository -->"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Links the header to the repository that this copy was cloned from, if there is one."""
+    """Links all footers to the repository that this copy was cloned from, if there is one."""
+    # Not the theme's `repo_url`, with which each reader's browser asks the host for figures.
     command = ["git", "-C", config.docs_dir, "remote", "get-url", "origin"]
     found = subprocess.run(command, capture_output=True, text=True)
     if not found.returncode and (address := web_address(found.stdout)):
-        config.repo_url, config.repo_name = address, address.rpartition("/")[2]
+        link = {"icon": "fontawesome/brands/git-alt", "link": address, "name": "Repository"}
+        config.extra["social"] = [link]
     return config
 
 
@@ -78,7 +81,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         on_site = target.relative_to("docs") if target.parts[:1] == ("docs",) else target
         return "../" * depth + on_site.as_posix()
 
-    return _TARGET.sub(turned, markdown).replace(_QUICKSTART, _shared_code(config))
+    links = [f" · [Repository]({social['link']})" for social in config.extra.get("social", ())]
+    markdown = _TARGET.sub(turned, markdown).replace(_QUICKSTART, _shared_code(config))
+    return markdown.replace(_REPOSITORY, "".join(links))
 
 
 def _shared_code(config: MkDocsConfig) -> str:

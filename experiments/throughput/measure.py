@@ -103,7 +103,9 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
         waves=args.waves,
-        precision=mt.Precision(compute=compute, master=args.master, state=args.state),
+        precision=mt.Precision(
+            compute=compute, master=args.master, state=args.state, sums=args.sums
+        ),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
@@ -154,7 +156,9 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "tiles": [dataclasses.asdict(row) for row in plan.tiles],
         "keeps_costliest": plan.keeps_costliest,
         "stages_computed_again": plan.num_again,
+        "planned_microbatches": plan.microbatches,
         "waves": plan.waves,
+        "planned_link_share": plan.link_share,
     }
 
 
@@ -207,6 +211,11 @@ def budget(text: str) -> int | Literal["least"] | None:
     return _EVERYTHING if text == "all" else int(float(text) * GIB)
 
 
+def number_or_auto(text: str) -> int | Literal["auto"]:
+    """Reads a number, or the word "auto"."""
+    return "auto" if text == "auto" else int(text)
+
+
 def row(result: Mapping[str, Any]) -> str:
     """Returns the main figures in one line."""
     peak, seconds = result["peak_device_gib"], result["mean_seconds_per_step"]
@@ -223,8 +232,18 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_shape_options(parser)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--waves", type=int, help="groups of microbatches; by default planned")
+    parser.add_argument(
+        "--microbatches",
+        type=number_or_auto,
+        default=1,
+        help="equal parts of a batch, or auto: the plan chooses them, and waves",
+    )
+    parser.add_argument(
+        "--waves",
+        type=lambda text: None if text == "auto" else int(text),
+        help="groups of microbatches that are trained on one after another; the plan chooses if "
+        "this is auto or left out",
+    )
     parser.add_argument("--clip", type=float, help="clip the gradients' global norm to this")
     parser.add_argument(
         "--device-budget",
@@ -238,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    for held in ("master", "state"):
+    for held in ("master", "state", "sums"):
         parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument(
@@ -287,7 +306,8 @@ def main() -> None:
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
-        "held": {"master": args.master, "state": args.state},
+        "held": {"master": args.master, "state": args.state}
+        | ({} if args.sums == "float32" else {"sums": args.sums}),
         "hardware": hardware(),
         "versions": versions(),
         **figures,

@@ -51,7 +51,7 @@ def compare_plans(
         num_gpus: See `plan`.
 
     Returns:
-        The plans as a table, which is a sequence of its rows.
+        The plans as a table, a sequence of rows.
 
     Raises:
         TypeError: If an argument has a wrong type, or a value in `over` has no name.

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.build.not_settable import not_settable
@@ -277,21 +278,21 @@ class RunState:
                 state is lost, every use of it raises `RuntimeError` until another checkpoint is
                 restored.
         """
+        path = local_path(checks.path("path", path), "path")
         facts, num_converted = self.start_from(path)
         if num_converted:
             warnings.warn(f"{path} {converted(num_converted)}.", stacklevel=2)
         return facts
 
-    def start_from(self, path: str | PathLike[str]) -> tuple[dict[str, Any], int]:
+    def start_from(self, path: Path) -> tuple[dict[str, Any], int]:
         """Restores a checkpoint as `restore` does, without its warning of converted arrays.
 
         Args:
-            path: See `restore`.
+            path: A folder on a disk, as `local_path` has it.
 
         Returns:
             The facts kept beside the arrays, and the number of arrays that were converted.
         """
-        path = local_path(checks.path("path", path), "path")
         self._join_saving()
         entries = entries_of(self._spec)
         where = f"the check of {path.name}"

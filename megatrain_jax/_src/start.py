@@ -225,12 +225,15 @@ def _compiled(
 def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
     """Whether memory is pinned while functions are compiled: where that saves time.
 
-    With a budget that is given, what waits in the host is known before. In small pages the kernel
-    keeps the process's map of memory locked for minutes, for which the compiler has to wait.
+    With a budget that is given, what waits in the host is known before, unless blocks turn out to
+    need a finer cut. In small pages the kernel keeps the process's map of memory locked for
+    minutes, for which the compiler has to wait.
     """
-    processes = placement.processes
+    processes, free = placement.processes, pool.free_device_bytes(placement)
     return (
         processes.count == 1
+        and free is not None
+        and 2 * spec.first.schedule.smallest_bytes <= free
         and spec.options.device_budget is not None
         and not spec.first.schedule.left_out
         and not pins_small_pages()

@@ -1,4 +1,4 @@
-"""The values that stages hand to stages: which are counted, when they are dropped and made again.
+"""The values passed between stages: which are counted, dropped and recomputed.
 
 A worked example: an embedding, four blocks and a head, each of which reads what the one before it
 makes, values 0 to 4. With a span of 2, blocks 1 and 3 are computed again, but for the last::

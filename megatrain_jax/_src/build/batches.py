@@ -1,4 +1,4 @@
-"""Checks of batches: a wrong one is named by its path, before an error from inside the compiler."""
+"""Checks of batches: a wrong array is named by its path, before the compiler fails on it."""
 
 from typing import Any
 

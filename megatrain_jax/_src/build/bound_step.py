@@ -29,6 +29,7 @@ from megatrain_jax._src.build.activations import (
 )
 from megatrain_jax._src.build.costs import collective_bytes, find_costs, seconds_saved
 from megatrain_jax._src.build.lean import lean_residuals
+from megatrain_jax._src.build.precision import Rounding
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
@@ -49,6 +50,7 @@ class BoundStep:
         stages: The program's stages, bound to groups.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
+        narrow_sums: Rounding of sums of gradients, which wait in bfloat16 then; None in fp32.
         collectives: For each stage, bytes that each device receives from the others in its forward
             and in its backward, of all microbatches.
         metrics: Names of the metrics that the loss returns.
@@ -64,6 +66,7 @@ class BoundStep:
     stages: tuple[BoundStage, ...]
     microbatches: int
     num_devices: int
+    narrow_sums: Rounding | None = None
     collectives: tuple[tuple[int, int], ...]
     metrics: tuple[str, ...]
     workload: Workload
@@ -73,13 +76,14 @@ class BoundStep:
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
-        """Dtype of each group's gradient; fp32 for zeros, where no backward computes one."""
+        """Dtype in which each group's gradient waits; fp32 if no backward computes one."""
         dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
         for bound in self.stages:
             if bound.mode is not None:
                 pairs = zip(bound.groups, bound.mode.gradients, strict=True)
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
-        return dtypes
+        summed = () if self.narrow_sums is None else _summed(self.stages)
+        return dtypes | dict.fromkeys(summed, "bfloat16")
 
     @property
     def waves(self) -> int:
@@ -147,6 +151,7 @@ def bind_step(
     hardware: Hardware,
     host_room: float = math.inf,
     waves: int = 1,
+    narrow_sums: Rounding | None = None,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -166,6 +171,7 @@ def bind_step(
         hardware: Machine whose rates the schedule is made for.
         host_room: Bytes that the host of each device has beside the state at rest.
         waves: Number of equal parts of the microbatches that go through the stages one by one.
+        narrow_sums: See `BoundStep`.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -174,10 +180,12 @@ def bind_step(
     # If the last stage makes the loss, its backward follows at once, and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
-    sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     coded = [layout.num_coded for layout in layouts]
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
+    summed = _summed(bound) if narrow_sums else ()
+    waiting = ["bfloat16" if g in summed else dtype for g, dtype in enumerate(gradients)]
+    sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
     activations, makes, reads = counted_activations(program, microbatches, num_devices)
     each = microbatches / num_devices
@@ -218,6 +226,7 @@ def bind_step(
         stages=bound,
         microbatches=microbatches,
         num_devices=num_devices,
+        narrow_sums=narrow_sums,
         collectives=collectives,
         metrics=metrics,
         workload=workload,
@@ -327,6 +336,11 @@ def _gradient_dtypes(
         else "float32"
         for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True))
     )
+
+
+def _summed(stages: Sequence[BoundStage]) -> frozenset[int]:
+    """The groups whose gradients are sums, over microbatches or stages."""
+    return frozenset(group for bound in stages for group in bound.accumulated)
 
 
 def _bind(

@@ -1,9 +1,10 @@
-"""A run's device budget: an automatic one is the memory that its compiled functions leave.
+"""A run's device budget; an automatic one is the memory that its compiled functions leave free.
 
 Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
 turns: the functions for the least budget, the budget that these leave, the functions it adds.
 A function that needs more than there is goes through its rows in tiles, and so does one whose
-tiles make room for residuals that save more time.
+tiles make room for residuals that save more time. Where a block is too much nevertheless, all
+blocks are cut into parts, the fewest with which the run fits.
 
 A worked example, on a device with 100 GiB free, of which 5% stay free:
 
@@ -29,7 +30,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule
 from megatrain_jax._src.state.placement import Placement
 
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
@@ -63,6 +64,32 @@ def fit_to_machine(
             `fit_to_host`. What the device holds need not wait in the host, so that tiles are judged
             by what follows.
     """
+    fitted = _fitted(spec, kernels, device_bytes, placement, to_host)
+    finer = fitted
+    while device_bytes is not None and _least_in_all(fitted) > device_bytes:
+        if finer.finer is None:
+            break
+        try:
+            finer = _fitted(finer.finer(), kernels, device_bytes, placement, to_host)
+        except BudgetError:  # more is handed on between more parts
+            break
+        fitted = min(fitted, finer, key=_least_in_all)
+    return fitted
+
+
+def _least_in_all(spec: RunSpec) -> int:
+    """The fewest device bytes for a fitted run's state, values and functions."""
+    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + _needed(spec)
+
+
+def _fitted(
+    spec: RunSpec,
+    kernels: KernelCache,
+    device_bytes: int | None,
+    placement: Placement,
+    to_host: Callable[[RunSpec], RunSpec | None],
+) -> RunSpec:
+    """The run with its blocks as they are cut; see `fit_to_machine`."""
     fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
     fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
     # What the host never holds stays as it is, to be refused.

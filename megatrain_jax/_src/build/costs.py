@@ -1,4 +1,4 @@
-"""The costs of a step, which its schedule is made for: seconds of computations and of transfers.
+"""The costs of a step, used to choose its schedule: seconds of computations and of transfers.
 
 A worked example: four devices whose links carry 50 GB/s each way, a host's memory of 160 GB/s,
 250 GB/s into each device from the others, and a stage of 268M parameters, fp32 in the host (1 GiB)

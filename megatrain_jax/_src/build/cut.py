@@ -1,4 +1,4 @@
-"""Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
+"""Loss and optimizer, cut by the same groups: parameters that are copied together."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -16,6 +16,7 @@ from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
+from megatrain_jax._src.program.loss.parts import in_parts
 from megatrain_jax._src.program.loss.shared import without_block
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
@@ -47,11 +48,19 @@ def cut_run(
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
+    num_parts: int = 1,
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
     Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
     one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
+
+    Args:
+        adapted: The model.
+        traced: The loss.
+        optimizer: The optimizer.
+        options: Options of the run.
+        num_parts: Number of parts that each block is cut into.
 
     Raises:
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
@@ -59,13 +68,13 @@ def cut_run(
     trained = trainable_mask(options.trainable, adapted.paths)
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
-        return _cut(adapted, traced, optimizer, options, trained, every)
+        return _cut(adapted, traced, optimizer, options, trained, every, num_parts)
     except CoupledGroupsError as error:
         # The second try still cuts what scans take: without other stacks it would fail likewise.
         if every == scanned:
             raise
         reason = str(error)
-    found = _cut(adapted, traced, optimizer, options, trained, scanned)
+    found = _cut(adapted, traced, optimizer, options, trained, scanned, num_parts)
     warning = f"layers in one array were left together: {reason}"
     return dataclasses.replace(found, program=found.program.warning(warning))
 
@@ -77,9 +86,12 @@ def _cut(
     options: Options,
     trained: Sequence[bool],
     stacks: Sequence[Stack],
+    num_parts: int,
 ) -> Cut:
     """Cuts so that each layer of the given stacks is a leaf."""
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+    if num_parts > 1:
+        leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
     program = cut_loss(traced, leaves)
     leaves = tuple(
         without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)

@@ -1,4 +1,4 @@
-"""The host memory that a step needs, and stages computed again where that is more than there is.
+"""The host memory that a step needs; if it is more than there is, stages are recomputed.
 
 Beside the state at rest, the host holds what waits between tasks: gradients of deferred updates,
 and what the device has no room for, which are the inputs of all stages where sequences are long,

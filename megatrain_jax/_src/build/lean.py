@@ -1,4 +1,4 @@
-"""Lean residuals: of all results that a stage could keep, those that cost the most for their bytes.
+"""Lean residuals: among a stage's results, those most expensive to recompute per byte.
 
 On long sequences attention's output takes thousands of times longer to compute again, for its
 bytes, than a product of an MLP. Where not all stages have room for everything, keeping the

@@ -1,4 +1,4 @@
-"""The checks of the options that say what a run is on, or planned for: hardware and mesh."""
+"""Checks of the options for hardware and mesh."""
 
 from typing import Any
 

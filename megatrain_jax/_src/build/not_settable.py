@@ -1,4 +1,4 @@
-"""The error of an attribute that is set on a trainer: nothing of a run is changed that way."""
+"""The error for setting an attribute of a trainer: a run is not changed that way."""
 
 from dataclasses import fields
 from difflib import get_close_matches

@@ -102,16 +102,7 @@ class Options:
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
         )
-        if self.waves is not None and self.microbatches == "auto":
-            raise ValueError(
-                f'`waves`={self.waves} needs a number of `microbatches`: with "auto" the plan '
-                "chooses both"
-            )
-        if self.waves is not None and self.microbatches % self.waves:
-            raise ValueError(
-                f"`waves`={self.waves} does not divide `microbatches`={self.microbatches}: each "
-                "wave has equally many microbatches"
-            )
+        _check_waves(self.waves, self.microbatches)
         _check_precision(self.precision)
         _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
@@ -308,11 +299,23 @@ def _integer_or_none(name: str, value: Any) -> int | None:
 
 
 def _microbatches(value: Any) -> Microbatches:
-    if isinstance(value, str):
-        if value != "auto":
-            raise ValueError(refused("microbatches", 'a positive integer or "auto"', value))
+    if isinstance(value, str) and value == "auto":
         return "auto"
     return checks.integer("microbatches", value, other=', or "auto"')
+
+
+def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
+    if waves is None or waves == 1:
+        return
+    if isinstance(microbatches, str):
+        raise ValueError(
+            f'`waves`={waves} needs a number of `microbatches`: with "auto" the plan chooses both'
+        )
+    if microbatches % waves:
+        raise ValueError(
+            f"`waves`={waves} does not divide `microbatches`={microbatches}: each wave has equally "
+            "many microbatches"
+        )
 
 
 def _check_precision(value: Any) -> None:

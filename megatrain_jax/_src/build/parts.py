@@ -12,7 +12,7 @@ Then the number of waves is chosen for them; see `wave_search.py`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatrain_jax._src.build.cut import undivided_since
 from megatrain_jax._src.build.options import Options
@@ -24,11 +24,13 @@ from megatrain_jax._src.state.placement import Placement
 
 # Part of the device's memory that a kernel of a microbatch may need for itself.
 _SHARE = 1 / 8
+# Part of a step's estimated seconds that smaller microbatches have to save.
+_WORTH = 0.02
 
 
 def leaves_parts_open(run: Options) -> bool:
     """Whether a run's options leave it to the plan how a batch is cut."""
-    return run.waves is None and run.microbatches != 1
+    return run.microbatches == "auto" or (run.waves is None and run.microbatches > 1)
 
 
 def fit_with_parts(
@@ -49,41 +51,72 @@ def fit_with_parts(
         device_bytes: Device memory that is free; if None, batches are cut no further than given.
         placement: Placement of the run, without devices: what kernels need is estimated.
     """
-    # A number of waves that changes the order of additions is chosen only for those who leave all
-    # to the plan.
-    if is_free := run.microbatches == "auto":
-        spec = _in_few_microbatches(run, make, num_rows, device_bytes, placement)
+    if run.microbatches == "auto":
+        spec = _fitted_in_any(run, make, fit, num_rows, device_bytes, placement)
     else:
         spec = make(run)
-    first = spec.first
-    may_choose = leaves_parts_open(run) and (is_free or not first.workload.has_shared_sums)
-    if may_choose and first.microbatches > 1 and device_bytes is not None:
-        spec = fit_in_waves(spec, fit, device_bytes)
-    else:
-        spec = fit(spec)
+        # A number of waves that changes the order of additions, or how often they are rounded, is
+        # chosen only for those who leave all to the plan.
+        rounds = spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
+        may_choose = run.waves is None and not rounds
+        if may_choose and spec.first.microbatches > 1 and device_bytes is not None:
+            spec = fit_in_waves(spec, fit, device_bytes)
+        else:
+            spec = fit(spec)
     options = dataclasses.replace(
         spec.options, microbatches=spec.first.microbatches, waves=spec.first.waves
     )
     return dataclasses.replace(spec, options=options)
 
 
-def _in_few_microbatches(
+def _fitted_in_any(
     run: Options,
     make: Callable[[Options], RunSpec],
+    fit: Callable[[RunSpec], RunSpec],
     num_rows: int,
     device_bytes: int | None,
     placement: Placement,
 ) -> RunSpec:
-    """The run in the fewest microbatches whose kernels leave most of the device to other things."""
+    """The run fitted in numbers of microbatches and waves that the plan chooses."""
+    numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
 
     def made(number: int) -> RunSpec:
         return make(dataclasses.replace(run, microbatches=number))
 
+    spec = _in_few_microbatches(made, numbers, device_bytes, placement)
+    if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
+        return fit(spec)
+    fitted = fit_in_waves(spec, fit, device_bytes)
+    # Waves of one microbatch: of smaller ones, more may be faster still.
+    while (number := fitted.first.waves) == fitted.first.microbatches:
+        finer = next((n for n in numbers if n >= 2 * number), None)
+        if finer is None:
+            break
+        trial = fit_in_waves(made(finer), fit, device_bytes)
+        if trial.first.schedule.seconds > (1 - _WORTH) * fitted.first.schedule.seconds:
+            break
+        fitted = trial
+    return fitted
+
+
+def _in_few_microbatches(
+    made: Callable[[int], RunSpec],
+    numbers: Sequence[int],
+    device_bytes: int | None,
+    placement: Placement,
+) -> RunSpec:
+    """The run in the fewest microbatches whose kernels leave most of the device to other things.
+
+    Args:
+        made: Function that makes the run in a number of microbatches.
+        numbers: The numbers that divide the batch, ascending.
+        device_bytes: See `fit_with_parts`.
+        placement: See `fit_with_parts`.
+    """
     spec = made(1)
     if device_bytes is None or undivided_since(spec.adapted, spec.first.program):
         return spec
     tiles = TileFinder(KernelCache(), placement)
-    numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
     # What it needs goes by the rows, nearly: fewer rows take more for each of them.
     while numbers[-1] > (number := spec.first.microbatches):
         excess = _needed_by_one(spec, tiles) / (_SHARE * device_bytes)

@@ -18,6 +18,7 @@ Rounding = Literal["stochastic", "nearest"]
 _COMPUTING = ("bfloat16", "float32", "float64")
 _MASTERS = (*_COMPUTING, "int8")
 _FLOAT32 = jnp.dtype("float32")
+_SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 
 
@@ -48,6 +49,10 @@ class Precision:
             a mapping, codes are for matrices: the state of parameters of one axis (norms, biases)
             stays in fp32 then, as does state whose difference an optimizer takes the root of, and
             what begins as a copy of parameters is held in bfloat16.
+        sums: dtype in which sums of gradients wait, where a step has several microbatches or a
+            parameter is read by several blocks: float32, or bfloat16, with half the memory and half
+            the time on the link. They are summed in fp32 within a wave and rounded at its end, so
+            that the number of waves changes results.
         rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
             that the mean is right, or "nearest", which loses updates smaller than half of the gap
             between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
@@ -64,6 +69,7 @@ class Precision:
     compute: DTypeLike = jnp.bfloat16
     frozen: DTypeLike | None = None
     state: DTypeLike | Mapping[str, DTypeLike] | None = None
+    sums: DTypeLike = jnp.float32
     rounding: Rounding = "stochastic"
 
     def __post_init__(self) -> None:
@@ -75,6 +81,7 @@ class Precision:
             "frozen": None if self.frozen is None else _frozen(self.frozen),
             # What optimizers make of fp32 masters is fp32 already: nothing to code.
             "state": None if state == _FLOAT32 else state,
+            "sums": _sums(self.sums),
         }
         # Pairs in place of mappings keep the record hashable, and the order in which they decide.
         for name, value in canonical.items():
@@ -92,13 +99,16 @@ class Precision:
             )
 
     @classmethod
-    def compact(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
+    def compact(
+        cls, compute: DTypeLike = jnp.bfloat16, sums: DTypeLike = jnp.float32
+    ) -> "Precision":
         """Four bytes a parameter with Adam: masters in bfloat16, moments in 8 bits.
 
         Args:
             compute: dtype that parameters are cast to before the model sees them.
+            sums: dtype in which sums of gradients wait.
         """
-        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute)
+        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
     @property
     def update(self) -> Any:
@@ -168,6 +178,11 @@ def _frozen(given: Any) -> Any:
     if dtype == jnp.dtype("int8"):
         return dtype
     return _floating("frozen", dtype, " or int8")
+
+
+def _sums(given: Any) -> Any:
+    dtype = _dtype("sums", given)
+    return _allowed("sums", dtype.name, dtype, _SUMS)
 
 
 def _computing(dtype: Any) -> Any:

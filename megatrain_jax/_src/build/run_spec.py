@@ -6,11 +6,13 @@ from the same object.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -24,7 +26,7 @@ from megatrain_jax._src.build.codecs import (
 )
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.precision import Precision, Rounding
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.blocks import Leaf
@@ -35,6 +37,9 @@ from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import Hardware
+
+# Numbers of parts that blocks are cut into, tried in turns where a block as a whole doesn't fit.
+_PARTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,8 @@ class RunSpec:
         layouts: Layout of each group.
         optimizer: The optimizer, cut by group.
         first: The training step for the batch shape the run started with.
+        num_parts: Number of parts that each block is cut into.
+        finer: Makes the same run with blocks cut into more parts; None if it is cut finest.
     """
 
     adapted: AdaptedModel
@@ -78,6 +85,8 @@ class RunSpec:
     layouts: tuple[GroupLayout, ...]
     optimizer: OptimizerCut
     first: BoundStep
+    num_parts: int = 1
+    finer: "Callable[[], RunSpec] | None" = dataclasses.field(default=None, compare=False)
 
     @property
     def precision(self) -> Precision:
@@ -137,6 +146,7 @@ class RunSpec:
                 hardware=_scheduled_for(self.options),
                 host_room=self.host_room,
                 waves=waves,
+                narrow_sums=_rounding_of_sums(self.precision),
                 training=train,
             )
 
@@ -191,7 +201,43 @@ def make_run_spec(
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
+        BudgetError: If the device budget is too small, however blocks are cut.
     """
+    return _finest_needed(adapted, loss_fn, optimizer, sample_batch, options, _PARTS)
+
+
+def _finest_needed(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    options: Options,
+    parts: Sequence[int],
+) -> RunSpec:
+    """The run with blocks in the fewest of these numbers of parts that the budget allows."""
+    arguments = adapted, loss_fn, optimizer, sample_batch, options
+    least: list[BudgetError] = []
+    for at, num_parts in enumerate(parts):
+        try:
+            spec = _make(*arguments, num_parts)
+        except BudgetError as error:
+            least.append(error)
+            continue
+        left = parts[at + 1 :]
+        finer = functools.partial(_finest_needed, *arguments, left) if left else None
+        return dataclasses.replace(spec, finer=finer)
+    raise min(least, key=lambda error: error.smallest)
+
+
+def _make(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    options: Options,
+    num_parts: int,
+) -> RunSpec:
+    """The run with each block in so many parts; see `make_run_spec`."""
     microbatches = options.microbatches
     assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
     # "least" is the only word.
@@ -203,11 +249,11 @@ def make_run_spec(
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
         dtypes = str(options.precision.compute), str(options.precision.update)
         numbers = microbatches, options.num_devices, options.on_nonfinite
-        return *map(Same, objects), *dtypes, *numbers
+        return *map(Same, objects), *dtypes, *numbers, num_parts
 
     def anew() -> tuple[TracedLoss, Cut]:
         traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
-        return traced, cut_run(adapted, traced, optimizer, options)
+        return traced, cut_run(adapted, traced, optimizer, options, num_parts)
 
     traced, cut = remembered("cut", key, anew)
     layouts = _layouts(cut, options)
@@ -221,6 +267,7 @@ def make_run_spec(
         device_budget=budget,
         hardware=_scheduled_for(options),
         waves=options.waves or 1,
+        narrow_sums=_rounding_of_sums(options.precision),
         training=True,
     )
     return RunSpec(
@@ -234,6 +281,7 @@ def make_run_spec(
         layouts=layouts,
         optimizer=cut.optimizer,
         first=first,
+        num_parts=num_parts,
     )
 
 
@@ -272,6 +320,10 @@ def batch_key(batch: Any) -> Hashable:
     leaves, treedef = jax.tree.flatten(batch)
     # As JAX will have them: int64 from NumPy is int32 without x64, and no other batch.
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
+
+
+def _rounding_of_sums(precision: Precision) -> Rounding | None:
+    return None if precision.sums == jnp.dtype("float32") else precision.rounding
 
 
 def _scheduled_for(options: Options) -> Hardware:

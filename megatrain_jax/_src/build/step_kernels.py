@@ -1,11 +1,13 @@
 """The kernels that a step runs, and compiling all of them before the first step."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.kernels import stages, steps, updates
+from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.tiles import in_tiles
@@ -33,11 +35,22 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     else:
         make = stages.backward_of_kept if keeps else stages.backward
         kernel = make(bound, program, placement, step.wave_microbatches)
+        if step.narrow_sums:  # which are widened while it adds to them
+            layouts = (step.stages[number].binding.layouts[i] for i in _adding(bound))
+            wide = sum(layout.gradient_aval("float32").size for layout in layouts)
+            beside = kernel.beside_bytes + 4 * wide // placement.num_devices
+            kernel = dataclasses.replace(kernel, beside_bytes=beside)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):
         kernel = with_narrow_attention(kernel, placement.num_devices)
     # By name, since a stage's kernels with residuals and without may differ in their tiles.
     tiling = bound.tiles.get(kernel.name)
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
+
+
+def _adding(bound: BoundStage) -> list[int]:
+    """The slabs of a stage to whose gradients its backward adds, by position."""
+    assert bound.mode is not None
+    return [i for i, adds in enumerate(bound.mode.accumulate) if adds]
 
 
 def group_kernel(

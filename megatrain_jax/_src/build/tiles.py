@@ -1,4 +1,4 @@
-"""The tiles of a step's stages: for each kernel the fewest with which its temporaries fit.
+"""The tiles of a step's stages: for each kernel the fewest whose temporaries fit in memory.
 
 How much a kernel needs is estimated from its equations, whole and in each number of tiles.
 

@@ -65,12 +65,18 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         return fitted(1)
     number = spec.first.microbatches
     divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
-    best = _lowest(divisors, balanced, seconds)
+    best = lowest(divisors, balanced, seconds)
     return fitted(best if seconds(best) < (1 - _WORTH) * one else 1)
 
 
-def _lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> int:
-    """The number with the lowest value, of those around a first guess; values have one minimum."""
+def lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> int:
+    """The number with the lowest value, found from a first guess, where values have one minimum.
+
+    Args:
+        numbers: The numbers, ascending.
+        first: The guess.
+        value: A number's value, which is expensive; infinite up to some number, perhaps.
+    """
     at = min(range(len(numbers)), key=lambda i: abs(math.log(numbers[i] / max(first, 1.0))))
     # Nothing fits there: most fits in the largest number of waves.
     if math.isinf(value(numbers[at])):

@@ -1,4 +1,4 @@
-"""The floating-point operations of stages, attention's told from all others.
+"""The floating-point operations of stages, those of attention counted separately.
 
 Kernels of attention run at a rate of their own and have no parameters: their backward takes 2.5
 times their forward whatever is trained, that of other operations twice their forward where all is.

@@ -161,7 +161,7 @@ class KeepBest(Callback):
         self._folder = Path(checks.path("folder", folder)).absolute()
         self._best = _Best(metric, mode, min_delta)
         if not metric.startswith(_EVALUATED):
-            reason = "a step after the record's may have begun when there is no evaluation"
+            reason = "without an evaluation, the trainer may be a step ahead of the record"
             raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')
         self._saving: tuple[Path, Any] | None = None
 

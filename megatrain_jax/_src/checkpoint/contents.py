@@ -54,7 +54,6 @@ class StorePlace:
     Attributes:
         holder: Masters or optimizer state of a group, or a list of small arrays.
         position: The array's position among the holder's leaves.
-        position: The array's position among the leaves of the holder.
     """
 
     holder: Key | Small

@@ -97,7 +97,7 @@ def differences(
         free.append("optimizer")
     call = changes(before.get("call", {}), now["call"], free)
     if "loss_fn" in free and _is_other_code(before, now):
-        call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
+        call = {"loss_fn": "loss_fn has changed and may compute something else", **call}
     if "optimizer" in call:
         call["optimizer"] = _with_names(call["optimizer"], before, now)
     state = changes(before.get("state", {}), now["state"])
@@ -107,18 +107,18 @@ def differences(
         return f"{path} {converted(num_converted)}." if num_converted else None
     if finished:
         return (
-            f"{path} is the end of a run with other settings, and no step is left to train, so "
+            f"{path} ended a run with different settings, and no step is left to train, so "
             f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
             f"`checkpoint_dir`, or more `steps`.{also}"
         )
     said = [f"New from now on: {_joined(counting)}."] if counting else []
     kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
     said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
-    return f"{path} is of a run with other settings. {' '.join(said)}{also}"
+    return f"{path} belongs to a run with different settings. {' '.join(said)}{also}"
 
 
 def converted(number: int) -> str:
-    """The words of a warning on a checkpoint of which so many arrays were converted."""
+    """The words of a warning about a checkpoint with this number of converted arrays."""
     forms = f"{number} arrays in other dtypes or codes than `precision` asks for"
     return f"holds {forms}; they were converted"
 
@@ -143,7 +143,7 @@ def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of a batch's arrays, by which data is recognised."""
+    """A hash of a batch's arrays, to recognise data."""
     digest = xxhash.xxh3_64()
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

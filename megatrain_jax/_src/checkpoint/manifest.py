@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
     wrong += [name for name, is_right in given.items() if not is_right(facts[name])]
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
-        raise _unreadable(path, f"{listed} in {MANIFEST} are missing or not what they should be")
+        raise _unreadable(path, f"{listed} in {MANIFEST} are missing or malformed")
     if number != 1 and facts.pop("checksum") != _checksum(facts):
         raise _unreadable(path, f"{MANIFEST} was changed since it was written")
     return facts

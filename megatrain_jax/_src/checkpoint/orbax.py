@@ -230,7 +230,7 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
         with plain_path(folder) as path:
             found = v1.metadata(str(path)).metadata
         if found is None:  # Orbax logs the reason
-            raise ValueError("what it knows of its arrays is unreadable")
+            raise ValueError("the description of its arrays is unreadable")
         return flat(found)
     except Exception as error:
         why = f"({type(error).__name__}: {error})"

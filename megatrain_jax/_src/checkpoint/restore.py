@@ -254,7 +254,7 @@ class _Loading:
         """The chunks of a slice of an array; one chunk if the array is verified as a whole."""
         grid = self.grids[entry.path] or Grid(shape=entry.shape, chunk=entry.shape)
         if not grid.divides(index):
-            raise CheckpointError(f"the chunks of {entry.name} are none that this library makes")
+            raise CheckpointError(f"the chunks of {entry.name} are not of this library")
         return grid.cells(index)
 
     def _empty(self, slab: _Slab) -> list[dict[int, np.ndarray]]:

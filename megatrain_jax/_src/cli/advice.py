@@ -24,7 +24,6 @@ def advice(
         plan: A plan that doesn't fit the host, the device or both.
         settings: Its settings; options that they already have are not suggested.
         plan_with: Function that plans the same run with changed settings.
-        plan_with: Function that plans the same with other settings.
     """
     lacking = ["host memory"] if plan.fits_host is False else []
     lacking += [] if plan.fits_device else ["GPU memory"]

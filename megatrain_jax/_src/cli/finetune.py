@@ -110,8 +110,8 @@ def _check_exports(settings: FinetuneSettings, config: models.DecoderConfig) -> 
     is_part = "text_config" in json.loads(config.original or "{}")
     if is_part and "adapter" in settings.exports:
         raise ValueError(
-            f"`model` is a {config.family}, of which PEFT knows the decoder by other names than "
-            "its files: say `export_as`=model"
+            f"`model` is a {config.family}: PEFT's names for its decoder differ from those in its "
+            "files. Set `export_as`=model"
         )
 
 

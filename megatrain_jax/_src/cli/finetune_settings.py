@@ -78,10 +78,10 @@ class FinetuneSettings(TrainingSettings):
                 allowed = "a share from 0, below 1"
                 raise ValueError(checks.refused("lora_dropout", allowed, self.lora_dropout))
         if "adapter" in self.exports and self.lora_rank is None:
-            raise ValueError(f"`export_as`={self.export_as} needs adapters: say `lora_rank`")
+            raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if "adapter" in self.exports and self.trainable:
             raise ValueError(
-                "an adapter's folder has no place for the parameters that `trainable` adds: say "
+                "an adapter's folder has no place for the parameters that `trainable` adds: set "
                 "`export_as`=model"
             )
         if self.objective == "dpo":
@@ -93,19 +93,19 @@ class FinetuneSettings(TrainingSettings):
             self,
             ("lora_alpha", "lora_dropout", "lora_rslora", "lora_targets"),
             is_there=self.lora_rank is not None,
-            needed="adapters: say `lora_rank`",
+            needed="adapters: set `lora_rank`",
         )
         check_needed(
             self,
             ("beta",),
             is_there=self.objective == "dpo",
-            needed="preferences: say `objective`=dpo",
+            needed="preferences: set `objective`=dpo",
         )
         check_needed(
             self,
             ("frozen",),
             is_there=self.lora_rank is not None or self.trainable is not None,
-            needed="parameters that are not trained: say `trainable` or `lora_rank`",
+            needed="parameters that are not trained: set `trainable` or `lora_rank`",
         )
         check_needed(
             self,
@@ -116,7 +116,9 @@ class FinetuneSettings(TrainingSettings):
 
     def _check_preferences(self) -> None:
         if self.too_long in ("cut", "split"):
-            raise ValueError(f"`too_long`={self.too_long} would part pairs: say error or drop")
+            raise ValueError(
+                f"`too_long`={self.too_long} would part pairs: set it to error or drop"
+            )
         if self.format != "chat" or self.train_on != "assistant":
             raise ValueError("`objective`=dpo learns answers: leave `format` and `train_on` out")
         if self.trainable and self.lora_rank is not None:

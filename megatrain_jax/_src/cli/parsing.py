@@ -95,8 +95,8 @@ def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> li
             words.append(rest.pop(0))
     if len(bare) > 1:
         raise ValueError(
-            f"{bare[0]} and {bare[1]} are given without an option, of which one can be "
-            f"{_option(first)}: say what the other is"
+            f"{bare[0]} and {bare[1]} are given without an option, but only one can be "
+            f"{_option(first)}: name the option of the second"
         )
     return [*(word for one in bare for word in (_option(first), one)), *words]
 

@@ -17,7 +17,7 @@ class PlanSettings:
         gpus: Number of GPUs, which share the state and the batch.
         host: Host memory, such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
-        length: Tokens per row.
+        length: Tokens of a row.
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
@@ -69,7 +69,7 @@ class PlanSettings:
             self,
             ("frozen",),
             is_there=self.trainable is not None or self.lora_rank is not None,
-            needed="parameters that are not trained: say `trainable` or `lora_rank`",
+            needed="parameters that are not trained: set `trainable` or `lora_rank`",
         )
         if self.lora_rank is not None:
             checks.integer("lora_rank", self.lora_rank)
@@ -77,7 +77,7 @@ class PlanSettings:
             self,
             ("lora_targets",),
             is_there=self.lora_rank is not None,
-            needed="adapters: say `lora_rank`",
+            needed="adapters: set `lora_rank`",
         )
         if self.tokens is None:
             return

@@ -60,7 +60,7 @@ def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
     if most >= config.vocab_size:
         raise ValueError(
             f"`tokenizer` = {settings.tokenizer} gives ids up to {most}, but the model has "
-            f"{config.vocab_size} rows: say `sizes`={{vocab_size: {most + 1}}} or more"
+            f"{config.vocab_size} rows: set `sizes`={{vocab_size: {most + 1}}} or more"
         )
     return config
 

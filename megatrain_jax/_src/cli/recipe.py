@@ -74,7 +74,7 @@ def schedule_of(
     if not np.asarray(schedule(0), np.float32) > 0:
         raise ValueError(
             f"`learning_rate`={learning_rate} is 0 in float32 at the first step, which would learn "
-            "nothing: say a higher one"
+            "nothing: set a higher one"
         )
     return schedule
 

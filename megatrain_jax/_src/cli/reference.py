@@ -148,8 +148,8 @@ def find_reference(
     reference = Reference(folder.reference, f"{_digest(job.reference)} {arithmetic}")
     if folder.has_checkpoints and folder.note("reference") != reference.key:
         raise ValueError(
-            f"`model` = {job.reference} is not what it was when {folder.path} began: its numbers "
-            "are the reference of all steps. Bring that checkpoint back, or choose another `out`"
+            f"`model` = {job.reference} has changed since {folder.path} began, but it is the "
+            "reference of all steps. Restore that checkpoint, or choose another `out`"
         )
     reference.load()
     batches = (batch for dataset in datasets for batch in _epoch(dataset))

@@ -103,7 +103,7 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
     steps = len(train) if settings.steps is None else settings.steps
     if epochs is not None and steps > len(train):
         raise ValueError(
-            f"`steps`={steps} are more than the {len(train)} batches of `epochs`={epochs}: say "
+            f"`steps`={steps} are more than the {len(train)} batches of `epochs`={epochs}: set "
             "fewer steps or more epochs, or leave `epochs` out to repeat the data"
         )
     names = ["data"] if settings.weights is None else settings.sources

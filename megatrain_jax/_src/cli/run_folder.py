@@ -68,7 +68,7 @@ class RunFolder:
             is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
             remedy = "Choose another `out`, or go on with the settings of that run"
             raise ValueError(
-                f"`out` = {self.path} exists, of a run with other settings: "
+                f"`out` = {self.path} belongs to a run with different settings: "
                 f"{', '.join(changed.values())}. {self._going_on(now) if is_longer else remedy}"
             )
 
@@ -102,8 +102,8 @@ class RunFolder:
         before = self.note("data")
         if self.has_checkpoints and before not in (None, fingerprint):
             raise ValueError(
-                f"`data` is not what it was when the run in `out` = {self.path} began: a file, the "
-                "tokenizer or its chat template has changed. Bring it back, or choose another `out`"
+                f"`data` has changed since the run in `out` = {self.path} began: a file, the "
+                "tokenizer or its chat template differs. Restore it, or choose another `out`"
             )
 
     def begin(self, settings: TrainingSettings) -> None:

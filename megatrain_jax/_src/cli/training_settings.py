@@ -179,7 +179,7 @@ class TrainingSettings:
             raise ValueError(f"`eval_every`={self.eval_every} needs `held_out` or `eval_data`")
         for name in ("stop_after", "keep_best"):
             if (value := getattr(self, name)) and self.eval_every is None:
-                raise ValueError(f"`{name}`={value} needs evaluations: say `eval_every`")
+                raise ValueError(f"`{name}`={value} needs evaluations: set `eval_every`")
         if not self.metric.startswith("eval_"):
             raise ValueError(checks.refused("metric", "one of evaluations, eval_...", self.metric))
         if self.keep_best and not self.checkpoints:
@@ -188,7 +188,7 @@ class TrainingSettings:
             self,
             ("metric", "metric_mode", "min_delta"),
             is_there=self.keep_best or self.stop_after is not None,
-            needed="an evaluation that decides: say `keep_best` or `stop_after`",
+            needed="an evaluation that decides: set `keep_best` or `stop_after`",
         )
         check_needed(
             self,
@@ -218,7 +218,7 @@ class TrainingSettings:
     def _check_samples(self) -> None:
         evaluates = self.held_out > 0 or self.eval_data is not None
         if self.samples is not None and not evaluates:
-            raise ValueError("`samples` are of evaluations: say `held_out` or `eval_data`")
+            raise ValueError("`samples` are of evaluations: set `held_out` or `eval_data`")
         if self.samples is not None and not (self.prompts and all(self.prompts)):
             raise ValueError("`samples` must be prompts that are not empty")
         for temperature in self.sample_temperatures:
@@ -229,7 +229,7 @@ class TrainingSettings:
             self,
             ("sample_tokens", "sample_temperatures"),
             is_there=self.samples is not None,
-            needed="prompts: say `samples`",
+            needed="prompts: set `samples`",
         )
 
     @property

@@ -116,7 +116,7 @@ def name_within(path: Path, given: str) -> str:
     """
     name = PurePosixPath(given)
     if name.is_absolute() or ".." in name.parts or not name.name or not given.isprintable():
-        raise ValueError(f"{path} names the file {given[:200]!r}, which is no file of its folder")
+        raise ValueError(f"{path} names the file {given[:200]!r}, which is not in its folder")
     return str(name)
 
 

@@ -38,8 +38,7 @@ def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) 
         hub = importlib.import_module("huggingface_hub")
     except ImportError as caught:
         raise FileNotFoundError(
-            f"{missing}. {advice}; it comes with `pip install huggingface_hub`, with which "
-            "this is done here"
+            f"{missing}. {advice}; with `pip install huggingface_hub` this happens automatically"
         ) from caught
     try:
         return Path(hub.snapshot_download(text, allow_patterns=list(files)))

@@ -163,7 +163,7 @@ class CorpusBuilder:
         parts = list(pairwise([*bounds, self.num_tokens]))
         pieces = [piece for part in parts for piece in self._pieces(*part)]
         if len(pieces) < self.num_parts:
-            cut = " in what `length` leaves of it" if too_long else ""
+            cut = " within `length`" if too_long else ""
             fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
             self._leave_out(origin, fault, self._errors and not too_long)
             return

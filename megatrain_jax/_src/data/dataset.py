@@ -244,8 +244,8 @@ class DatasetIterator(Iterator[Batch]):
         state = dict(state)
         if state.pop("data", None) != self.fingerprint:
             raise ValueError(
-                "the state is of other batches: the files, the tokenizer, `length`, `batch_size`, "
-                "`seed`, `shuffle`, `train_on` and what `split` was given have to be what they "
-                "were when it was saved"
+                "the state belongs to different batches: the files, the tokenizer, `length`, "
+                "`batch_size`, `seed`, `shuffle`, `train_on` and the arguments of `split` must be "
+                "the same as when it was saved"
             )
         self._iterator.set_state(state)

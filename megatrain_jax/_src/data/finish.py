@@ -25,12 +25,12 @@ Invalid = Literal["error", "drop"]
 INVALID = ("error", "drop")
 _ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
 _ADVICE_TOO_LONG = (
-    'Pass a larger `length` (the longest has {longest:,} tokens), or say `too_long="cut"` (lose '
-    'their end), "split" (go on in other rows, without what came before) or "drop".'
+    'Pass a larger `length` (the longest has {longest:,} tokens), or pass `too_long="cut"` (drop '
+    'their end), "split" (continue in another row, without the earlier context) or "drop".'
 )
 _ADVICE_TOO_LONG_PAIRS = (
     "Pass a larger `length`, which has to hold both conversations of a pair (the longest has "
-    '{longest:,} tokens), or say `too_long="drop"`.'
+    '{longest:,} tokens), or pass `too_long="drop"`.'
 )
 _ADVICE_BEYOND = (
     "Use the tokenizer that the model was trained with, or a model with a row for each token that "

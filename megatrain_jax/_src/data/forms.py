@@ -150,8 +150,8 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
         if form is None:
             raise InvalidRow(
                 "unknown form",
-                f"`chosen` and `rejected` are answers, but none of {', '.join(_FORMS)}, which hold "
-                f"the question, is among the fields {_names(row)}",
+                f"`chosen` and `rejected` are answers, but there is no question: none of "
+                f"{', '.join(_FORMS)} is among the fields {_names(row)}",
             )
         read = {"chosen", "rejected", form} | _ALSO_READ.get(form, set())
         question = _unlearned(_question(form, row))
@@ -203,7 +203,7 @@ def _common_prompt(*both: Conversation) -> int:
     if {message["role"] for message in pairs[common]} != {"assistant"}:
         one, other = map(_shown, pairs[common])
         raise InvalidRow(
-            "`chosen` and `rejected` answer other questions",
+            "`chosen` and `rejected` answer different questions",
             f"message {common + 1}, before an answer, is {one} in one and {other} in the other",
         )
     return common
@@ -237,7 +237,9 @@ def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
     """The conversations, with only the messages after the common ones learned."""
     learned = [[i >= common and it for i, it in enumerate(one.learned)] for one in both]
     if not all(map(any, learned)) and both[0].messages != both[1].messages:
-        raise InvalidRow("nothing to learn", "one of `chosen` and `rejected` begins the other")
+        raise InvalidRow(
+            "nothing to learn", "one of `chosen` and `rejected` is the beginning of the other"
+        )
     return [one._replace(learned=its) for one, its in zip(both, learned, strict=True)]
 
 

@@ -120,7 +120,7 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
             raise ValueError(f"`datasets` must have the same `{name}`, but have {values}")
     if len({dataset.has_pairs for dataset in datasets}) > 1:
         raise ValueError(
-            "`datasets` must all be preferences, or none: their batches have other arrays"
+            "`datasets` must all be preferences, or none: their batches have different arrays"
         )
     if weights is None:
         ends = [dataset.rows.count for dataset in datasets]

@@ -120,7 +120,7 @@ def _checked(path: str) -> str:
         raise ValueError(f"{path}, of `source`, is no regular file")
     if kind_of(path) not in KINDS + TEXT_KINDS:
         raise ValueError(
-            f"{path}, of `source`, is none of {', '.join(KINDS + TEXT_KINDS)} (the text kinds also "
-            "with .gz), which tell what a file holds"
+            f"{path}, of `source`, ends in none of {', '.join(KINDS + TEXT_KINDS)} (the text kinds "
+            "also with .gz), by which formats are recognised"
         )
     return path

@@ -196,7 +196,7 @@ class Template:
             if alone[cut] == rest[0] and rest.startswith(alone[cut:]):
                 return start + len(alone) - cut
         raise self._unclear(
-            f"message {index + 1}: with what follows it, it does not end as without, which is in "
+            f"message {index + 1}: its end depends on later messages; without them it ends in "
             f"{alone[-60:]!r}",
             text,
         )

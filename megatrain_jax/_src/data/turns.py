@@ -241,7 +241,7 @@ def merged(turns: Turns, between: str) -> Turns:
         if learned[-1] != counts:
             raise InvalidRow(
                 "turns that can't be merged",
-                f"message {number} and the one before it have other weights",
+                f"message {number} and the one before it have different weights",
             )
         messages[-1] = _joined(messages[-1], message, between, number)
     return (
@@ -263,7 +263,7 @@ def _joined(first: Message, second: Message, between: str, number: int) -> Messa
     if first.get("name") != second.get("name"):
         raise InvalidRow(
             "turns that can't be merged",
-            f"message {number} and the one before it have other names",
+            f"message {number} and the one before it have different names",
         )
     return result
 
@@ -275,7 +275,9 @@ def _without_leading(turns: Turns) -> Turns:
     if roles[start] != "assistant":
         return turns
     if "user" not in roles:
-        raise InvalidRow("nothing to learn", "no turn is the user's, and the others are dropped")
+        raise InvalidRow(
+            "nothing to learn", "no turn is the user's, and turns before the first are dropped"
+        )
     first = roles.index("user")
     return turns._replace(
         messages=turns.messages[:start] + turns.messages[first:],

@@ -1,4 +1,4 @@
-"""A stage bound to slabs: where its leaves lie, and what its backward takes and gives."""
+"""A stage bound to slabs: the places of its leaves, and its backward's operands and results."""
 
 import dataclasses
 import functools

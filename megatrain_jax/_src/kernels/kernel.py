@@ -1,4 +1,4 @@
-"""A compiled function's calling convention, written once: for calls and for compiling ahead."""
+"""The calling convention of compiled functions, both for calls and for compiling ahead of time."""
 
 import dataclasses
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""An estimate, from its equations, of the memory a function needs beside arguments and results.
+"""An estimate of a function's temporary memory, from its equations.
 
 Where it can't be compiled for the device that it is to run on, this stands in for the compiler's
 own figure.
@@ -29,8 +29,10 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     caller. While an equation runs that has jaxprs within, the largest of their own needs counts.
     A compiler makes no array of an elementwise result that one elementwise equation or reduction
     reads, nor of what only renames, converts or repeats one for such: what these are made from
-    stays instead. A product that is only added to something is written where the sum will be. What
-    a loop carries stays in one place, and so does an array of which a part is replaced.
+    stays instead. What is elementwise from there up to the results is one pass that writes these
+    alone, as the update of a slab. A product that is only added to something is written where the
+    sum will be. What a loop carries stays in one place, and so does an array of which a part is
+    replaced.
 
     A worked example, with arrays of 4 bytes::
 
@@ -62,6 +64,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
             readers.setdefault(v, []).append(_is_fused(eqn, FUSING))
             if eqn.primitive.name in _ADDITIONS:
                 added.add(v)
+    passed = _passed(jaxpr)
     # The arrays of the function's own that each value is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
@@ -75,7 +78,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
             read = readers.get(v, [])
             once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
-            fused = summed or once and (_renames(eqn) or all(read))
+            fused = summed or v in passed or once and (_renames(eqn) or all(read))
             # Such results are written where they started, if nothing else reads the start.
             start = changed.get(v)
             if start in roots and len(readers[start]) == 1 and v not in results:
@@ -101,6 +104,18 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
                     dead.add(root)
         live -= sum(map(size, dead))
     return most
+
+
+def _passed(jaxpr: Any) -> set[Any]:
+    """The elementwise values from which all that is computed is elementwise, up to the results."""
+    mixed: set[Any] = set()  # an equation that is not elementwise depends on these
+    passed: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        if _is_fused(eqn, FUSED) and mixed.isdisjoint(eqn.outvars):
+            passed.update(eqn.outvars)
+        else:
+            mixed.update(jx.variables(eqn.invars))
+    return passed
 
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:

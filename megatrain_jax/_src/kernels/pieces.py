@@ -71,7 +71,7 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
             numbers = [slab.segment_at(first) for slab in slabs]
 
             def at(start, length, numbers=numbers):
-                return [_Piece(s, n, start, length) for s, n in zip(slabs, numbers, strict=True)]
+                return [Columns(s, n, start, length) for s, n in zip(slabs, numbers, strict=True)]
 
             def step(i, arrays, first=first, at=at):
                 # Segments begin at multiples of their blocks, and a piece is whole blocks: none is
@@ -90,7 +90,7 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class Columns:
     """Some columns of a segment, the same ones of each shard.
 
     Attributes:
@@ -106,27 +106,26 @@ class _Piece:
     length: int
 
     def read(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The piece's part of each array at rest of its segment; all arrays are the slab's."""
+        """Their part of each array at rest of their segment; all arrays are the slab's."""
         own = self._own(arrays)
-        if self._is_whole:
+        if self.is_whole:
             return own
         return tuple(
-            jax.lax.dynamic_slice_in_dim(self._rows(x), at, length, axis=1).reshape(-1)
-            for x, (at, length) in zip(own, self._ranges(), strict=True)
+            self._sliced(x, at, length) for x, (at, length) in zip(own, self._ranges(), strict=True)
         )
 
     def decode(self, arrays: Sequence[Array]) -> Array:
-        """The numbers that the piece's arrays stand for, of shape (shards * length,)."""
+        """The numbers that their arrays stand for, of shape (shards * length,)."""
         return self._segment.codec.decode(arrays, self.layout.dtype)
 
     def encode(self, row: Array, draw: Draw | None) -> tuple[Array, ...]:
-        """The piece's arrays that stand for these numbers."""
+        """The columns' arrays that stand for these numbers."""
         row = row.astype(self.layout.dtype).reshape(self.layout.num_shards, -1)
         return self.layout.encode_columns(row, self.number, self.start - self._segment.start, draw)
 
     def write(self, arrays: Sequence[Array], new: Sequence[Array]) -> tuple[Array, ...]:
-        """The slab's arrays with new ones for the piece."""
-        if not self._is_whole:
+        """The slab's arrays with new ones for these columns."""
+        if not self.is_whole:
             new = [
                 jax.lax.dynamic_update_slice_in_dim(self._rows(x), self._rows(n), at, 1).reshape(-1)
                 for x, n, (at, _) in zip(self._own(arrays), new, self._ranges(), strict=True)
@@ -135,7 +134,8 @@ class _Piece:
         return tuple(x for n, own in segments for x in (new if n == self.number else own))
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
+        """Whether they are all columns of their segment."""
         return self.length == self._segment.stop - self._segment.start
 
     @property
@@ -150,6 +150,14 @@ class _Piece:
         parts = self._segment.codec.parts(self.layout.dtype)
         start = self.start - self._segment.start
         return [(start // part.per, self.length // part.per) for part in parts]
+
+    def _sliced(self, x: Array, at: Any, length: int) -> Array:
+        if not isinstance(at, int):
+            return jax.lax.dynamic_slice_in_dim(self._rows(x), at, length, axis=1).reshape(-1)
+        # A slab that isn't divided is sliced as `Layout.unpack` does: with other equations around
+        # it, a compiler would round an update otherwise.
+        rows = x if self.layout.num_shards == 1 else self._rows(x)
+        return jax.lax.slice_in_dim(rows, at, at + length, axis=-1).reshape(-1)
 
     def _rows(self, x: Array) -> Array:
         return x.reshape(self.layout.num_shards, -1)

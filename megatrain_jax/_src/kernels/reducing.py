@@ -1,4 +1,4 @@
-"""Numbers that a group's slabs are reduced to: the optimizer's *reduce*, and a gradient's norm.
+"""Reductions of a group's slabs: the optimizer's *reduce*, and the norm of a gradient.
 
 Large leaves and slabs are read in pieces. Given whole, a compiler may convert a gradient in
 bfloat16 to an fp32 array twice as large, of which one number is left.

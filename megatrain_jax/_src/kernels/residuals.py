@@ -1,4 +1,4 @@
-"""A stage differentiated in two halves, so that its backward need not compute all of it again.
+"""A stage differentiated in two halves: its backward reuses residuals instead of recomputing all.
 
 The forward keeps the results of matrix products and attention kernels, which cost the most to
 compute again for the bytes they take; what is elementwise between them is computed again.

@@ -16,6 +16,7 @@ as `up` and `down` do in the masters.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -222,7 +223,8 @@ def _finish(
     """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
     slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
-    new = _pack_gradients(binding, placement, slots, mode, leaf_gradients, gradients)
+    order = [slots[i] for i in _as_computed(stage)]
+    new = _pack_gradients(binding, placement, slots, order, mode, leaf_gradients, gradients)
     # Only active inputs get a cotangent; `sent` has what existed of these, in their order.
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
@@ -251,22 +253,42 @@ def _unpack(
     return [leaves[i] for i in range(len(leaves))]
 
 
+def _as_computed(stage: Stage) -> list[int]:
+    """The stage's trainable leaves, in the order in which a backward completes their gradients."""
+    first = len(stage.consts)
+    leaves = stage.jaxpr.invars[first : first + len(stage.leaves)]
+    # Backward goes through the equations from the last to the first: what reads a leaf first is
+    # the last to add to its gradient.
+    first_read: dict[Any, int] = {}
+    for at, eqn in enumerate(stage.jaxpr.eqns):
+        for v in jx.variables(eqn.invars):
+            first_read.setdefault(v, at)
+    trained, _ = jx.split(stage.is_trainable, leaves)
+    return sorted(range(len(trained)), key=lambda i: -first_read.get(trained[i], 0))
+
+
 def _pack_gradients(
     binding: Binding,
     placement: Placement,
     slots: Sequence[Slot],
+    order: Sequence[Slot],
     mode: Backward,
     leaf_gradients,
     gradients,
 ) -> list[jax.Array]:
-    """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros."""
+    """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros.
+
+    `order` are the slots in the order in which the gradients are computed.
+    """
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
     for slot, gradient in zip(slots, leaf_gradients, strict=True):
         rows[slot.slab][slot.leaf] = gradient
+    # A gradient that waited for others to be written would lie beside the slab until then.
+    written = [[slot.leaf for slot in order if slot.slab == i] for i in range(len(rows))]
     earlier = iter(gradients)
     packed = []
-    for layout, dtype, row, adds in zip(
-        binding.layouts, mode.gradients, rows, mode.accumulate, strict=True
+    for layout, dtype, row, adds, leaves in zip(
+        binding.layouts, mode.gradients, rows, mode.accumulate, written, strict=True
     ):
         if dtype is not None:
             # Laid out as the masters are, whatever its dtype: updates read both by the same
@@ -275,5 +297,5 @@ def _pack_gradients(
             if adds:
                 packed.append(lying.add(next(earlier), row, placement.spread))
             else:
-                packed.append(lying.pack(row, placement.spread))
+                packed.append(lying.pack(row, placement.spread, leaves))
     return packed

@@ -1,16 +1,22 @@
-"""The kernels around the stages of a step: its begin, zeros for gradients, its metrics, its end."""
+"""The kernels around the stages of a step: its begin, zero gradients, metrics and end."""
 
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.stages import shardings
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.state.codec import round_stochastically
+from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
+
+# Number of the draws of sums among a group's; masters and optimizer state have 0 and 1.
+_SUMS = 2
 
 
 def begin(
@@ -73,20 +79,56 @@ def _slice(x, m, microbatches):
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
 
-def zeros(layout: Layout, placement: Placement) -> Kernel:
-    """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
+def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
+    """The kernel `() -> gradient` of one group's masters: zeros, to be added to.
+
+    Args:
+        layout: Layout of the masters.
+        placement: Placement of the gradient.
+        dtype: Dtype of the gradient.
+    """
+    size, dtype = layout.size, jnp.dtype(dtype)
+
+    def build() -> Callable:
+        return lambda: jnp.zeros(size, dtype)
+
+    # These say all, so that groups of one size share the function.
+    return Kernel(name="zeros", key=(size, dtype), build=build, gives=placement.slabs_on_device)
+
+
+def widen(layout: Layout, placement: Placement) -> Kernel:
+    """The kernel `sum of gradients -> the same in fp32`, to be added to.
 
     Args:
         layout: Layout of the masters.
         placement: Placement of the gradient.
     """
-    size = layout.size
 
     def build() -> Callable:
-        return lambda: jnp.zeros(size, jnp.float32)
+        return lambda gradient: gradient.astype(jnp.float32)
 
-    # The size says all, so that groups of one size share the function.
-    return Kernel(name="zeros", key=size, build=build, gives=placement.slabs_on_device)
+    return Kernel(name="widen", key=layout.size, build=build, gives=placement.slabs_on_device)
+
+
+def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
+    """The kernel `(sum in fp32, key, step, group, count) -> (sum in bfloat16, count + 1)`.
+
+    Args:
+        layout: Layout of the masters.
+        placement: Placement of the gradient.
+        stochastic: Whether to round up or down at random, with other bits for each count.
+    """
+    size = layout.size
+
+    def narrowed(total, key, step, group, count):
+        if not stochastic:
+            return total.astype(jnp.bfloat16), count + 1
+        draw = part_of(part_of(draw_of(key, step, group), _SUMS), count)
+        bits = random_bits(draw, jnp.arange(size, dtype=jnp.uint32))
+        return round_stochastically(total, bits), count + 1
+
+    gives = placement.slabs_on_device, placement.small_on_device
+    return Kernel(name="narrow", key=(size, stochastic), build=lambda: narrowed, gives=gives)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:

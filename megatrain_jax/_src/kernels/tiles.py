@@ -1,4 +1,4 @@
-"""Kernels computed in tiles: a stage whose temporaries don't fit goes through its rows in parts.
+"""Kernels in tiles: a stage whose temporaries don't fit in memory computes its rows in parts.
 
 A kernel's equations are traced whole and divided where they treat every row alike; see
 `program/tiling/tiled.py`. Arguments and results are those of the whole kernel.

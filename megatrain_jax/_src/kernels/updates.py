@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
+from megatrain_jax._src.kernels.leaf_updates import update_by_leaf
 from megatrain_jax._src.kernels.pieces import Compute, update_in_pieces
 from megatrain_jax._src.kernels.reducing import measured, reduction
 from megatrain_jax._src.program import jaxpr as jx
@@ -177,11 +178,11 @@ def _key() -> jax.ShapeDtypeStruct:
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
     elements = _update_of_elements(fragment, layout)
-    if elements is not None and layout.num_coded:
+    if elements is None:
+        return update_by_leaf(fragment, layout, guarded)
+    if layout.num_coded:
         return update_in_pieces(elements, layout, guarded)
-    compute = _update_of_leaves(fragment, layout)
-    if elements is not None:
-        compute = _update_of_slabs(elements, layout)
+    compute = _update_of_slabs(elements, layout)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         old = tuple(masters), tuple(state)
@@ -205,22 +206,6 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
     return update_group
-
-
-def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
-    """An update that unpacks slabs into leaves, where they can't be updated whole."""
-    count = len(layout.master.shapes)
-
-    def compute(masters, state, gradient, messages):
-        args = [
-            *(layout.master.unpack(gradient, i) for i in range(count)),
-            *(layout.master.unpack(masters, i) for i in range(count)),
-            *layout.state.unpack(state),
-        ]
-        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, *messages])
-        return layout.master.pack(out[:count]), layout.state.pack(out[count:])
-
-    return compute
 
 
 def _update_of_slabs(elements: Compute, layout: GroupLayout) -> Callable:

@@ -1,4 +1,4 @@
-"""Kernels with attention of more elements than cuDNN counts; see `program/wide_attention.py`.
+"""Attention on more elements than cuDNN counts; see `program/wide_attention.py`.
 
 After tracing, since the gradient of attention is an equation only then. Its key stays, as the same
 is computed: the forward of a block of 1,048,576 tokens in 28 heads, for example, calls cuDNN twice.

@@ -219,9 +219,9 @@ def _check_family(
     ]
     if found:
         raise ValueError(
-            f"the decoder can't be saved as a {model.config.family}, whose parameters differ from "
-            f"its own. {'; '.join(found)}. What changes a weight has to be merged into it first, "
-            "unless models.lora made it; `trainer.save` saves any model"
+            f"the decoder can't be saved as a {model.config.family}: its parameters differ: "
+            f"{'; '.join(found)}. Merge additions to a weight into it first, unless models.lora "
+            "made them; `trainer.save` saves any model"
         )
 
 

@@ -209,7 +209,7 @@ def _add(
     if others:
         raise ValueError(
             f"`targets`={targets!r} chooses {some(others)}, which can't have adapters: these are "
-            f"for {KNOWN}. Choose less, and train others whole by a larger pattern `trainable`"
+            f"for {KNOWN}. Choose fewer, and train these whole with a larger pattern `trainable`"
         )
     chosen = [matrices[name] for name in names if name in matrices]
     if not chosen:

@@ -57,8 +57,9 @@ def save_lora(
         raise ValueError("`trainer` has no adapters to save; save_pretrained writes whole models")
     if family_of(model.config).multimodal:
         raise ValueError(
-            f"`trainer` trains the decoder of a {model.config.family}, whose modules PEFT knows by "
-            "other names than its files; save_pretrained writes the model with its adapters merged"
+            f"`trainer` trains the decoder of a {model.config.family}: PEFT's names for its "
+            "modules differ from those in its files; save_pretrained writes the model with its "
+            "adapters merged"
         )
     # Names of the configuration's own decoder, without adapters, as in the base model.
     weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")

@@ -152,8 +152,8 @@ def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]
     if least > len(tensors):
         more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""
         raise ValueError(
-            f"config.json in {folder} says that there are {config.num_layers:,} layers{more}, which"
-            f" are {least:,} tensors and more, but its files hold {len(tensors):,}"
+            f"config.json in {folder} asks for {config.num_layers:,} layers{more}, at least "
+            f"{least:,} tensors, but its files hold {len(tensors):,}"
         )
 
 

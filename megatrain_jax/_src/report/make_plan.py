@@ -76,6 +76,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_kept=len(schedule.kept),
         keeps_costliest=schedule.lean,
         num_templates=num_templates,
+        num_parts=spec.num_parts,
         tiles=_tiles(step, grouping.names),
         num_again=len(step.workload.again),
         num_devices=devices,

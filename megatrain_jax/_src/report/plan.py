@@ -110,6 +110,8 @@ class Plan:
         keeps_costliest: Whether they save only the results that take the most time to recompute for
             their bytes, such as attention's on long sequences.
         num_templates: Templates that are compiled for the stages.
+        num_parts: Number of parts that each block is cut into, because a whole block doesn't fit on
+            the device; 1 if it fits.
         tiles: The tiled stages, in order.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.
@@ -147,6 +149,7 @@ class Plan:
     num_kept: int
     num_templates: int
     waves: int = 1
+    num_parts: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     loop_kernels_per_step: int = 0

@@ -41,9 +41,10 @@ def title(plan: "Plan") -> str:
     """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
+    parts = "" if plan.num_parts == 1 else f", blocks cut into {plan.num_parts} parts to fit"
     return (
         f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
-        f"from {plan.num_templates} templates; {plan.update_mode} update{devices}"
+        f"from {plan.num_templates} templates{parts}; {plan.update_mode} update{devices}"
     )
 
 
@@ -174,8 +175,9 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
     if plan.waves > 1:
         share = "" if plan.link_share is None else f"the link is busy for {plan.link_share:.0%}"
-        waves = f"waves of {plan.microbatches // plan.waves} microbatches"
-        cells.append([waves, str(plan.waves), share])
+        each = plan.microbatches // plan.waves
+        name = f"waves of {each} microbatch{'es' * (each > 1)}"
+        cells.append([name, str(plan.waves), share])
     if attention > _LARGE_SHARE * flops:
         said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
         cells.append(

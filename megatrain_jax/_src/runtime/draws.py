@@ -19,11 +19,14 @@ class Draws:
 
         The run's key, the number of the step and the number of the group, as device arrays.
         """
-        store = self._store
-        if not store.layouts[group].draws:
+        if not self._store.layouts[group].draws:
             return None
-        if group not in self._numbers:
+        return self._store.key, step, self.number(group)
+
+    def number(self, of: int) -> jax.Array:
+        """A number, such as a group's, as an array on the devices."""
+        if of not in self._numbers:
             # Once per run: sent with each update, it would be an extra copy.
-            number = store.placement.put(np.uint32(group), store.placement.small_on_device)
-            self._numbers[group] = number
-        return store.key, step, self._numbers[group]
+            placement = self._store.placement
+            self._numbers[of] = placement.put(np.uint32(of), placement.small_on_device)
+        return self._numbers[of]

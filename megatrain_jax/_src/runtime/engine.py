@@ -1,4 +1,4 @@
-"""The engine: obeys a schedule, computes, and has state moved between host and device.
+"""The engine: executes a schedule, and has state copied between host and device.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
 hold the byte budget, and before stages with large temporaries. The engine computes, `Transfers`
@@ -150,6 +150,7 @@ class Engine:
             step=step,
             rows=[dict(zip(ids, row, strict=True)) for row in rows],
             cotangents=[{} for _ in rows],
+            rounded=self._draws.number(0),
         )
         return live, seed, variables
 
@@ -188,10 +189,10 @@ class Engine:
             self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(live, _known(instruction.group), task)
-        elif instruction.op is Op.ZEROS:
-            self._zeros(_known(instruction.group))
         elif live is None:
             raise AssertionError(f"{instruction} outside a step")
+        elif instruction.op is Op.ZEROS:
+            self._zeros(live.step, _known(instruction.group))
         elif instruction.op is Op.COMBINE:
             self._combine(live)
         elif instruction.op is Op.REDUCE:
@@ -256,6 +257,7 @@ class Engine:
         rows, waiting = live.wave_rows, live.wave_cotangents
         each = len(kept) // len(rows)
         arriving, accumulated = bound.arriving, bound.accumulated
+        sums = {g: self._wide(g) for g in accumulated}
         for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
             run = self._of_stage(Op.BACKWARD, number, live.step)
             outputs, gradients, back = run(
@@ -264,11 +266,10 @@ class Engine:
                 *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
                 # Taken out, as the kernel is given their memory.
-                [self._take(Key(Kind.GRADIENT, g))[0] for g in accumulated],
+                [sums.pop(g) for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
-            for g, gradient in zip(bound.trained, gradients, strict=True):
-                self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
+            sums.update(zip(bound.trained, gradients, strict=True))
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
@@ -276,6 +277,10 @@ class Engine:
             lasting = [i for i in bound.leaving if i not in live.step.taken_over]
             held = [cotangents[i] for i in lasting or bound.leaving]
             self._dispatched.note_stage(task, (held or gradients)[0], hold=bool(held))
+            del gradients
+        for g in bound.trained:
+            gradient = self._narrow(live, g, sums.pop(g), task)
+            self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
 
     def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
@@ -296,9 +301,32 @@ class Engine:
         self.store.host.pop(key, None)
         return self.store.on_device.pop(key)
 
-    def _zeros(self, group: int) -> None:
+    def _wide(self, group: int) -> jax.Array:
+        """Takes out a group's gradient, to be added to: in fp32, also where it waits narrower."""
+        (gradient,) = self._take(Key(Kind.GRADIENT, group))
+        if gradient.dtype != jnp.bfloat16:
+            return gradient
+        what = self.store.layouts[group].master, self.store.placement
+        return self._find(("widen", group), lambda: steps.widen(*what))(gradient)
+
+    def _narrow(self, live: LiveValues, group: int, gradient: jax.Array, task: int) -> jax.Array:
+        """A group's gradient as it waits, rounded where a sum waits in bfloat16."""
+        step = live.step
+        if gradient.dtype == step.gradient_dtypes[group]:
+            return gradient
+        store, is_random = self.store, step.narrow_sums == "stochastic"
+        what = store.layouts[group].master, store.placement
+        run = self._find(("narrow", group), lambda: steps.narrow(*what, stochastic=is_random))
+        of = self._draws.number(group)
+        gradient, live.rounded = run(gradient, store.key, store.step, of, live.rounded)
+        self._dispatched.note(task, gradient)  # not the wide one, which would be held
+        return gradient
+
+    def _zeros(self, step: BoundStep, group: int) -> None:
+        dtype = step.gradient_dtypes[group]
         layout, placement = self.store.layouts[group].master, self.store.placement
-        make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, placement))
+        key = Op.ZEROS, group, dtype
+        make = self._find(key, lambda: steps.zeros(layout, placement, dtype))
         self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
     def _reduce(self, live: LiveValues, group: int, task: int) -> None:

@@ -1,4 +1,4 @@
-"""Advice for an error that says that the device's memory ran out, although the plan fitted."""
+"""Advice for running out of device memory although the plan fitted."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def advised() -> Iterator[None]:
 
 
 def _advice(allocator: str | None) -> str:
-    """Returns the note for a process whose device memory this allocator manages."""
+    """Returns the note for a process that uses this allocator of device memory."""
     if allocator == _CUDA_POOL:
         # Measured with 234 GiB of pinned memory: 7 GiB were not found with 34 of 67 GiB free.
         other = (

@@ -1,4 +1,4 @@
-"""The values of a step while it is dispatched: everything that its stages pass to each other.
+"""The values that a step's stages pass to each other, while it is dispatched.
 
 None of this is state of the run: each step starts anew, and only its metrics outlive it. A value is
 dropped after the last stage that reads it; a cotangent is removed by the stage that takes it.
@@ -20,6 +20,7 @@ class LiveValues:
         rows: Values between stages by id, beginning with the prologue's; activations that wait in
             the host are removed meanwhile.
         cotangents: Cotangents, by the ids of their values.
+        rounded: Number of sums of gradients that were rounded so far, on the device.
         wave: The wave that is computed now.
         means: Loss and metrics, once they are known: means over the microbatches.
         scalars: For each group whose *reduce* was dispatched, its result.
@@ -30,6 +31,7 @@ class LiveValues:
     step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
+    rounded: jax.Array
     wave: int = 0
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)

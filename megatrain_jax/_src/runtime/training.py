@@ -192,7 +192,7 @@ class Training:
             raise FloatingPointError(f"a gradient of {step} is not finite; nothing was updated")
         guilty = next(names[g] for g, ok in flags if not ok)
         raise FloatingPointError(
-            f"the gradient of {guilty} is not finite in {step}. Updated before it was met: "
+            f"the gradient of {guilty} is not finite in {step}. Updated before it was found: "
             f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
         )
 

@@ -1,4 +1,4 @@
-"""The choices that a search for a schedule has: who keeps residuals, and what may stay.
+"""The choices of a schedule search: which stages keep residuals, which parts stay on the device.
 
 A choice says which stages keep residuals, and of how many of these the host may hold them for the
 time between. Residuals of all others have to stay on the device. So may further parts, *units* one

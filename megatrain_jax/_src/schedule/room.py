@@ -1,4 +1,4 @@
-"""The room that tasks need on the device, however their parts move.
+"""The device memory that tasks need, however their parts move.
 
 While a task computes, the device holds what it uses, what the next one needs to begin, what the
 last one left, and what stays. With masters of 4 bytes, optimizer state of 8 and gradients of 4,

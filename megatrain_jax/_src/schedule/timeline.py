@@ -1,4 +1,4 @@
-"""The timeline of a step: when the clock has each copy and each computation of a schedule happen.
+"""The timeline of a step: when each copy and each computation happens, as the clock estimates.
 
 A schedule's lists are run once more on a clock, in the order in which they were laid down, and what
 each lane is busy with is written down. In the example of `clock.py`:

@@ -1,4 +1,4 @@
-"""Codecs: the arrays that stand for a slab's numbers at rest, and how they are made and read.
+"""Codecs: encode a slab's numbers into the arrays that hold them at rest, and decode these.
 
 Kernels compute on what a codec decodes and give what it encodes; all else only stores and sends
 the arrays. `Plain` is the numbers themselves, `Rounded` a narrower dtype.

@@ -37,7 +37,7 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
     return draw
 
 
-def part_of(draw: Draw, number: int) -> Draw:
+def part_of(draw: Draw, number: int | jax.Array) -> Draw:
     """One of the independent draws that a draw consists of, by number."""
     return _folded(draw, jnp.uint32(number))
 

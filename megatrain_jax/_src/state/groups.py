@@ -1,4 +1,4 @@
-"""Parameter groups: which leaves travel together, and how they lie in slabs.
+"""Parameter groups: leaves that are copied together, and their layout in slabs.
 
 A worked example: leaves 0 to 3 are an embedding, one matrix in each of two blocks, and a norm; the
 stages read leaves [0], [1], [2] and, in a head tied to the embedding, [3, 0]. Groups stand in the

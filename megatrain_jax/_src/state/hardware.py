@@ -1,4 +1,4 @@
-"""A machine that a plan can be made for, as the rates that bound a step on it."""
+"""A machine to plan for: the rates of its device, its host and the link between them."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Leaves in host memory: read from the arrays at rest that a slab is held as, and written to them.
+"""Leaves in host memory: read from, and written to, the arrays that hold their slab at rest.
 
 A worked example, the first moment of a (6, 50) matrix, its first leaf's, as 8-bit codes::
 

@@ -1,4 +1,4 @@
-"""Layouts: the place of each leaf in a slab, and the arrays that stand for a slab at rest.
+"""Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
 
 A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
 arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
@@ -199,17 +199,25 @@ class Layout:
         gathered = whole(jnp.concatenate(parts, axis=1))
         return [self._leaf(gathered, i, at) for i, at in zip(leaves, starts, strict=False)]
 
-    def pack(self, leaves: Sequence[jax.Array | None], spread: Spread = _as_it_is) -> jax.Array:
+    def pack(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+        order: Sequence[int] | None = None,
+    ) -> jax.Array:
         """The slab of these leaves, cast to its dtype; None stands for zeros.
 
         Args:
             leaves: The leaves.
             spread: Divides an array over the devices along its first axis.
+            order: Numbers of the leaves in the order in which they are written, which is best the
+                order in which they are computed: a leaf has to wait for those before it. None
+                writes them as they lie.
         """
         slab, size = None, self.size // self.num_shards
         # Written one by one, as they are copied: of a concatenation, a GPU computes where each
         # element comes from, which takes several times as long.
-        for offset, part in self._parts(leaves, spread):
+        for offset, part in self._parts(leaves, spread, order):
             if slab is None:
                 # What no leaf fills is zeros: reductions over whole slabs don't see it.
                 behind = size - offset - part.shape[-1]
@@ -233,15 +241,19 @@ class Layout:
         return slab + jnp.concatenate(rows, axis=-1).reshape(-1)
 
     def _parts(
-        self, leaves: Sequence[jax.Array | None], spread: Spread
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread,
+        order: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, jax.Array]]:
         """The leaves as rows of a slab's shards, each with its first column, as they lie."""
-        rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
-        # As they lie, which is the order of their codecs and not of their numbers.
-        for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
+        if order is None:  # as they lie: in the order of their codecs, not of their numbers
+            order = sorted(range(len(leaves)), key=lambda i: (self.offsets[i], self.shares[i]))
+        for i in order:
+            leaf, share, offset = leaves[i], self.shares[i], self.offsets[i]
             if leaf is not None:
                 flat = leaf.reshape(-1).astype(self.dtype)
-                if missing := self.num_shards * share - math.prod(shape):
+                if missing := self.num_shards * share - math.prod(self.shapes[i]):
                     flat = jnp.pad(flat, (0, missing))
                 # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
                 # others' shares, nor a whole slab to cut its own from.

@@ -1,4 +1,4 @@
-"""Layouts of leaves of several dtypes, as optimizer state has them: several slabs in a row."""
+"""Layouts of leaves of several dtypes, as in optimizer state: a sequence of slabs."""
 
 import dataclasses
 from collections.abc import Sequence

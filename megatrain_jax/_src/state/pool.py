@@ -1,4 +1,4 @@
-"""The pinned-host pool: its limit, and taking it from the system in few pieces.
+"""The pinned-host pool: its limit, and reserving it from the system in a few large allocations.
 
 JAX serves `pinned_host` on GPUs from a pool for each device whose limit must be set before its
 backend starts, and which fragments when it grows on demand; a process that takes too much is

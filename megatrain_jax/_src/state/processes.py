@@ -1,4 +1,4 @@
-"""The processes that share a run, and the short messages by which they keep together.
+"""The processes that share a run, and the short messages that keep them in step.
 
 Each process runs the same script, and each step, evaluation and checkpoint needs all of them. So
 before they begin one, they tell each other where they are; and one that has to end, by a signal or

@@ -167,8 +167,8 @@ class Checkpoints:
         if later := [str(n) for n in numbers if n > start]:
             raise CheckpointError(
                 f"this run starts from step {start}, but {self.folder} holds {', '.join(later)}, "
-                "which later checkpoints would have for names. Choose another folder or move what "
-                "is there; `fit(resume=True)` goes on from whole checkpoints of the same run"
+                "the names of later checkpoints. Choose another folder or move what is there; "
+                "`fit(resume=True)` resumes from complete checkpoints of the same run"
             )
         for number in strange:
             self._leave_alone(
@@ -238,7 +238,7 @@ class Checkpoints:
         facts, self.num_converted = trainer.start_from(path)
         if "data" not in facts:
             warnings.warn(
-                f"{path}, saved by hand or by `train`, doesn't say where `data` was: as many "
+                f"{path}, saved by hand or by `train`, has no position of `data`: as many "
                 "batches as it has steps are skipped.",
                 stacklevel=4,
             )

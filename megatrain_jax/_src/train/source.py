@@ -175,7 +175,7 @@ class Prefetch(Iterator[Any]):
             first = [i for i, row in enumerate(rows) if row]
             warnings.warn(
                 f"`data` has ended in {len(first)} of {len(rows)} processes, the first of them "
-                f"process {first[0]}: what the others have left of it is not used.",
+                f"process {first[0]}: the batches left in all remaining processes are not used.",
                 stacklevel=4,
             )
 

@@ -91,9 +91,9 @@ def _with_effects(
         if i in flow.ordered:
             if stage_of[i] < earliest:
                 raise ValueError(
-                    "loss_fn has ordered effects that can't be kept in order: what "
-                    f"{flow.jaxpr.eqns[i].primitive.name} shows is computed in a stage before "
-                    "that of an earlier effect. Leave out `ordered=True`"
+                    "loss_fn has ordered effects that can't be kept in order: the operands of "
+                    f"{flow.jaxpr.eqns[i].primitive.name} are computed in an earlier stage than "
+                    "those of an effect before it. Leave out `ordered=True`"
                 )
             earliest = stage_of[i]
     return stage_of

@@ -75,10 +75,10 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
     if not reached:
         raise ValueError(
             f"the loss that loss_fn returns has no gradient: it depends on the {len(trainable)} "
-            "trained parameters only through what has no derivative, such as "
+            "trained parameters only through operations without a derivative, such as "
             "jax.lax.stop_gradient, integers (a cast, argmax) or comparisons, so that training "
             "would change nothing. Compute it from values that keep their derivative, or train "
-            "others with `trainable`"
+            "different ones with `trainable`"
         )
     names = ["/".join(map(str, path)) for p, path in trainable.items() if p not in reached]
     if not names:
@@ -86,7 +86,7 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return (
         f"no gradient reaches {len(names)} of the {len(trainable)} trained parameters, because the "
-        "loss does not depend on them, or only through what has no derivative "
+        "loss does not depend on them, or only through operations without a derivative "
         f"(jax.lax.stop_gradient, integers): {shown}. The optimizer updates them with zeros; "
         "`trainable` can leave them out"
     )
@@ -165,8 +165,8 @@ def refuse_answers(flow: Dataflow) -> None:
         direct = not jx.inner_jaxprs(eqn)
         if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
             raise ValueError(
-                "loss_fn reads the result of a callback with side effects (io_callback) on what "
-                "depends on parameters: backward, which computes stages again, would call it "
+                "loss_fn reads the result of a callback with side effects (io_callback) on "
+                "values that depend on parameters: backward recomputes stages and would call it "
                 "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
                 "values of the batch alone"
             )

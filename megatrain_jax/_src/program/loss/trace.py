@@ -137,8 +137,14 @@ def leaves_of(
     )
 
 
-def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
+def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False) -> Program:
     """Cuts a traced loss into stages over `leaves`.
+
+    Args:
+        traced: The loss.
+        leaves: The leaves.
+        opened: Whether to open each `remat` that reads more than one leaf, not only those that span
+            several blocks.
 
     Raises:
         ValueError: The loss can't be differentiated stage by stage; see `builder.cut`.
@@ -153,7 +159,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
         for leaf, aval in zip(leaves, arrays, strict=True)
     ]
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
-    keys = _module_keys(leaves)
+    keys = list(range(len(leaves))) if opened else _module_keys(leaves)
 
     # Traced again, with one input per leaf, so that slices of stacks are separate variables.
     def flat(leaf_arrays, data_arrays):

@@ -1,4 +1,4 @@
-"""The numbers that an optimizer was made with, by the names that Optax gives them.
+"""The hyperparameters of an optimizer, by their names in Optax.
 
 A traced update has numbers without names. The functions that `optax.adamw(1e-3)` is made of still
 have both, as they close over `b1`, `eps`, `weight_decay` and so on. A message can name them.
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-# Beyond these an object is no optimizer any more, but data.
+# A deeper or larger object is data, not an optimizer.
 _DEPTH, _MOST = 16, 200
-# `optax.scale_by_learning_rate(0.1)` is `optax.scale(-0.1)`, whose number has this name.
+_INFINITE = 1e300
+# The name of the number in `optax.scale(-0.1)`, which `optax.scale_by_learning_rate(0.1)` calls.
 _STEP = "step_size"
 
 Numbers = Sequence[Sequence[Any]]
@@ -26,7 +27,7 @@ def named_numbers(function: Any) -> list[tuple[str, float]]:
         function: An optimizer's `update`.
 
     Returns:
-        Names and values in the order of the functions, each function once; the first 200.
+        Names and values in the order of the functions, each object once; the first 200.
 
     Examples:
         >>> import optax
@@ -38,11 +39,11 @@ def named_numbers(function: Any) -> list[tuple[str, float]]:
 
 
 def other_numbers(before: Numbers, now: Numbers) -> str:
-    """A clause such as `learning_rate 0.001 -> 0.002` on the numbers that differ.
+    """A clause on the numbers that differ, such as `learning_rate 0.001 -> 0.002`.
 
     Args:
         before: Names and values.
-        now: Others; nothing is said if their names are not the same ones.
+        now: Names and values to compare; if the names differ, the clause is empty.
     """
     if [name for name, _ in before] != [name for name, _ in now]:
         return ""
@@ -60,26 +61,25 @@ def _numbers(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
         return
     if isinstance(value, int | float | np.integer | np.floating):
         is_rate = name == _STEP and value < 0
-        yield ("learning_rate", -float(value)) if is_rate else (name, float(value))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _numbers(str(key), item, depth + 1, seen)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _numbers(name, item, depth + 1, seen)
+        if abs(value) < _INFINITE:  # not NaN either, which JSON does not have
+            yield ("learning_rate", -float(value)) if is_rate else (name, float(value))
     elif id(value) not in seen:
         seen.add(id(value))
-        for key, item in _parts(value):
+        for key, item in _parts(name, value):
             yield from _numbers(key, item, depth + 1, seen)
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The named values that a function of any kind holds."""
-    if isinstance(value, types.FunctionType):
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The named values that a function of any kind holds, or a list or a mapping of them."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, tuple | list):
+        yield from ((name, item) for item in value)
+    elif isinstance(value, types.FunctionType):
         names = value.__code__.co_freevars
-        for name, cell in zip(names, value.__closure__ or (), strict=True):
+        for own, cell in zip(names, value.__closure__ or (), strict=True):
             try:
-                yield name, cell.cell_contents
+                yield own, cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
     elif isinstance(value, functools.partial):

@@ -1,0 +1,94 @@
+"""Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from inside import spec_of
+from megatrain_jax._src.build.budget import fit_to_machine
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.state.placement import placed_on
+from optimizers import OPTIMIZERS
+from oracle import train_plain
+from runs import check_close, check_same_bits, make_spec, make_trainer, train
+from zoo import CASES
+
+
+def least_of(spec):
+    return spec.first.schedule.smallest_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options"),
+    [
+        ("nnx_tied", "clip_adamw", {}),
+        ("moe", "adamw_schedule", {"microbatches": 2}),
+        ("linen_scan_remat", "adafactor", {}),
+        pytest.param("unet", "adamw_schedule", {}, marks=pytest.mark.long),
+        pytest.param("batchnorm_nnx", "muon", {}, marks=pytest.mark.long),
+    ],
+)
+def test_training_in_parts_agrees_with_plain_jax(name, optimizer, options):
+    case, make = CASES[name], OPTIMIZERS[optimizer]
+    whole = make_spec(case, make, **options)
+    trainer = make_trainer(case, make, budget=least_of(whole) - 1, **options)
+    spec = spec_of(trainer)
+    assert spec.num_parts > 1 and len(spec.first.stages) > len(whole.first.stages)
+    batches = [case.batch(seed) for seed in range(3)]
+    run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
+    check_close(run.params, plain.params, 2e-5, "parameter")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+
+
+def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+
+    def found(budget):
+        plan = make_plan(make_spec(case, make, device_budget=budget))
+        assert plan.device_state_bytes <= budget
+        assert ("cut into" in str(plan)) == (plan.num_parts > 1)
+        return plan.num_parts, plan.num_stages
+
+    whole = make_spec(case, make)
+    assert whole.num_parts == 1
+    assert found(least_of(whole)) == (1, len(whole.first.stages))
+    halves = found(least_of(whole) - 1)
+    assert halves == (2, 2 * len(whole.first.stages) - 2)
+    with pytest.raises(BudgetError) as refused:
+        make_spec(case, make, device_budget=1)
+    least = refused.value.smallest
+    assert least < least_of(whole) / 2 and str(least) in str(refused.value)
+    assert found(least)[0] > 2
+
+
+def test_a_checkpoint_is_restored_by_runs_that_cut_otherwise(tmp_path):
+    case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
+    least = least_of(make_spec(case, make))
+    batches = [case.batch(seed) for seed in range(3)]
+    whole, parts = (make_trainer(case, make, budget=budget) for budget in (least, least - 1))
+    assert spec_of(whole).num_parts < spec_of(parts).num_parts
+    for first, second in ((whole, parts), (parts, whole)):
+        train(first, batches[:1], gradients=False)
+        first.save(tmp_path / str(first is whole))
+        second.restore(tmp_path / str(first is whole))
+        check_same_bits(second.params, first.params)
+        check_same_bits(second.opt_state, first.opt_state)
+
+
+def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def fitted(num_bytes):
+        return fit_to_machine(spec, KernelCache(), num_bytes, nowhere, lambda spec: spec)
+
+    roomy = make_plan(fitted(1 << 30))
+    needed = roomy.device_temporary_bytes + roomy.device_other_bytes + least_of(spec)
+    assert roomy.num_parts == 1 and make_plan(fitted(needed)).num_parts == 1
+    # With less room functions go through their rows in tiles before blocks are cut.
+    tiled = make_plan(fitted(needed - 1))
+    assert tiled.tiles and tiled.num_parts == 1
+    cut = make_plan(fitted(least_of(spec)))
+    assert cut.num_parts > 1 and cut.device_bytes < tiled.device_bytes
