@@ -1,6 +1,7 @@
 """A program that saves and restores many times and prints the KiB that each takes for good.
 
 It is a program because memory is a process's, and other tests' would come and go meanwhile.
+Arguments: a folder, the number of saves and that of restores.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import optax
 
 import megatrain_jax as mt
 
-NUM_LAYERS, NUM_SAVES, NUM_RESTORES = 16, 60, 12
+NUM_LAYERS = 16
 
 
 def loss_fn(params, batch):
@@ -56,7 +57,7 @@ def growth(action: Callable[[int], object], times: int) -> float:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, num_saves, num_restores = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     trainer = make_trainer()
 
     def save(number: int) -> None:
@@ -64,9 +65,9 @@ def main() -> None:
         shutil.rmtree(folder / str(number))
 
     os.fsync = lambda opened: None  # takes most of the time, and no memory
-    found = {"save": growth(save, NUM_SAVES)}
+    found = {"save": growth(save, num_saves)}
     trainer.save(folder / "whole")
-    found["restore"] = growth(lambda _: trainer.restore(folder / "whole"), NUM_RESTORES)
+    found["restore"] = growth(lambda _: trainer.restore(folder / "whole"), num_restores)
     print(json.dumps(found))
 
 

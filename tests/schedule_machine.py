@@ -15,6 +15,9 @@ from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.workload import Workload
 from workloads import MOVES, WAITS
 
+# The kinds of parts that wait in the host, as a plan lists them.
+PARTS = (Kind.GRADIENT, Kind.ACTIVATION, Kind.RESIDUALS)
+
 
 @dataclass(kw_only=True)
 class Machine:
@@ -45,6 +48,8 @@ class Machine:
     reduced: dict[int, int] = field(default_factory=dict)
     combined: int = 0
     waited: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})  # if evaluating
+    # Bytes of gradients, activations and residuals whenever the most of them waited, in training.
+    most_waited: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self):
         self.truth = {Key(kind, group): 0 for kind in LASTING for group in self.groups}
@@ -84,7 +89,11 @@ class Machine:
             else:
                 self.compute(instruction, self.begun + instruction.task)
             evaluates = kind == "evaluation"
+            if not evaluates and self.waiting() > self.waited[False]:
+                self.most_waited.clear()
             self.waited[evaluates] = max(self.waited[evaluates], self.waiting())
+            if not evaluates and self.waiting() == self.waited[False]:
+                self.most_waited.add(tuple(self.waiting(kind) for kind in PARTS))
             held = sum(self.workload.size(key) for key in self.device)
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
@@ -98,9 +107,10 @@ class Machine:
             self.begun, self.task, self.computing = 0, -1, -1
             self.fetched.clear()
 
-    def waiting(self) -> int:
-        """Bytes of current copies in the host of what no state at rest has."""
-        kept = (key for key in self.host if key.kind not in LASTING)
+    def waiting(self, kind: Kind | None = None) -> int:
+        """Bytes of current copies in the host of parts beside the state, or of one kind of them."""
+        kinds = set(PARTS) if kind is None else {kind}
+        kept = (key for key in self.host if key.kind in kinds)
         return sum(self.workload.size(k) for k in kept if self.host[k] == self.truth.get(k))
 
     def of_stage(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
@@ -274,5 +284,8 @@ def run_everything(workload: Workload, schedule: Schedule) -> None:
     machine.run("steady", schedule, exact=False)
     machine.run("flush", schedule, exact=False)
     in_flight = in_flight_bytes(workload, schedule.steady)
+    parts = schedule.passing
+    assert parts.in_flight == in_flight
+    assert (parts.gradients, parts.activations, parts.residuals) in machine.most_waited
     assert machine.waited[False] + in_flight == schedule.passing_bytes
     assert machine.waited[True] == schedule.evaluation_bytes

@@ -14,14 +14,16 @@ import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build import bound_step, host
 from megatrain_jax._src.build import budget as budget_module
 from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import peak_bytes
+from megatrain_jax._src.build.host import fit_to_host, peak_bytes
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.schedule import passing
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import in_flight_bytes
 from megatrain_jax._src.state import pool
@@ -226,6 +228,50 @@ def test_activations_stay_on_the_device_where_the_host_has_no_room_for_them():
     assert asked.host_peak_bytes <= tight.host_peak_bytes
     assert "fits in a budget of" in str(asked)
     assert not plan(host_gib=64, host_budget="10 GiB").fits_host
+
+
+@pytest.mark.parametrize("device_gib", [6, pytest.param(7, marks=pytest.mark.long)])
+def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_gib, monkeypatch):
+    """What is known without a search changes no result, and saves the searches."""
+    width, depth = 8192, 12
+    batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}  # 0.5 GiB between layers
+    shape = jax.ShapeDtypeStruct((width, width), jnp.float32)
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    adapted, _ = adapt(lambda: [jnp.zeros(shape.shape)] * depth, loss_fn, batch, 0)
+    options = Options(
+        precision=mt.Precision(compute=jnp.float32),
+        hardware=mt.H200,
+        device_budget=device_gib * GIB,
+    )
+    spec = make_run_spec(adapted, loss_fn, optax.adam(1e-3), batch, options)
+    state, peak = 3 * depth * width**2 * 4, peak_bytes(spec.first)
+    searches, search = [], bound_step.find_schedule
+    monkeypatch.setattr(
+        bound_step, "find_schedule", lambda *given: searches.append(given) or search(*given)
+    )
+    ends = []
+    for share in (0.02, 0.2, 0.5, 0.8, 1.0):
+        most = pool.process_bytes(
+            int(state + share * (peak - state)), spec.largest_slab_bytes, 256 * GIB
+        )
+        asked = dataclasses.replace(spec, options=dataclasses.replace(options, host_budget=most))
+        found, numbers = [], []
+        for least in (lambda *_: 0, passing.least_passing_bytes):
+            monkeypatch.setattr(host, "least_passing_bytes", least)
+            searches.clear()
+            fitted = fit_to_host(asked)
+            found.append(fitted and (fitted.first.schedule, fitted.first.workload.again))
+            numbers.append(len(searches))
+        assert found[0] == found[1] and numbers[1] <= numbers[0]
+        ends.append((found[0] is not None, *numbers))
+    assert not ends[0][0] and ends[0][1] > 1 and ends[0][2] == 0, "nothing has to be tried"
+    assert ends[-1][0], ends
 
 
 def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():

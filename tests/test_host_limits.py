@@ -50,7 +50,7 @@ def check_refused(said):
 
 
 def test_a_run_that_would_not_survive_a_limit_is_refused_in_words():
-    check_refused(end_of("train", "data", 350))
+    check_refused(end_of("train", "data", 650))
 
 
 def test_a_limit_that_strikes_while_memory_is_pinned_ends_in_words():

@@ -1,5 +1,6 @@
 """Plans and what they print, and the count of floating-point operations behind them."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,13 @@ from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.check_device import check_device
+from megatrain_jax._src.report.fill import fills
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.report.table import seconds
 from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.passing import in_flight_bytes
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.state import cards, pool
 from megatrain_jax._src.state.hardware import Hardware
 from workloads import chain
@@ -119,6 +123,35 @@ def test_a_plan_adds_up():
     planned = make_plan(spec_of(device_budget="least", hardware=mt.H200))
     assert planned.hardware == mt.H200 and planned.seconds_per_step == schedule.seconds
     assert planned.host_process_bytes and planned.host_process_bytes > planned.host_peak_bytes
+
+
+def test_parts_of_the_host_s_memory_add_up_whatever_the_schedule():
+    rng, seen = random.Random(0), set()
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    options = {"device_budget": "least", "hardware": replace(BALANCED, host_bytes=2**30)}
+    specs = [spec_of(**options), spec_of(clip, **options)]
+    for number in range(40):
+        spec = specs[number % 2]
+        workload, least = spec.first.workload, spec.first.schedule.smallest_bytes
+        processes = rng.choice((1, 2, 4))
+        budget, room = round(least * rng.uniform(1, 2)), rng.choice((0, 2**30))
+        schedule = find_schedule(workload, budget, spec.first.lean, room)
+        first = replace(spec.first, schedule=schedule, num_devices=rng.choice((4, 8)))
+        plan = make_plan(replace(spec, first=first), processes, rng.choice((1, processes)))
+        parts, process = plan.host_parts, plan.host_process_bytes
+        assert process is not None and len(parts) == 7 and min(parts.values()) >= 0
+        assert sum(list(parts.values())[:5]) == plan.host_peak_bytes
+        assert sum(parts.values()) == processes * process
+        assert parts["masters and optimizer state"] == plan.host_bytes
+        moving = in_flight_bytes(first.scheduled, schedule.steady)
+        assert parts["arrays on their way"] == first.num_devices * moving
+        # Each host's bars show its share of them; bytes that don't divide are lost.
+        share = plan.processes_per_host * process
+        assert share - 7 < fills(plan)[0].needed <= share
+        seen.add(tuple(name for name, size in parts.items() if size))
+        for name, size in parts.items():
+            assert (f"host memory, {name}" in str(plan)) == (size > 0 and name != list(parts)[0])
+    assert len(seen) > 1 and any("gradients that wait" in names for names in seen)
 
 
 def test_equal_groups_fold_only_where_they_follow_each_other():
@@ -390,7 +423,7 @@ def test_many_different_groups_are_shortened():
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
     plan = big_plan(groups=tuple(row(name, i) for i, name in enumerate(names)))
     text = str(plan)
-    assert len(text.splitlines()) <= 32
+    assert len(text.splitlines()) <= 33
     # Six rows are shown before it and five after it, so the ellipsis stands for 27.
     hidden = next(line for line in text.splitlines() if line.startswith("…"))
     assert hidden.split() == ["…", "27"]

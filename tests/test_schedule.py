@@ -1,5 +1,6 @@
 """The schedule, by hand and against a small machine that does what an engine does."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -10,8 +11,10 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
+from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
 from workloads import (
@@ -232,6 +235,32 @@ def test_the_fastest_steps_are_taken_for_which_the_host_has_room(seeds):
         for schedule in (least, found):
             run_everything(lean if schedule.lean else workload, schedule)
     assert slower > 2
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 400), marks=pytest.mark.long)], ids=["60", "400"]
+)
+def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
+    for seed in seeds:
+        plain, rng = random_workload(seed), random.Random(seed)
+        if (waves := (1, 2, 5)[seed % 3]) > 1:
+            plain = replace(plain, accumulate=True, waves=waves)
+        workload = replace(plain, may_travel=bool(seed % 2))
+        lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
+        smallest = find_schedule(workload, None).smallest_bytes
+        budget = round(smallest * rng.uniform(1, 2))
+        least = least_passing_bytes(build_task_lists(workload), budget)
+        for room in (0, math.inf):
+            found = find_schedule(workload, budget, lean, room)
+            assert 0 <= least <= found.passing_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.0])
+def test_of_equal_blocks_it_is_known_without_a_schedule_how_many_bytes_are_in_flight(share):
+    workload = chain(20)
+    budget = round(find_schedule(workload, None).smallest_bytes * share)
+    least = least_passing_bytes(build_task_lists(workload), budget)
+    assert least == find_schedule(workload, budget, host_room=0).passing_bytes == 36
 
 
 def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):

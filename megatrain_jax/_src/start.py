@@ -2,11 +2,12 @@
 
 What happens when, of a run on a GPU:
 
-    main thread                         one thread
-    compiles functions                  reads files of parameters
-    pins host memory, shown in a bar    reads
-    fills the store                     -
+    main thread            one thread               another thread
+    compiles functions     reads files              pins host memory, if its size is known by then
+    waits for that         reads                    pins, shown in a bar
+    fills the store        -                        -
 
+Elsewhere the main thread pins once it has compiled.
 Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
 would grow for it.
 """
@@ -15,6 +16,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,13 @@ from tqdm.auto import tqdm
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import check_host, fit_to_host, peak_bytes, state_bytes
+from megatrain_jax._src.build.host import (
+    check_host,
+    fit_to_host,
+    fits_host,
+    peak_bytes,
+    state_bytes,
+)
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -169,30 +177,20 @@ def _started(
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
     # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
-    with ReadAhead(initial.files if has_gpu else (), left):
+    with ReadAhead(initial.files if has_gpu else (), left), ThreadPoolExecutor(1) as thread:
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:
             warn_of([text])
+        pinned = None
+        if has_gpu and _pins_beside_compiling(spec, placement):
+            pinned = thread.submit(_pin, spec, placement, progress, phases)
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
-            free = pool.free_device_bytes(placement) if has_gpu else None
-            if free is not None:
-                free = min(processes.gather("asking for free device memory", free))
-            if has_gpu:
-                spec = fit_to_machine(
-                    spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
-                )
-            spec = replace(spec, first=with_all_waves(spec.first))
-            # A CPU has nothing compiled before the first step, and all of it in the host's memory.
-            ahead = spec.first, spec.layouts, spec.optimizer, placement
-            temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
-            # Refused here at the latest, before minutes of pinning.
-            check_host(spec, *processes.spread, temporaries)
-            values = spec.first.program.values
-            check_device(make_plan(spec, *processes.spread), free, values)
-        # After compiling: only then is it known what waits in the host, and so how much to pin.
-        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
-            num_bytes = peak_bytes(spec.first) // processes.count
-            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+            spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
+        # Most runs know only now what waits in the host, and so how much to pin.
+        with phases.phase("pinning"):
+            if pinned is not None:
+                pinned.result()
+            _pin(spec, placement, progress, phases)
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -200,6 +198,54 @@ def _started(
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
+
+
+def _compiled(
+    spec: RunSpec, kernels: KernelCache, placement: Placement, *, has_gpu: bool
+) -> RunSpec:
+    """The run fitted to its device and its host, once its functions are compiled on a GPU."""
+    processes = placement.processes
+    free = pool.free_device_bytes(placement) if has_gpu else None
+    if free is not None:
+        free = min(processes.gather("asking for free device memory", free))
+    if has_gpu:
+        spec = fit_to_machine(
+            spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
+        )
+    spec = replace(spec, first=with_all_waves(spec.first))
+    # A CPU has nothing compiled before the first step, and all of it in the host's memory.
+    ahead = spec.first, spec.layouts, spec.optimizer, placement
+    temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
+    # Refused here at the latest, before minutes of pinning.
+    check_host(spec, *processes.spread, temporaries)
+    check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
+    return spec
+
+
+def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
+    """Whether memory is pinned while functions are compiled: where that saves time.
+
+    With a budget that is given, what waits in the host is known before, unless blocks turn out to
+    need a finer cut. In small pages the kernel keeps the process's map of memory locked for
+    minutes, for which the compiler has to wait.
+    """
+    processes, free = placement.processes, pool.free_device_bytes(placement)
+    return (
+        processes.count == 1
+        and free is not None
+        and 2 * spec.first.schedule.smallest_bytes <= free
+        and spec.options.device_budget is not None
+        and not spec.first.schedule.left_out
+        and not pins_small_pages()
+        and fits_host(spec, *processes.spread)
+    )
+
+
+def _pin(spec: RunSpec, placement: Placement, progress: bool, phases: Phases) -> None:
+    """Pins what a run needs beside what is pinned already, shown in a bar."""
+    num_bytes = peak_bytes(spec.first) // placement.processes.count
+    with _pinning_bar(placement, progress, phases) as show:
+        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
 
 
 @contextlib.contextmanager

@@ -22,15 +22,18 @@ since its backward follows its forward at once.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from megatrain_jax._src.build.bound_step import BoundStep, spanning
+from megatrain_jax._src.build.bound_step import BoundStep, spanning, workload_spanning
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.schedule.room import most_that_fit
+from megatrain_jax._src.schedule.passing import least_passing_bytes
+from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
 from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.host_memory import resident_bytes
 from megatrain_jax._src.state.placement import Placement
@@ -75,10 +78,28 @@ def fit_to_host(
     spec = dataclasses.replace(spec, host_room=room)
     if fits(peak_bytes(spec.first) // num_processes):
         return spec
-    for first in _computing_again(spec) if room > 0 else ():
+
+    def may_fit(workload: Workload) -> bool:
+        lists = build_task_lists(workload)
+        limit = spec.budget_bytes
+        limit = least_bytes(lists, frozenset()) if limit is None else limit
+        passing = spec.first.num_devices * least_passing_bytes(lists, limit)
+        return fits((state_bytes(spec.first) + passing) // num_processes)
+
+    if room <= 0 or not _may_fit_any(spec, may_fit):
+        return None
+    for first in _computing_again(spec, may_fit):
         if fits(peak_bytes(first) // num_processes):
             return dataclasses.replace(spec, first=first)
     return None
+
+
+def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
+    """Whether the host may hold what waits and moves though no activation ever waits."""
+    if spec.budget_bytes is None:
+        return True
+    nothing = {"activations": {}, "makes": (), "reads": ()}
+    return may_fit(dataclasses.replace(spec.first.workload, **nothing))
 
 
 def _machine_bytes(options: Options, num_devices: int) -> int | None:
@@ -103,6 +124,22 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
         limits.append(here)
     found = processes.gather("asking for available host memory", min(limits, default=None))
     return min((limit for limit in found if limit is not None), default=None)
+
+
+def fits_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> bool:
+    """Whether the host suffices for a run's pools and process as the run is.
+
+    Args:
+        spec: The run.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+    """
+    own = spec.first.num_devices // num_processes
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
+    peak = peak_bytes(spec.first) // num_processes
+    needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+    return most is None or needed <= most
 
 
 def check_host(
@@ -159,19 +196,27 @@ def _small_share(spec: RunSpec) -> float:
     return small / sum(slab.num_bytes for slab in slabs)
 
 
-def _computing_again(spec: RunSpec) -> Iterator[BoundStep]:
-    """The run's steps with residuals that wait, and with more and more blocks computed again."""
+def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iterator[BoundStep]:
+    """The run's steps with residuals that wait, and with more and more blocks computed again.
+
+    Args:
+        spec: The run.
+        may_fit: Whether the host may hold any schedule of a workload: where not, which is known in
+            no time, none is searched for.
+    """
     inputs = sum(spec.first.workload.activations.values())
     lacking = 0.0  # bytes with nothing computed again
     # Spans don't grow one by one: each is a search for a schedule, and beyond 8 a span more frees
-    # next to nothing.
+    # next to nothing. The first one is always searched for, as it tells what is lacking.
     for span in _SPANS:
         # No span frees more than the inputs of all but one of so many blocks.
         if lacking > inputs * (1 - 1 / span):
             continue
         try:
-            if lacking > 0:
+            if lacking > 0 and may_fit(workload_spanning(spec.first, span, lacking)):
                 yield spanning(spec.first, span, spec.budget_bytes, spec.host_room, lacking)
+            if lacking > 0 and not may_fit(workload_spanning(spec.first, span)):
+                continue
             first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
         # The blocks between need more of the device at once than the budget has.
         except BudgetError:

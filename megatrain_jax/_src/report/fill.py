@@ -41,13 +41,7 @@ def fills(plan: "Plan") -> tuple[Fill, Fill]:
     """
     machine, own, of = plan.hardware, plan.devices_per_host, plan.num_devices
     # A plan's bytes cover all devices; a host has the bytes of its own devices.
-    state, peak = (size * own // of for size in (plan.host_bytes, plan.host_peak_bytes))
-    host = [("masters and optimizer state", state), ("waiting and in flight", peak - state)]
-    if plan.host_process_bytes is not None:
-        number = plan.processes_per_host
-        pools = max(peak, (plan.host_pool_bytes or 0) * number)
-        host.append(("the pool's unused ends", pools - peak))
-        host.append(("the rest of the process", max(0, plan.host_process_bytes * number - pools)))
+    host = [(name, size * own // of) for name, size in plan.host_parts.items() if size]
     device = [
         ("state and activations", plan.device_state_bytes),
         ("other values", plan.device_other_bytes),

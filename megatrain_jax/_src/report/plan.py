@@ -20,6 +20,11 @@ from megatrain_jax._src.state.hardware import Hardware
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# The parts of the host's memory, in the order of a plan's table.
+STATE, UNUSED_ENDS = "masters and optimizer state", "the pool's unused ends"
+WAITING = "gradients that wait", "activations that wait", "residuals that wait"
+MOVING, REST = "arrays on their way", "the rest of the process"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRow:
@@ -70,6 +75,10 @@ class Plan:
         groups: The parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest, summed over all devices.
         host_peak_bytes: The same plus waiting gradients, activations and arrays in flight.
+        host_gradient_bytes: Gradients that wait in the host for their update, at the moment when
+            most bytes wait there.
+        host_activation_bytes: Activations in the host at that moment.
+        host_residual_bytes: Residuals in the host at that moment.
         host_process_bytes: Total host memory of a process for its devices' shares, with the pool's
             unused ends; None without a GPU.
         host_pool_bytes: Pinned memory in it, including the pool's unused ends; None without a GPU.
@@ -147,6 +156,9 @@ class Plan:
     seconds_loops: float = 0.0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0
+    host_gradient_bytes: int = 0
+    host_activation_bytes: int = 0
+    host_residual_bytes: int = 0
     host_pool_bytes: int | None = None
     host_budget: int | None = None
     device_budget: int | None = None
@@ -164,6 +176,22 @@ class Plan:
     def host_share_bytes(self) -> int:
         """Host memory of one device's share of the state at rest."""
         return self.host_bytes // self.num_devices
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """Host memory by part, of all processes together.
+
+        The first five parts add up to `host_peak_bytes`, all of them to the memory of the
+        processes where that is known.
+        """
+        waiting = self.host_gradient_bytes, self.host_activation_bytes, self.host_residual_bytes
+        parts = {STATE: self.host_bytes, **dict(zip(WAITING, waiting, strict=True))}
+        parts[MOVING] = self.host_peak_bytes - sum(parts.values())
+        if self.host_process_bytes is not None:
+            pools = max(self.host_peak_bytes, (self.host_pool_bytes or 0) * self.num_processes)
+            parts[UNUSED_ENDS] = pools - self.host_peak_bytes
+            parts[REST] = max(0, self.host_process_bytes * self.num_processes - pools)
+        return parts
 
     @property
     def devices_per_host(self) -> int:

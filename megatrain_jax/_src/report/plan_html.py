@@ -18,7 +18,7 @@ from megatrain_jax._src.report.table import (
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
-_COLOURS = ("#4c72b0", "#dd8452", "#937860", "#55a868")
+_COLOURS = ("#4c72b0", "#dd8452", "#937860", "#55a868", "#c44e52", "#8172b3", "#64b5cd")
 _FREE = "#8884"  # visible on white and on black pages
 
 

@@ -75,26 +75,10 @@ def group_cells(plan: "Plan") -> list[list[str]]:
 def total_cells(plan: "Plan") -> list[list[str]]:
     """The table of all that a run takes, holds and moves: a name, a number and a remark each."""
     machine, size = plan.hardware, _sizes(plan)
-    share = ""
-    if plan.num_devices > 1:
-        share = f"{size(plan.host_share_bytes)} of each device"
-        number = plan.devices_per_host
-        if number < plan.num_devices:
-            share += f", {size(number * plan.host_share_bytes)} of each host"
     known, budget = plan.device_temporary_bytes, plan.device_budget
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
     within = "the least" if budget is None else f"of a budget of {size(budget)}"
-    taken = plan.host_process_bytes
-    fits = _host_verdict(plan)
-    # The verdict stands once: beside what the process takes, where that is known.
-    at_peak = "" if taken else fits
-    if plan.devices_per_host < plan.num_devices:
-        of_host = size(plan.host_peak_bytes * plan.devices_per_host // plan.num_devices)
-        at_peak = f"{of_host} of each host" + (at_peak and f", {at_peak}")
-    several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
-    said = f"{several}estimate, {fits}"
-    process = [["host memory, the process", size(taken), said]] if taken else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         # What all would take, by the bytes that a trained parameter has with its optimizer state.
@@ -107,9 +91,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
     cells = [
         *frozen,
-        ["host memory at rest", size(plan.host_bytes), share],
-        ["host memory at peak", size(plan.host_peak_bytes), at_peak],
-        *process,
+        *_host_cells(plan),
         *devices,
         ["device memory, state and activations", size(plan.device_state_bytes), within],
         ["device memory, other values", size(plan.device_other_bytes), "estimate"],
@@ -130,6 +112,34 @@ def total_cells(plan: "Plan") -> list[list[str]]:
             ["bound by", BOUNDS[plan.bound], _dispatched(plan)],
         ]
     return cells
+
+
+def _host_cells(plan: "Plan") -> list[list[str]]:
+    """Cells of the host's memory: what adds up to the peak, and what to the process's memory."""
+    size, number = _sizes(plan), plan.devices_per_host
+    share = at_peak = ""
+    if plan.num_devices > 1:
+        share = f"{size(plan.host_share_bytes)} of each device"
+    if number < plan.num_devices:
+        share += f", {size(number * plan.host_share_bytes)} of each host"
+        at_peak = f"{size(plan.host_peak_bytes * number // plan.num_devices)} of each host"
+    # State stands as what is there at rest. What the process takes beside its pools is of one.
+    state, *parts = plan.host_parts.items()
+    passing, beside = parts[:4], [(name, n // plan.num_processes) for name, n in parts[4:]]
+
+    def cells(rows: list[tuple[str, int]]) -> list[list[str]]:
+        return [[f"host memory, {name}", size(n), ""] for name, n in rows if n]
+
+    rows = [["host memory at rest", size(state[1]), share], *cells(passing)]
+    # The verdict stands once: beside what the process takes, where that is known.
+    taken, fits = plan.host_process_bytes, _host_verdict(plan)
+    said = at_peak if taken else ", ".join(filter(None, (at_peak, fits)))
+    rows.append(["host memory at peak", size(plan.host_peak_bytes), said])
+    if not taken:
+        return rows
+    several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
+    process = ["host memory, the process", size(taken), f"{several}estimate, {fits}"]
+    return [*rows, *cells(beside), process]
 
 
 def _sizes(plan: "Plan") -> Callable[[int], str]:

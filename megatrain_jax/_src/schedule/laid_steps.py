@@ -12,12 +12,12 @@ three are laid down, the first one, one between and the last one, which tell how
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.passing import in_flight_bytes, waiting_bytes
+from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.tasks import TaskLists
@@ -58,20 +58,21 @@ class Steps:
         return flush
 
     @functools.cached_property
-    def passing_bytes(self) -> int:
-        """Host bytes beside the state at rest."""
+    def passing(self) -> Passing:
+        """Host bytes beside the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
         steady = lists.steady, self.steady.instructions
         flush = lists.flush, self.flush.instructions
         # A first step may have less room ahead than the others have, and emptying the device takes
         # to the host what that has no room to keep: after a first step, or after others.
-        waiting = waiting_bytes(self.workload, (cold, flush, cold, steady, steady, flush))
-        return waiting + in_flight_bytes(self.workload, self.steady.instructions)
+        waiting = find_waiting(self.workload, (cold, flush, cold, steady, steady, flush))
+        in_flight = in_flight_bytes(self.workload, self.steady.instructions)
+        return replace(waiting, in_flight=in_flight)
 
     def fits_host(self, room: float) -> bool:
         """Whether the host has so much room beside the state at rest."""
-        return math.isinf(room) or self.passing_bytes <= room
+        return math.isinf(room) or self.passing.total <= room
 
     @property
     def workload(self) -> Workload:

@@ -30,7 +30,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.instructions import Instruction
 from megatrain_jax._src.schedule.laid_steps import Steps, at_rest, copies, lay_down
-from megatrain_jax._src.schedule.passing import waiting_bytes
+from megatrain_jax._src.schedule.passing import Passing, find_waiting, least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
@@ -64,7 +64,7 @@ class Schedule:
             task. Steady steps and flushes may hold less, offload parts that are unchanged, and wait
             for tasks that left nothing: their instructions serve after every step.
         peak_bytes: The largest entry of the ledgers.
-        passing_bytes: Host bytes that training steps take beside the state at rest.
+        passing: Host bytes that training steps take beside the state at rest, by part.
         evaluation_bytes: Host bytes that an evaluation takes beside it.
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
@@ -84,7 +84,7 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
-    passing_bytes: int
+    passing: Passing
     evaluation_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
@@ -93,6 +93,11 @@ class Schedule:
     smallest_bytes: int
     limit: int
     left_out: int = 0
+
+    @property
+    def passing_bytes(self) -> int:
+        """Host bytes that training steps take beside the state at rest."""
+        return self.passing.total
 
     def __repr__(self) -> str:
         """Returns a line of totals: a deep model's step has thousands of instructions."""
@@ -193,7 +198,11 @@ def _with_residents(choice: Choice, room: _Room) -> Steps:
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
     """Whether the host has room for some steps of a choice."""
-    return math.isinf(room.host) or any(s.fits_host(room.host) for s in _laid_down(choice, room))
+    if math.isinf(room.host):
+        return True
+    if least_passing_bytes(choice.lists, room.device) > room.host:
+        return False
+    return any(steps.fits_host(room.host) for steps in _laid_down(choice, room))
 
 
 def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
@@ -215,7 +224,7 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
-        return min(candidates, key=lambda steps: steps.passing_bytes)
+        return min(candidates, key=lambda steps: steps.passing.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
@@ -255,10 +264,10 @@ def _finished(steps: Steps, smallest: int) -> Schedule:
         num_tasks=len(lists.steady),
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
-        passing_bytes=steps.passing_bytes,
-        evaluation_bytes=waiting_bytes(
+        passing=steps.passing,
+        evaluation_bytes=find_waiting(
             lists.workload, [(lists.evaluation, evaluation.instructions)]
-        ),
+        ).total,
         resident=steps.resident,
         kept=lists.workload.kept,
         lean=lists.workload.lean,
