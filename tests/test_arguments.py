@@ -4,6 +4,7 @@ Misuses are drawn from a table of what an argument must not be, together with ri
 others, so that no order of checks is privileged.
 """
 
+import importlib
 import inspect
 import random
 import reprlib
@@ -198,6 +199,24 @@ def test_signatures_show_every_option(entry: str):
 )
 def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
     assert get_type_hints(arguments) == get_type_hints(record)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("Trianer", "Trainer"), ("rtx4090", "RTX_4090"), ("Plam", "Plan"), ("modles", "models")],
+)
+def test_an_unknown_name_of_the_package_says_the_near_one(name: str, meant: str):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean `{meant}`\\?$"):
+        getattr(mt, name)
+    with pytest.raises(AttributeError, match="no attribute 'zzz'$"):
+        mt.__getattr__("zzz")
+
+
+def test_modules_of_the_package_are_there_without_an_import_of_their_own():
+    # By the function itself: other tests have imported them, and Python keeps them as attributes.
+    for name in ("callbacks", "data", "losses", "models"):
+        assert mt.__getattr__(name) is importlib.import_module(f"megatrain_jax.{name}")
+        assert name in dir(mt)
 
 
 def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
