@@ -7,6 +7,7 @@ others, so that no order of checks is privileged.
 import importlib
 import inspect
 import random
+import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatrain_jax._src.build.options import (
 )
 from misuses import (
     BATCH,
+    DRAWN,
     ENTRIES,
     MESH,
     NO_BATCH,
@@ -40,6 +42,7 @@ from misuses import (
     NO_LOSSES,
     NO_OPTIMIZERS,
     NO_PATHS,
+    TRACED,
     Callback,
     batches,
     build,
@@ -132,7 +135,7 @@ def test_wrong_arguments_of_records_and_losses_are_named():
     check_all(
         mt.Precision,
         {},
-        {"master": (*no_dtypes, None, {"*": "int8"}), "compute": (*no_dtypes, {"*": "float32"})}
+        {"master": (*no_frozen, None, {"*": "int4"}), "compute": (*no_dtypes, {"*": "float32"})}
         | {"frozen": (*no_frozen, "int4", {"*": "float32"}), "state": no_state},
     )
     no_arrays = (None, "x", object(), loss_fn, {}, np.array(["a"]), jnp.ones((2, 4)) * 1j)
@@ -185,7 +188,7 @@ def test_signatures_show_every_option(entry: str):
     assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
     hinted = function.__init__ if isinstance(function, type) else function
     assert set(shown) <= set(get_type_hints(hinted))
-    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'$"):
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'"):
         function(*(None for p in shown.values() if p.default is p.empty), microbatch=2)
 
 
@@ -199,6 +202,58 @@ def test_signatures_show_every_option(entry: str):
 )
 def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
     assert get_type_hints(arguments) == get_type_hints(record)
+
+
+def call(entry: str, **options: Any) -> None:
+    """Calls a function with right arguments in the places that must have one, and options."""
+    function, arguments = (
+        (mt.compare_plans, ENTRIES["plan"][1] | {"over": ENTRIES["plan"][1]["seed"]})
+        if entry == "compare_plans"
+        else entry_of(entry)
+    )
+    rng, shown = random.Random(0), inspect.signature(function).parameters
+    needed = [name for name in arguments if shown[name].default is inspect.Parameter.empty]
+    right = {name: right_value(rng, name, arguments[name]) for name in needed}
+    function(**right | options)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "hint"),
+    [
+        *(
+            (e, "device_bugdet", "did you mean `device_budget`?")
+            for e in (*ENTRIES, "compare_plans")
+        ),
+        ("train", "step", "did you mean `steps`?"),
+        ("fit", "lr", "the optimizer has it, as in optax.adamw("),
+        ("Trainer", "learning_rate", "the optimizer has it, as in optax.adamw("),
+        ("fit", "max_grad_norm", "the optimizer clips: optax.chain("),
+        ("fit", "max_steps", "did you mean `steps`?"),
+        ("Trainer", "max_steps", "`fit` and `train` take `steps`"),
+        ("Trainer", "steps", "`fit` and `train` take `steps`"),
+        ("train", "precision", "`Trainer` and `fit` take `precision`"),
+        ("plan", "gradient_accumulation_steps", "did you mean `microbatches`?"),
+        ("fit", "accumulate_grad_batches", "did you mean `microbatches`?"),
+        ("fit", "batch_size", "batches come from `data`: "),
+        ("plan", "batch_size", "`sample_batch` has it: "),
+        ("train", "validation_data", "did you mean `eval_data`?"),
+        ("fit", "val_data", "did you mean `eval_data`?"),
+        ("fit", "output_dir", "did you mean `checkpoint_dir`?"),
+        ("plan", "gpus", "did you mean `num_gpus`?"),
+        ("fit", "num_gpus", "did you mean `mesh` (write mesh=jax.make_mesh((n,), "),
+        ("Trainer", "host_gib", "did you mean `host_budget`?"),
+        ("compare_plans", "gpu", "did you mean `hardware`?"),
+        ("fit", "metrics", "loss_fn returns them"),
+        ("fit", "zzz", ""),
+    ],
+)
+def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hint: str):
+    TRACED.clear()
+    DRAWN.clear()
+    said = f"() got an unexpected keyword argument '{name}'" + (f"; {hint}" if hint else "")
+    with pytest.raises(TypeError, match=re.escape(said)):
+        call(entry, **{name: 3})
+    assert not TRACED and not DRAWN
 
 
 @pytest.mark.parametrize(
@@ -260,6 +315,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
+        ("fit", {"hardware": "4900"}, "`hardware`='4900': no card .* did you mean RTX 4090"),
         ("plan", {"host_budget": "22"}, "'22' would be 22 bytes: add a unit, \"22 GiB\""),
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
