@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
@@ -257,6 +258,30 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
 
 
 @pytest.mark.parametrize(
+    ("entry", "batches", "order"),
+    [
+        ("fit", "data", "fit(model, loss_fn, data, optimizer)"),
+        ("Trainer", "sample_batch", "Trainer(model, loss_fn, optimizer, sample_batch)"),
+        ("plan", "sample_batch", "plan(model, loss_fn, optimizer, sample_batch)"),
+    ],
+)
+def test_arguments_in_each_other_s_places_are_told_in_one_line(
+    entry: str, batches: str, order: str
+):
+    given = [BATCH] * 3 if batches == "data" else BATCH
+    with pytest.raises(TypeError) as caught:
+        call(entry, optimizer=given, **{batches: optax.sgd(0.1)})
+    assert str(caught.value) == f"`optimizer` and `{batches}` are swapped: write {order}"
+    with pytest.raises(TypeError) as caught:
+        call(entry, optimizer=given)
+    assert "optimizer" in str(caught.value) and "float32[4, 3]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for model in (build, build(), nnx.Linear(2, 2, rngs=nnx.Rngs(0)), linen.Dense(2)):
+        with pytest.raises(TypeError, match="`model` and `loss_fn` are swapped: .* loss_fn,"):
+            call(entry, model=loss_fn, loss_fn=model)
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
     [("Trianer", "Trainer"), ("rtx4090", "RTX_4090"), ("Plam", "Plan"), ("modles", "models")],
 )
@@ -313,6 +338,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
         ("fit", {"keep": 5}, "`keep`=5 needs a `checkpoint_dir`"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
+        ("fit", {"optimizer": optax.lion}, r"call it: optax.lion\(1e-3\), not optax.lion"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
         ("fit", {"hardware": "4900"}, "`hardware`='4900': no card .* did you mean RTX 4090"),
