@@ -1,17 +1,23 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory.
 
-Settings that must be made before JAX starts are made at once. Public names are imported on first
-use, so that commands that need no JAX don't wait for it.
+Settings that must be made before JAX starts are made at once. Public names and the modules
+`callbacks`, `data`, `losses` and `models` are imported on first use, so that commands that need no
+JAX don't wait for it.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
+from megatrain_jax._src.common.suggestions import did_you_mean as _did_you_mean
 from megatrain_jax._src.startup import allocator as _allocator
 from megatrain_jax._src.startup import compilation_cache as _compilation_cache
 from megatrain_jax._src.state import pool_limit as _pool_limit
 
 if TYPE_CHECKING:
+    from megatrain_jax import callbacks as callbacks
+    from megatrain_jax import data as data
+    from megatrain_jax import losses as losses
+    from megatrain_jax import models as models
     from megatrain_jax._src.build.precision import Precision
     from megatrain_jax._src.checkpoint.folder import CheckpointError
     from megatrain_jax._src.comparing import compare_plans
@@ -150,17 +156,22 @@ _NAMES = {
     "trainer": ("Trainer",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+# Not in `__all__`, because `data` needs further packages.
+_SUBMODULES = ("callbacks", "data", "losses", "models")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use."""
+    """Imports a public name, or one of the modules, on first use."""
+    if name in _SUBMODULES:
+        return _import_module(f"{__name__}.{name}")
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = "" if name.startswith("_") else _did_you_mean(name, (*_MODULES, *_SUBMODULES))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
     value = getattr(_import_module(f"megatrain_jax._src.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not."""
-    return sorted({*globals(), *__all__})
+    """The public names and modules, imported or not."""
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,6 +1,6 @@
 """Ready-made callbacks for `fit` and `train`, and the protocol for writing your own.
 
-Imported separately: ``from megatrain_jax import callbacks``.
+Imported on first use as `megatrain_jax.callbacks`.
 """
 
 from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest

@@ -1,7 +1,7 @@
 """Conversations, preferences and plain text as packed batches of NumPy arrays.
 
-Imported separately, because it needs more packages than the rest of the library: ``from
-megatrain_jax import data``.
+Imported on first use as `megatrain_jax.data`, because it needs more packages than the rest of the
+library.
 """
 
 try:

@@ -4,8 +4,10 @@ Misuses are drawn from a table of what an argument must not be, together with ri
 others, so that no order of checks is privileged.
 """
 
+import importlib
 import inspect
 import random
+import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
@@ -30,6 +33,7 @@ from megatrain_jax._src.build.options import (
 )
 from misuses import (
     BATCH,
+    DRAWN,
     ENTRIES,
     MESH,
     NO_BATCH,
@@ -39,6 +43,7 @@ from misuses import (
     NO_LOSSES,
     NO_OPTIMIZERS,
     NO_PATHS,
+    TRACED,
     Callback,
     batches,
     build,
@@ -131,7 +136,7 @@ def test_wrong_arguments_of_records_and_losses_are_named():
     check_all(
         mt.Precision,
         {},
-        {"master": (*no_dtypes, None, {"*": "int8"}), "compute": (*no_dtypes, {"*": "float32"})}
+        {"master": (*no_frozen, None, {"*": "int4"}), "compute": (*no_dtypes, {"*": "float32"})}
         | {"frozen": (*no_frozen, "int4", {"*": "float32"}), "state": no_state},
     )
     no_arrays = (None, "x", object(), loss_fn, {}, np.array(["a"]), jnp.ones((2, 4)) * 1j)
@@ -184,7 +189,7 @@ def test_signatures_show_every_option(entry: str):
     assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
     hinted = function.__init__ if isinstance(function, type) else function
     assert set(shown) <= set(get_type_hints(hinted))
-    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'$"):
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'"):
         function(*(None for p in shown.values() if p.default is p.empty), microbatch=2)
 
 
@@ -198,6 +203,100 @@ def test_signatures_show_every_option(entry: str):
 )
 def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
     assert get_type_hints(arguments) == get_type_hints(record)
+
+
+def call(entry: str, **options: Any) -> None:
+    """Calls a function with right arguments in the places that must have one, and options."""
+    function, arguments = (
+        (mt.compare_plans, ENTRIES["plan"][1] | {"over": ENTRIES["plan"][1]["seed"]})
+        if entry == "compare_plans"
+        else entry_of(entry)
+    )
+    rng, shown = random.Random(0), inspect.signature(function).parameters
+    needed = [name for name in arguments if shown[name].default is inspect.Parameter.empty]
+    right = {name: right_value(rng, name, arguments[name]) for name in needed}
+    function(**right | options)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "hint"),
+    [
+        *(
+            (e, "device_bugdet", "did you mean `device_budget`?")
+            for e in (*ENTRIES, "compare_plans")
+        ),
+        ("train", "step", "did you mean `steps`?"),
+        ("fit", "lr", "the optimizer has it, as in optax.adamw("),
+        ("Trainer", "learning_rate", "the optimizer has it, as in optax.adamw("),
+        ("fit", "max_grad_norm", "the optimizer clips: optax.chain("),
+        ("fit", "max_steps", "did you mean `steps`?"),
+        ("Trainer", "max_steps", "`fit` and `train` take `steps`"),
+        ("Trainer", "steps", "`fit` and `train` take `steps`"),
+        ("train", "precision", "`Trainer` and `fit` take `precision`"),
+        ("plan", "gradient_accumulation_steps", "did you mean `microbatches`?"),
+        ("fit", "accumulate_grad_batches", "did you mean `microbatches`?"),
+        ("fit", "batch_size", "batches come from `data`: "),
+        ("plan", "batch_size", "`sample_batch` has it: "),
+        ("train", "validation_data", "did you mean `eval_data`?"),
+        ("fit", "val_data", "did you mean `eval_data`?"),
+        ("fit", "output_dir", "did you mean `checkpoint_dir`?"),
+        ("plan", "gpus", "did you mean `num_gpus`?"),
+        ("fit", "num_gpus", "did you mean `mesh` (write mesh=jax.make_mesh((n,), "),
+        ("Trainer", "host_gib", "did you mean `host_budget`?"),
+        ("compare_plans", "gpu", "did you mean `hardware`?"),
+        ("fit", "metrics", "loss_fn returns them"),
+        ("fit", "zzz", ""),
+    ],
+)
+def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hint: str):
+    TRACED.clear()
+    DRAWN.clear()
+    said = f"() got an unexpected keyword argument '{name}'" + (f"; {hint}" if hint else "")
+    with pytest.raises(TypeError, match=re.escape(said)):
+        call(entry, **{name: 3})
+    assert not TRACED and not DRAWN
+
+
+@pytest.mark.parametrize(
+    ("entry", "batches", "order"),
+    [
+        ("fit", "data", "fit(model, loss_fn, data, optimizer)"),
+        ("Trainer", "sample_batch", "Trainer(model, loss_fn, optimizer, sample_batch)"),
+        ("plan", "sample_batch", "plan(model, loss_fn, optimizer, sample_batch)"),
+    ],
+)
+def test_arguments_in_each_other_s_places_are_told_in_one_line(
+    entry: str, batches: str, order: str
+):
+    given = [BATCH] * 3 if batches == "data" else BATCH
+    with pytest.raises(TypeError) as caught:
+        call(entry, optimizer=given, **{batches: optax.sgd(0.1)})
+    assert str(caught.value) == f"`optimizer` and `{batches}` are swapped: write {order}"
+    with pytest.raises(TypeError) as caught:
+        call(entry, optimizer=given)
+    assert "optimizer" in str(caught.value) and "float32[4, 3]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    for model in (build, build(), nnx.Linear(2, 2, rngs=nnx.Rngs(0)), linen.Dense(2)):
+        with pytest.raises(TypeError, match="`model` and `loss_fn` are swapped: .* loss_fn,"):
+            call(entry, model=loss_fn, loss_fn=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("Trianer", "Trainer"), ("rtx4090", "RTX_4090"), ("Plam", "Plan"), ("modles", "models")],
+)
+def test_an_unknown_name_of_the_package_says_the_near_one(name: str, meant: str):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; did you mean `{meant}`\\?$"):
+        getattr(mt, name)
+    with pytest.raises(AttributeError, match="no attribute 'zzz'$"):
+        mt.__getattr__("zzz")
+
+
+def test_modules_of_the_package_are_there_without_an_import_of_their_own():
+    # By the function itself: other tests have imported them, and Python keeps them as attributes.
+    for name in ("callbacks", "data", "losses", "models"):
+        assert mt.__getattr__(name) is importlib.import_module(f"megatrain_jax.{name}")
+        assert name in dir(mt)
 
 
 def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
@@ -239,8 +338,10 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
         ("fit", {"keep": 5}, "`keep`=5 needs a `checkpoint_dir`"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
+        ("fit", {"optimizer": optax.lion}, r"call it: optax.lion\(1e-3\), not optax.lion"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
+        ("fit", {"hardware": "4900"}, "`hardware`='4900': no card .* did you mean RTX 4090"),
         ("plan", {"host_budget": "22"}, "'22' would be 22 bytes: add a unit, \"22 GiB\""),
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),

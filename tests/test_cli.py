@@ -444,6 +444,8 @@ def test_the_library_needs_no_command_line_and_what_is_asked_wrongly_no_jax():
     code = (
         "import sys, megatrain_jax;"
         "assert not [m for m in sys.modules if 'jsonargparse' in m or '_src.cli' in m];"
+        "modules = ('callbacks', 'data', 'losses', 'models');"
+        "assert not {f'megatrain_jax.{m}' for m in modules} & {*sys.modules};"
         "from megatrain_jax._src.cli.main import main;"
         "assert main(['--help']) == main(['plan', '--help']) == main(['finetune', '--help']) == 0;"
         "assert main(['pretrain']) == main(['plan', '--gpus', 'two']) == main(['plan', 'Qw']) == 2;"

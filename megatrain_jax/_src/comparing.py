@@ -6,9 +6,16 @@ from typing import Any, Unpack
 
 import optax
 
-from megatrain_jax._src.build.options import MachineOptions, Options, PlanArguments, shows
+from megatrain_jax._src.build.options import (
+    MachineOptions,
+    Options,
+    PlanArguments,
+    check_names,
+    shows,
+)
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
@@ -73,6 +80,7 @@ def compare_plans(
         >>> [(row.names, row.plan.host_bytes // row.plan.num_parameters) for row in table]
         [(('adamw',), 12), (('lion',), 8)]
     """
+    check_names(compare_plans, options)
     parts = {
         "model": model,
         "loss_fn": loss_fn,
@@ -101,7 +109,8 @@ def _axes(over: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"`over` is empty: name an argument that differs, of {', '.join(known)}")
     for name in over:
         if name not in known:
-            raise ValueError(f"`over` has {name!r}, but `plan` takes {', '.join(known)}")
+            near = did_you_mean(str(name), known)
+            raise ValueError(f"`over` has {name!r}, but `plan` takes {', '.join(known)}{near}")
     return {name: _named(f"over[{name!r}]", values) for name, values in over.items()}
 
 

@@ -13,7 +13,13 @@ import optax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.inputs import check_data, check_mesh, check_parts, check_trainer
+from megatrain_jax._src.build.inputs import (
+    check_data,
+    check_mesh,
+    check_order,
+    check_parts,
+    check_trainer,
+)
 from megatrain_jax._src.build.options import (
     FitArguments,
     LoopArguments,
@@ -131,6 +137,7 @@ def fit(
     """
     loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
     resume = checks.boolean("resume", resume)
+    check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
     check_parts(model, loss_fn, optimizer, params)
     check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)

@@ -13,7 +13,7 @@ from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
-from megatrain_jax._src.build.inputs import check_parts
+from megatrain_jax._src.build.inputs import check_order, check_parts
 from megatrain_jax._src.build.options import (
     MachineOptions,
     Options,
@@ -90,6 +90,8 @@ def plan(
     """
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
+    order = "plan(model, loss_fn, optimizer, sample_batch)"
+    check_order(order, optimizer, "sample_batch", sample_batch)
     check_parts(model, loss_fn, optimizer)
     number = run.least_microbatches
     check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)

@@ -14,7 +14,13 @@ from megatrain_jax._src.build.batches import check_batch, check_like, other_shap
 from megatrain_jax._src.build.bound_step import BoundStep, with_all_waves
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
-from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
+from megatrain_jax._src.build.inputs import (
+    check_data,
+    check_loss,
+    check_mesh,
+    check_order,
+    check_parts,
+)
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
     RunSpec,
@@ -131,6 +137,8 @@ class Trainer(RunState):
         if machine is not None:
             run = dataclasses.replace(run, host_budget=agreed_host_budget(run, placement))
         progress = checks.boolean("progress", progress) and placement.processes.is_first
+        order = "Trainer(model, loss_fn, optimizer, sample_batch)"
+        check_order(order, optimizer, "sample_batch", sample_batch)
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)
         number = run.least_microbatches

@@ -9,11 +9,13 @@ from os import PathLike
 from typing import Any
 
 import jax
+import optax
+from flax import linen
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import check_model
-from megatrain_jax._src.adapt.loss_function import takes_rng
-from megatrain_jax._src.adapt.model_kinds import flatten
+from megatrain_jax._src.adapt.loss_function import name_of, takes_rng
+from megatrain_jax._src.adapt.model_kinds import flatten, is_pytree_model
 from megatrain_jax._src.build.machine import mesh_of
 from megatrain_jax._src.build.options import EvalData, are_batches
 from megatrain_jax._src.common import checks, trees
@@ -34,6 +36,11 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         TypeError: If one of them is of no supported kind.
         ValueError: If `params` is neither a path nor a tree of arrays.
     """
+    if _is_loss(model) and _is_model(loss_fn):
+        raise TypeError(
+            f"`model` and `loss_fn` are swapped: `model` is the function {name_of(model)}, which "
+            "takes a model and a batch; pass the model first"
+        )
     check_model(model)
     check_loss(loss_fn)
     _check_optimizer(optimizer)
@@ -41,6 +48,22 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         checks.path("params", params, ", or a tree of arrays")
     elif params is not None:
         _check_params(params)
+
+
+def check_order(function: str, optimizer: Any, name: str, batches: Any) -> None:
+    """Checks that an optimizer and batches were not passed in each other's places.
+
+    Args:
+        function: The function called, with its arguments in order.
+        optimizer: The argument `optimizer`.
+        name: Name of the argument for batches.
+        batches: Value of that argument.
+
+    Raises:
+        TypeError: If they are swapped.
+    """
+    if _is_optimizer(batches) and not _is_optimizer(optimizer):
+        raise TypeError(f"`optimizer` and `{name}` are swapped: write {function}")
 
 
 def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
@@ -136,10 +159,33 @@ def check_trainer(trainer: Any) -> None:
         raise TypeError(refused("trainer", "a Trainer", trainer, hint))
 
 
-def _check_optimizer(value: Any) -> None:
+def _is_loss(value: Any) -> bool:
+    """Whether a value is certainly a loss function: no model, and not one's builder either."""
+    if not callable(value) or isinstance(value, type | linen.Module) or is_pytree_model(value):
+        return False
+    takes = [number for number in (0, 2, 3) if checks.can_be_called(value, number)]
+    return bool(takes) and 0 not in takes
+
+
+def _is_model(value: Any) -> bool:
+    """Whether a value can be a model or its builder."""
+    try:
+        check_model(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_optimizer(value: Any) -> bool:
     has_both = all(callable(getattr(value, name, None)) for name in ("init", "update"))
-    if isinstance(value, type) or not has_both:
-        hint = "call it: optax.adamw(1e-3), not optax.adamw" if callable(value) else ""
+    return has_both and not isinstance(value, type)
+
+
+def _check_optimizer(value: Any) -> None:
+    if not _is_optimizer(value):
+        name = getattr(value, "__name__", "")
+        known = name if name.isidentifier() and hasattr(optax, name) else "adamw"
+        hint = f"call it: optax.{known}(1e-3), not optax.{known}" if callable(value) else ""
         if hasattr(value, "tx"):  # nnx.Optimizer, flax.training.TrainState
             hint = "pass its `tx`, since state is kept here"
         raise TypeError(refused("optimizer", "an optax.GradientTransformation", value, hint))

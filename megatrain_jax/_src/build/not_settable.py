@@ -1,9 +1,9 @@
 """The error for setting an attribute of a trainer: a run is not changed that way."""
 
 from dataclasses import fields
-from difflib import get_close_matches
 
 from megatrain_jax._src.build.options import LoopOptions, Options
+from megatrain_jax._src.common.suggestions import did_you_mean
 
 _PARAMETERS = "pass `params=` to a new Trainer, or restore a checkpoint"
 _RATE = (
@@ -36,6 +36,5 @@ def not_settable(kind: type, name: str) -> str:
         return f"`{name}` of a {kind.__name__} is read-only{way}"
     if not way:
         public = [known for known in dir(kind) if not known.startswith("_")]
-        near = get_close_matches(name, [*public, *_WAYS], n=1)
-        way = f"; did you mean `{near[0]}`?" if near else ""
+        way = did_you_mean(name, [*public, *_WAYS])
     return f"a {kind.__name__} has no attribute `{name}` that could be set{way}"

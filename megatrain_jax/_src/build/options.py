@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.build.machine import check_mesh_given, found_hardware
 from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.unknown_options import unknown_option
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.state.hardware import Hardware
@@ -227,6 +228,11 @@ class FitArguments(LoopArguments, RunArguments, total=False):
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Record = TypeVar("_Record", Options, LoopOptions, MachineOptions)
+_TAKERS = (
+    (Options, "`Trainer` and `fit` take"),
+    (LoopOptions, "`fit` and `train` take"),
+    (MachineOptions, "`plan` takes"),
+)
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -269,16 +275,23 @@ def options_of(
         TypeError: If the function has no such option, or one is of another type.
         ValueError: See the record.
     """
-    # In Python's own words, as of a function that lists its options one by one.
-    allowed = inspect.signature(function).parameters
-    for name in given:
-        if name not in allowed:
-            raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-            )
+    check_names(function, given)
     # A function may show two records, each of which takes what is its own.
     own = {field.name for field in fields(record)}
     return record(**{name: value for name, value in given.items() if name in own})
+
+
+def check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Checks that a function takes keywords of these names.
+
+    Raises:
+        TypeError: If it doesn't take one; the message says which option was meant.
+    """
+    allowed = inspect.signature(function).parameters
+    for name in given:
+        if name not in allowed:
+            takers = {f.name: words for record, words in _TAKERS for f in fields(record)}
+            raise TypeError(unknown_option(function.__qualname__, name, allowed, takers))
 
 
 def are_batches(value: Any) -> bool:

@@ -19,8 +19,24 @@ from megatrain_jax._src.common.sizes import bytes_of
 
 # Python treats Booleans as integers, but nobody means one as a number of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 60
+
+
+class _Shown(reprlib.Repr):
+    """Short representations on one line, with the dtypes and shapes of arrays, not their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = 60
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Returns the representation of a value, or of a part of one."""
+        shape = getattr(x, "shape", None)
+        if shape and isinstance(shape, tuple) and hasattr(x, "dtype"):
+            return f"{x.dtype}{list(shape)}"
+        return " ".join(super().repr1(x, level).split())
+
+
+_shown = _Shown()
 
 
 def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
