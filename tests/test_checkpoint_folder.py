@@ -370,6 +370,22 @@ def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, mo
     assert synced == [tmp_path.stat().st_ino]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOTSUP])
+def test_what_could_not_be_synced_is_no_checkpoint(number, tmp_path, monkeypatch):
+    def fails(opened):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    trainer = small.trainer()
+    if number == errno.EIO:
+        with pytest.raises(mt.CheckpointError, match=os.strerror(number)):
+            trainer.save(tmp_path / "1")
+        assert not os.listdir(tmp_path)
+    else:  # a file system that can't sync folders
+        trainer.save(tmp_path / "1")
+        small.trainer().restore(tmp_path / "1")
+
+
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     join, calls = orbax.join, []
 

@@ -388,15 +388,19 @@ def test_what_exceeds_the_device_is_refused_with_figures():
 
 def test_many_different_groups_are_shortened():
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
-    plan = big_plan(groups=tuple(row(name, i) for i, name in enumerate(names)))
+    counts = [1] * 38
+    counts[6], counts[32], counts[5], counts[33] = 3, 5, 20, 40
+    rows = zip(names, counts, strict=True)
+    plan = big_plan(groups=tuple(row(name, i, count) for i, (name, count) in enumerate(rows)))
     text = str(plan)
     assert len(text.splitlines()) <= 32
-    # Six rows are shown before it and five after it, so the ellipsis stands for 27.
+    # Six rows are shown before it and five after it, so the ellipsis stands for 27, of which one
+    # is of three groups and one of five.
     hidden = next(line for line in text.splitlines() if line.startswith("…"))
-    assert hidden.split() == ["…", "27"]
+    assert hidden.split() == ["…", "33"]
     assert "layers/4 " in text and "layers/5 " not in text
     assert "layers/32 " in text and "layers/31 " not in text
-    assert "<td>27</td>" in plan._repr_html_()
+    assert "<td>33</td>" in plan._repr_html_()
 
 
 def test_html_escapes_what_users_name():
