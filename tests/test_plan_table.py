@@ -440,6 +440,9 @@ def test_a_table_has_one_unit_where_that_shows_its_numbers():
     for part in ("peak 44.00 MiB", "at rest 6.00 MiB", "device, a step 0.06 MiB", "step 100 B"):
         assert part in words
     assert "state and activations 60 B of a budget of 1.00 MiB" in words
+    # The unit is that of the largest number, whichever that is.
+    for larger in ({"host_process_bytes": 2 * GIB}, {"bytes_in": 3 * GIB}):
+        assert "peak 0.04 GiB" in " ".join(str(replace(plan, **larger)).split())
     assert "at rest 0.50 GiB" in " ".join(str(big_plan(host_bytes=GIB // 2)).split())
 
 
