@@ -19,7 +19,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
-from megatrain_jax._src.checkpoint import orbax, writing
+from megatrain_jax._src.checkpoint import manifest, orbax, writing
 from megatrain_jax._src.checkpoint import workspace as workspaces
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
@@ -384,6 +384,16 @@ def test_what_could_not_be_synced_is_no_checkpoint(number, tmp_path, monkeypatch
     else:  # a file system that can't sync folders
         trainer.save(tmp_path / "1")
         small.trainer().restore(tmp_path / "1")
+
+
+def test_links_in_a_checkpoint_are_not_its_own(tmp_path):
+    small.trainer().save(tmp_path / "1")
+    assert manifest.strangers(tmp_path / "1") == []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes").touch()
+    (tmp_path / "1" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "1" / "mine").symlink_to(tmp_path / "elsewhere" / "notes")
+    assert sorted(manifest.strangers(tmp_path / "1")) == ["folder", "mine"]
 
 
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
