@@ -20,7 +20,9 @@ import megatrain_jax as mt
 from inside import engine_of, spec_of, store_of
 from megatrain_jax._src.checkpoint import chunks, restore
 from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.writing import Writer
+from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
@@ -419,11 +421,32 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
     saving.wait()
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("saves", "restores", "limits"),
     [(60, 12, (100, 200)), pytest.param(200, 20, (50, 50), marks=pytest.mark.long)],
 )
 def test_memory_does_not_grow_with_each_checkpoint(tmp_path, saves, restores, limits):
+=======
+def test_groups_are_written_in_the_order_in_which_steps_replace_them(tmp_path, monkeypatch):
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], budget="least")
+    written, release = [], Saving._release
+
+    def noted(saving, groups):
+        groups = list(groups)
+        written.extend(groups)
+        release(saving, groups)
+
+    monkeypatch.setattr("megatrain_jax._src.checkpoint.save.PART_BYTES", 0)  # each group by itself
+    monkeypatch.setattr(Saving, "_release", noted)
+    trainer.save(tmp_path / "1")
+    offloads = (i.key for i in spec_of(trainer).first.schedule.cold if i.op is Op.OFFLOAD)
+    replaced = dict.fromkeys(key.owner for key in offloads if key and key.kind in LASTING)
+    assert written[: len(replaced)] == list(replaced) != sorted(replaced)
+
+
+def test_memory_does_not_grow_with_each_checkpoint(tmp_path):
+>>>>>>> tests37
     program = Path(__file__).with_name("memory_of_checkpoints.py")
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", "."), str(program.parents[1])])
     # One arena of the C library, since what lies between live blocks of many differs by chance.

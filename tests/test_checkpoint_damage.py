@@ -8,6 +8,8 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from megatrain_jax._src.checkpoint import checksums, manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums, as_facts, checksum
 from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import flat
+from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, in_all
 from megatrain_jax._src.checkpoint.reading import ChunkReader
 from megatrain_jax._src.train import series
 from runs import check_same_bits
@@ -501,3 +504,29 @@ def test_the_home_folder_is_expanded(trainer, tmp_path, monkeypatch):
     small.fit("~/runs", 1)
     assert sorted(os.listdir(tmp_path)) == ["2", "runs"]
     assert manifest.facts_of(tmp_path / "runs" / "1")["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "kind", "message"),
+    [
+        (None, None, None, ""),
+        (UnreadError("busy"), None, UnreadError, "^busy"),
+        (CheckpointError("bad"), ["busy", True], CheckpointError, "^bad"),
+        (UnreadError("busy"), ["bad", False], CheckpointError, "^process 1: bad"),
+        (None, ["busy", True], UnreadError, "^process 1: busy"),
+    ],
+)
+def test_reading_is_tried_again_only_if_no_process_found_damage(own, other, kind, message):
+    processes: Any = SimpleNamespace(gather=lambda where, row: [row, other])
+
+    def action():
+        if own is not None:
+            raise own
+        return 7
+
+    if kind is None:
+        assert in_all(processes, "here", action) == 7
+        return
+    with pytest.raises(CheckpointError, match=message) as raised:
+        in_all(processes, "here", action)
+    assert type(raised.value) is kind

@@ -19,7 +19,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
-from megatrain_jax._src.checkpoint import orbax, writing
+from megatrain_jax._src.checkpoint import manifest, orbax, writing
 from megatrain_jax._src.checkpoint import workspace as workspaces
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
@@ -368,6 +368,32 @@ def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, mo
     monkeypatch.setattr(Path, "rename", watched_rename)
     trainer.save(tmp_path / "1")
     assert synced == [tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOTSUP])
+def test_what_could_not_be_synced_is_no_checkpoint(number, tmp_path, monkeypatch):
+    def fails(opened):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    trainer = small.trainer()
+    if number == errno.EIO:
+        with pytest.raises(mt.CheckpointError, match=os.strerror(number)):
+            trainer.save(tmp_path / "1")
+        assert not os.listdir(tmp_path)
+    else:  # a file system that can't sync folders
+        trainer.save(tmp_path / "1")
+        small.trainer().restore(tmp_path / "1")
+
+
+def test_links_in_a_checkpoint_are_not_its_own(tmp_path):
+    small.trainer().save(tmp_path / "1")
+    assert manifest.strangers(tmp_path / "1") == []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes").touch()
+    (tmp_path / "1" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "1" / "mine").symlink_to(tmp_path / "elsewhere" / "notes")
+    assert sorted(manifest.strangers(tmp_path / "1")) == ["folder", "mine"]
 
 
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):

@@ -1,10 +1,16 @@
 """Codecs against what they promise: neighbours, the right mean, and special numbers kept."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inside import on_one_device
+from megatrain_jax._src.runtime.draws import Draws
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.codec import Rounded, round_stochastically
 from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
 
@@ -81,3 +87,12 @@ def test_without_a_draw_rounding_is_to_nearest(stochastic):
     x = np.random.default_rng(1).normal(size=256).astype(np.float32)
     (rounded,) = Rounded(dtype="bfloat16", stochastic=stochastic).encode(x, None)
     np.testing.assert_array_equal(rounded, x.astype(jnp.bfloat16))
+
+
+def test_each_group_draws_bits_of_its_own():
+    layouts: Any = [SimpleNamespace(draws=draws) for draws in (True, True, False, True)]
+    store = Store(layouts, on_one_device(), jax.random.key(3))
+    draws = Draws(store)
+    found = [draws.of(group, store.step) for group in (0, 1, 2, 3, 1)]
+    assert [x if x is None else int(x[2]) for x in found] == [0, 1, None, 3, 1]
+    assert all(x[0] is store.key and x[1] is store.step for x in found if x is not None)

@@ -421,15 +421,24 @@ def test_what_exceeds_the_device_is_refused_with_figures():
 
 def test_many_different_groups_are_shortened():
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
-    plan = big_plan(groups=tuple(row(name, i) for i, name in enumerate(names)))
+    counts = [1] * 38
+    counts[6], counts[32], counts[5], counts[33] = 3, 5, 20, 40
+    rows = zip(names, counts, strict=True)
+    plan = big_plan(groups=tuple(row(name, i, count) for i, (name, count) in enumerate(rows)))
     text = str(plan)
+<<<<<<< HEAD
     assert len(text.splitlines()) <= 33
     # Six rows are shown before it and five after it, so the ellipsis stands for 27.
+=======
+    assert len(text.splitlines()) <= 32
+    # Six rows are shown before it and five after it, so the ellipsis stands for 27, of which one
+    # is of three groups and one of five.
+>>>>>>> tests37
     hidden = next(line for line in text.splitlines() if line.startswith("…"))
-    assert hidden.split() == ["…", "27"]
+    assert hidden.split() == ["…", "33"]
     assert "layers/4 " in text and "layers/5 " not in text
     assert "layers/32 " in text and "layers/31 " not in text
-    assert "<td>27</td>" in plan._repr_html_()
+    assert "<td>33</td>" in plan._repr_html_()
 
 
 def test_html_escapes_what_users_name():
@@ -469,6 +478,9 @@ def test_a_table_has_one_unit_where_that_shows_its_numbers():
     for part in ("peak 44.00 MiB", "at rest 6.00 MiB", "device, a step 0.06 MiB", "step 100 B"):
         assert part in words
     assert "state and activations 60 B of a budget of 1.00 MiB" in words
+    # The unit is that of the largest number, whichever that is.
+    for larger in ({"host_process_bytes": 2 * GIB}, {"bytes_in": 3 * GIB}):
+        assert "peak 0.04 GiB" in " ".join(str(replace(plan, **larger)).split())
     assert "at rest 0.50 GiB" in " ".join(str(big_plan(host_bytes=GIB // 2)).split())
 
 

@@ -655,6 +655,16 @@ def test_coming_to_rest_takes_no_gradient_to_the_host_that_was_on_the_device(sha
     assert bytes_moved(workload, schedule, Op.FETCH, "flush") <= every - (budget - least)
 
 
+@pytest.mark.parametrize("room", [50, 120])
+def test_coming_to_rest_keeps_gradients_rather_than_state(room):
+    workload = random_workload(26)
+    least = find_schedule(workload, None).smallest_bytes
+    flush = find_schedule(workload, least + room).flush
+    # A gradient that leaves takes host memory of its own; state has its place there.
+    left = {i.key.kind for i in flush if i.op in (Op.OFFLOAD, Op.RELEASE) and i.key}
+    assert left and Kind.GRADIENT not in left
+
+
 class TwoTiers(Costs):
     """Optimizer state rests in another place than the rest, behind a link of its own."""
 

@@ -84,6 +84,35 @@ def test_what_lands_or_rests_is_in_the_host(platform):
     assert [float(slab[0]) for (slab,) in slabs] == [0.0, 1.0, 2.0]
 
 
+def with_a_fetch_gathered():
+    """Moves of which a fetch is not dispatched yet; group 1 is on the device."""
+    placement = on_one_device()
+    store = Store((), placement, jax.random.key(0))
+    for group, tier, sharding in (
+        (0, store.host, placement.slabs_at_rest),
+        (1, store.on_device, placement.slabs_on_device),
+    ):
+        tier[Key(Kind.MASTERS, group)] = (jax.device_put(jnp.zeros(64), sharding),)
+    transfers = Transfers(store)
+    transfers.move(Op.FETCH, Key(Kind.MASTERS, 0), 5, [])
+    assert transfers.fetching
+    return transfers
+
+
+def test_gathered_copies_are_on_their_way_while_a_checkpoint_is_waited_for():
+    transfers, waited = with_a_fetch_gathered(), []
+    transfers.store.before_replacing = lambda group: waited.append((group, transfers.fetching))
+    transfers.move(Op.OFFLOAD, Key(Kind.MASTERS, 1), 5, [])
+    assert waited == [(1, False)] and Key(Kind.MASTERS, 0) in transfers.store.on_device
+
+
+def test_copies_of_a_step_that_was_cut_off_are_never_made():
+    transfers = with_a_fetch_gathered()
+    transfers.abandon()
+    transfers.dispatch()
+    assert not transfers.fetching and Key(Kind.MASTERS, 0) not in transfers.store.on_device
+
+
 @pytest.mark.parametrize(
     ("case", "optimizer", "trainable"),
     [
@@ -121,7 +150,9 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
         # Each result of the device is made from the one before: a later one tells of this, too.
         waits_for, is_there = [x for t in made if t >= task for x in made[t]], is_computed
         if instruction.op is Op.LAND:
-            waits_for, is_there = engine.store.host.get(instruction.key, ()), are_ready
+            # A part can be in the host while its task still computes with it.
+            own, landed = list(waits_for), engine.store.host.get(instruction.key, ())
+            waits_for, is_there = landed, lambda arrays: are_ready(arrays) and is_computed(own)
         was_late = not is_there(waits_for)
         obey(instruction, step)
         if instruction.op in WAITS:
