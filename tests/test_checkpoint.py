@@ -421,13 +421,6 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
     saving.wait()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("saves", "restores", "limits"),
-    [(60, 12, (100, 200)), pytest.param(200, 20, (50, 50), marks=pytest.mark.long)],
-)
-def test_memory_does_not_grow_with_each_checkpoint(tmp_path, saves, restores, limits):
-=======
 def test_groups_are_written_in_the_order_in_which_steps_replace_them(tmp_path, monkeypatch):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], budget="least")
     written, release = [], Saving._release
@@ -445,8 +438,11 @@ def test_groups_are_written_in_the_order_in_which_steps_replace_them(tmp_path, m
     assert written[: len(replaced)] == list(replaced) != sorted(replaced)
 
 
-def test_memory_does_not_grow_with_each_checkpoint(tmp_path):
->>>>>>> tests37
+@pytest.mark.parametrize(
+    ("saves", "restores", "limits"),
+    [(60, 12, (100, 200)), pytest.param(200, 20, (50, 50), marks=pytest.mark.long)],
+)
+def test_memory_does_not_grow_with_each_checkpoint(tmp_path, saves, restores, limits):
     program = Path(__file__).with_name("memory_of_checkpoints.py")
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", "."), str(program.parents[1])])
     # One arena of the C library, since what lies between live blocks of many differs by chance.

@@ -154,7 +154,7 @@ def test_only_what_helps_is_advised():
     )
     of_device = advised(None, False, 1, "microbatches", "length", model="m", tokens=16384, gpus=2)
     assert of_device.startswith(
-        "not enough GPU memory. It fits with --microbatches 2 or --length 2048. "
+        "not enough GPU memory. It fits with --microbatches auto or --length 2048. "
     )
     both = advised(False, False, 1, device_budget="least", clip=None)
     assert both == (

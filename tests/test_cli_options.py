@@ -340,6 +340,7 @@ PLAN = [
     option("microbatches", 2, "plan.microbatches"),
     option("state", "int8", precision("state")[1]),
     option("master", "bfloat16", precision("master")[1]),
+    option("sums", "bfloat16", precision("sums")[1]),
     option("optimizer", "lion", count("lion", "learning_rate", 1)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("trainable", "norm", "plan.trainable"),

@@ -44,9 +44,10 @@ def batches():
 
 def run(path, optimizer, steps):
     tx = optax.adamw(1e-3)
-    if optimizer == "clipped":
+    if optimizer != "plain":
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    result = mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches(), tx, steps=steps,
+    parts = {"microbatches": 4, "waves": 2} if optimizer == "clipped, in waves" else {}
+    result = mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches(), tx, steps=steps, **parts,
                     checkpoint_dir=path, checkpoint_every=2, keep=2, progress=False)
     print("ended", result.trainer.num_steps, result.interrupted, flush=True)
 
@@ -117,6 +118,7 @@ def history(path: Path) -> list[float]:
         pytest.param("clipped", 2, marks=pytest.mark.slow),
         pytest.param("plain", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("clipped", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+        pytest.param("clipped, in waves", 5, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
     ],
 )
 def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, tmp_path):

@@ -16,13 +16,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from inside import engine_of, spec_of, steps_of
+from inside import engine_of, on_one_device, spec_of, steps_of
+from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.build.wave_search import lowest
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.kernels import steps
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.start import with_parts
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
 from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
@@ -358,6 +362,26 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
     # Few rows are left whole; without a machine nothing tells how many fit.
     for options in ({"rows": 64}, {"hardware": None}):
         assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_a_run_on_a_gpu_takes_the_parts_of_its_plan():
+    plan, adapted = planned(microbatches="auto"), adapt(build_mlp, mlp_loss, BATCHES[8192], 0)[0]
+
+    def make(run: Options) -> RunSpec:
+        return make_run_spec(adapted, mlp_loss, CLIPPED, BATCHES[8192], run)
+
+    def parts(*, has_gpu: bool, **given: Any) -> tuple[Any, Any]:
+        run, placement = Options(hardware=MACHINE, **given), on_one_device()
+        found = with_parts(run, make, BATCHES[8192], placement, has_gpu=has_gpu)
+        return found.microbatches, found.waves
+
+    assert parts(has_gpu=True, microbatches="auto") == (plan.microbatches, plan.waves)
+    given = {"microbatches": plan.microbatches}
+    assert parts(has_gpu=True, **given) == (plan.microbatches, plan.waves)
+    assert parts(has_gpu=True, **given, waves=2) == (plan.microbatches, 2)
+    # Where nothing tells how much memory there is, a batch is left whole.
+    assert parts(has_gpu=False, microbatches="auto") == (1, None)
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,14 @@ def advice(
 
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The options that need less of the missing memory, with the settings they change."""
+    if "GPU memory" in lacking and settings.device_budget != "least":
+        yield "--device-budget least", {"device_budget": "least"}
+    # Smaller functions on the GPU, and in waves less that waits in the host.
+    if settings.tokens is not None and settings.microbatches != "auto":
+        rows = settings.tokens // settings.length
+        if rows // settings.gpus > settings.microbatches:
+            yield "--microbatches auto", {"microbatches": "auto"}
     if "GPU memory" in lacking:
-        if settings.device_budget != "least":
-            yield "--device-budget least", {"device_budget": "least"}
-        if settings.tokens is not None and settings.microbatches != "auto":
-            rows = settings.tokens // settings.length
-            if (parts := rows // settings.gpus) > settings.microbatches:
-                yield f"--microbatches {parts}", {"microbatches": parts}
         if settings.length % 2 == 0 and settings.length >= 1024:
             yield f"--length {settings.length // 2}", {"length": settings.length // 2}
     if "host memory" in lacking:

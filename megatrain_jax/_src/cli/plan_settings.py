@@ -21,6 +21,7 @@ class PlanSettings:
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
+        sums: Form of sums of gradients over microbatches.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters; default: all.
@@ -42,6 +43,7 @@ class PlanSettings:
     microbatches: Microbatches = 1
     state: State = "float32"
     master: Master | None = None
+    sums: Master = "float32"
     optimizer: OptimizerName = "adamw"
     clip: float | None = 1.0
     trainable: str | None = None

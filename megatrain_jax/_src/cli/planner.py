@@ -76,7 +76,9 @@ class Planner:
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
-            precision=precision_of(settings.state, settings.master, frozen, jnp.bfloat16),
+            precision=precision_of(
+                settings.state, settings.master, frozen, jnp.bfloat16, settings.sums
+            ),
             trainable=trainable,
             **options,
         )

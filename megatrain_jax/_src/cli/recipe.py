@@ -12,7 +12,11 @@ from megatrain_jax._src.cli.choices import Decay, Frozen, Master, OptimizerName,
 
 
 def precision_of(
-    state: State, master: Master | None, frozen: Frozen | None, compute: DTypeLike
+    state: State,
+    master: Master | None,
+    frozen: Frozen | None,
+    compute: DTypeLike,
+    sums: Master = "float32",
 ) -> mt.Precision:
     """The precision of a run.
 
@@ -21,6 +25,7 @@ def precision_of(
         master: Form of the masters; None for bfloat16 if `state` is "compact", else for fp32.
         frozen: Form of frozen parameters; None for the masters' form.
         compute: dtype that parameters are cast to for the model's computation.
+        sums: Form of sums of gradients over microbatches.
 
     Examples:
         >>> precision_of("compact", None, None, jnp.bfloat16) == mt.Precision.compact()
@@ -32,6 +37,7 @@ def precision_of(
         state=jnp.dtype("int8" if compact else state),
         frozen=frozen,
         compute=compute,
+        sums=sums,
     )
 
 
