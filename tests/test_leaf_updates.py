@@ -94,7 +94,7 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
 
 def test_an_update_needs_room_for_one_matrix(monkeypatch):
     """Beside its state, a block of 16 matrices needs a few times one of them; see `_TOGETHER`."""
-    layer = {f"w_{i}": np.zeros((64, 64), np.float32) for i in range(16)}
+    layer = {name: np.zeros((64, 64), np.float32) for name in "abcdefghijklmnop"}
 
     def loss_fn(params, x):
         for layer in params["layers"]:
@@ -118,5 +118,14 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
     assert KernelCache().estimate([kernel()]) > slab
     monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
     assert KernelCache().estimate([kernel()]) < 3 * matrix
+    # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler
+    # may compute all turns at once.
+    takes = jax.tree.leaves(kernel().takes[:2])
+    jaxpr = jax.make_jaxpr(kernel().build())(*kernel().takes).jaxpr
+    gradient = jaxpr.invars[len(takes)]
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    readers = [at for at, eqn in enumerate(jaxpr.eqns) if gradient in jx.variables(eqn.invars)]
+    written = names.index("dynamic_update_slice")
+    assert max(readers) < names.index("optimization_barrier", written) + 1
     # A CPU's compiler makes a second slab where it writes a part of one; a GPU's doesn't.
     assert KernelCache().compile([kernel()]) < slab + 3 * matrix

@@ -41,6 +41,16 @@ def test_the_worked_example():
     assert temporary_bytes(traced(lambda x: (jnp.sin(x), jnp.cos(x)), (8,))) == 0
 
 
+def test_an_elementwise_update_is_one_pass():
+    def update(p, mu, nu, g):
+        mu, nu = 0.9 * mu + g, 0.99 * nu + g * g
+        return p - mu / (jnp.sqrt(nu) + 1e-8), jnp.where(nu > 0, mu, p), nu
+
+    assert temporary_bytes(traced(update, *[(64,)] * 4)) == 0
+    # What a product reads is an array of its own.
+    assert temporary_bytes(traced(lambda *args: jnp.dot(*update(*args)[:2]), *[(64,)] * 4)) > 256
+
+
 def test_loops_count_the_most_of_one_round():
     def function(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.sort(jnp.cos(x @ w)) @ w, None), x, ws)[0]

@@ -9,7 +9,7 @@ import pytest
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.build.step_kernels import step_kernels
-from megatrain_jax._src.kernels import updates
+from megatrain_jax._src.kernels import stages, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.state.host_leaves import read_leaves
@@ -157,3 +157,27 @@ def test_kernels_write_state_and_sums_where_they_were(case, optimizer, options, 
         assert memory.alias_size_in_bytes == expected, kernel.name
         seen |= {kernel.name} if expected else set()
     assert seen == names
+
+
+def test_a_backward_writes_each_gradient_as_soon_as_it_is_computed():
+    """A gradient that waits for another one's place lies beside the slab until then."""
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"])
+    step = spec.first
+    bound = next(b for b in step.stages if b.stage.is_block)
+    kernel = stages.backward(bound, step.program, on_one_device(), 1)
+    jaxpr = jax.make_jaxpr(kernel.build())(*kernel.takes).jaxpr
+    made = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+
+    def computed(v):
+        """The equation that computes a value, seen through what only renames it."""
+        eqn = jaxpr.eqns[made[v]]
+        renames = eqn.primitive.name in ("reshape", "convert_element_type")
+        return computed(eqn.invars[0]) if renames else made[v]
+
+    (group,) = bound.groups
+    (slab,) = {v for v in jaxpr.outvars if v.aval.size == spec.layouts[group].master.size}
+    written = []
+    while (eqn := jaxpr.eqns[made[slab]]).primitive.name == "dynamic_update_slice":
+        slab, part = eqn.invars[:2]
+        written.append(computed(part))
+    assert len(written) > 6 and written == sorted(written, reverse=True)

@@ -65,15 +65,16 @@ def fit_to_machine(
             by what follows.
     """
     fitted = _fitted(spec, kernels, device_bytes, placement, to_host)
-    finer = fitted
     while device_bytes is not None and _least_in_all(fitted) > device_bytes:
-        if finer.finer is None:
+        if spec.finer is None:
             break
         try:
-            finer = _fitted(finer.finer(), kernels, device_bytes, placement, to_host)
+            spec = spec.finer()
         except BudgetError:  # more is handed on between more parts
             break
-        fitted = min(fitted, finer, key=_least_in_all)
+        if _room(spec, device_bytes) > 0:  # else its functions are compiled for nothing
+            finer = _fitted(spec, kernels, device_bytes, placement, to_host)
+            fitted = min(fitted, finer, key=_least_in_all)
     return fitted
 
 

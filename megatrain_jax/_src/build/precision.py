@@ -56,7 +56,8 @@ class Precision:
         rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
             that the mean is right, or "nearest", which loses updates smaller than half of the gap
             between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
-            the seed, the step, the parameter's group and the number of devices.
+            the seed, the step, the parameter's group, which may be a part of a block where the
+            device is small, and the number of devices.
 
     Raises:
         TypeError: `rounding` is no string, or a path is none.
