@@ -25,7 +25,6 @@ from jax.sharding import AbstractMesh
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import (
     check_host,
@@ -36,6 +35,7 @@ from megatrain_jax._src.build.host import (
 )
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
+from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import estimate_ahead
 from megatrain_jax._src.common.sizes import sized

@@ -11,7 +11,7 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
-from megatrain_jax._src.build.bound_step import BoundStep, with_all_waves
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
 from megatrain_jax._src.build.inputs import (
@@ -22,6 +22,7 @@ from megatrain_jax._src.build.inputs import (
     check_parts,
 )
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import (
     RunSpec,
     batch_key,

@@ -24,8 +24,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from megatrain_jax._src.build.bound_step import BoundStep, spanning, workload_spanning
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.rescheduled import spanning, workload_spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized

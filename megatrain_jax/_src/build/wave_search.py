@@ -20,8 +20,8 @@ import functools
 import math
 from collections.abc import Callable
 
-from megatrain_jax._src.build.bound_step import in_waves
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.rescheduled import in_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.workload import Workload
