@@ -31,6 +31,7 @@ from megatrain_jax._src.build.options import (
     Options,
     RunArguments,
 )
+from megatrain_jax._src.cli.recipe import precision_of
 from misuses import (
     BATCH,
     DRAWN,
@@ -255,6 +256,13 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
     with pytest.raises(TypeError, match=re.escape(said)):
         call(entry, **{name: 3})
     assert not TRACED and not DRAWN
+
+
+def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
+    for name in ("float32", "bfloat16"):
+        meant = precision_of("float32", None, None, compute=name)
+        assert Options(precision=name).precision == meant
+    assert Options(precision="compact").precision == precision_of("compact", None, None, "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,14 @@ def fit(
             resumes keeps the number that its checkpoint was trained with. See `Trainer`.
         waves: Number of groups of microbatches that are trained on one after another; see
             `Trainer`.
-        precision: The dtypes of masters, of compute and of optimizer state.
+        precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
+            "compact", "bfloat16" or "float32"; see `Trainer`.
         device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
             None for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available; see `Trainer`.
-        trainable: The parameters to train, as a regular expression on their paths or a predicate of
-            the path; None trains all. See `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a list of them,
+            or a predicate of the path; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state unchanged; see `Trainer`.
         max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.

@@ -89,7 +89,9 @@ class Trainer(RunState):
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
-            precision: The dtypes of masters, of compute and of optimizer state.
+            precision: The dtypes of masters, of compute and of optimizer state, or the name of a
+                `Precision`: "compact" is `Precision.compact()`; "bfloat16", the default, and
+                "float32" compute in this dtype, with masters and optimizer state in fp32.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the
@@ -100,7 +102,8 @@ class Trainer(RunState):
                 reading and saving. None for all that is available when the run starts, less a
                 reserve for the system. With a smaller budget, more is recomputed in backward.
             trainable: The parameters to train: a regular expression to search for in their paths,
-                such as ``"layers/.*/(q|v)_proj"``, a predicate of the path, or None for all. Frozen
+                such as ``"layers/.*/(q|v)_proj"``, a list of them of which any may be found, a
+                predicate of the path, or None for all. Frozen
                 parameters have neither gradients nor optimizer state and are only copied to the
                 device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place.

@@ -104,7 +104,7 @@ def _cut(
     # After the loss: which stages read a leaf decides its group. Before the optimizer, which is cut
     # by groups.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
     # A step is skipped as a whole, so all gradients have to be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)

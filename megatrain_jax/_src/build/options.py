@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.build.machine import check_mesh_given, found_hardware
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.precision import Precision, precision_of
 from megatrain_jax._src.build.unknown_options import unknown_option
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
@@ -25,7 +25,8 @@ Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-Trainable = str | Callable[[str], bool] | None
+PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
+Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
 # JAX makes a signed integer of 64 bits of a seed.
@@ -37,7 +38,7 @@ class RunArguments(TypedDict, total=False):
 
     microbatches: Microbatches
     waves: int | None
-    precision: Precision
+    precision: PrecisionGiven
     device_budget: DeviceBudget
     host_budget: HostBudget
     trainable: Trainable
@@ -59,7 +60,7 @@ class Options:
 
     microbatches: Microbatches = 1
     waves: int | None = None
-    precision: Precision = Precision()
+    precision: PrecisionGiven = Precision()
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
     trainable: Trainable = None
@@ -91,10 +92,18 @@ class Options:
         assert not isinstance(self.hardware, str)
         return self.hardware
 
+    @property
+    def dtypes(self) -> Precision:
+        """The precision, which is stored as a record where a name was given."""
+        assert not isinstance(self.precision, str)
+        return self.precision
+
     def __post_init__(self) -> None:
         """Checks every option."""
         _store(
             self,
+            precision=precision_of("precision", self.precision),
+            trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
@@ -104,8 +113,6 @@ class Options:
             hardware=found_hardware(self.hardware),
         )
         _check_waves(self.waves, self.microbatches)
-        _check_precision(self.precision)
-        _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
         check_mesh_given(self.mesh)
 
@@ -331,26 +338,23 @@ def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
         )
 
 
-def _check_precision(value: Any) -> None:
-    if not isinstance(value, Precision):
-        hint = "pass for example Precision(compute=jnp.bfloat16)"
-        raise TypeError(refused("precision", "a megatrain_jax.Precision", value, hint))
-
-
-def _check_trainable(value: Any) -> None:
-    if isinstance(value, str):
+def _trainable(value: Any) -> Any:
+    is_listed = isinstance(value, list | tuple) and value and all(type(p) is str for p in value)
+    for pattern in value if is_listed else [value] if isinstance(value, str) else []:
         try:
-            re.compile(value)
+            re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"`trainable`={value!r} is no regular expression: {error}") from error
-    elif value is not None and not (callable(value) and checks.can_be_called(value, 1)):
-        raise TypeError(
-            refused(
-                "trainable",
-                "a regular expression or a function of a parameter's path, or None",
-                value,
-            )
-        )
+            given = f"`trainable`={value!r}"
+            at = f": {pattern!r}" if is_listed else ""
+            raise ValueError(f"{given}{at} is no regular expression: {error}") from error
+    if is_listed:
+        return tuple(value)
+    if not (value is None or isinstance(value, str)) and not (
+        callable(value) and checks.can_be_called(value, 1)
+    ):
+        allowed = "a regular expression, a list of them, a function of a parameter's path, or None"
+        raise TypeError(refused("trainable", allowed, value))
+    return value
 
 
 def _check_on_nonfinite(value: Any) -> None:

@@ -91,7 +91,7 @@ class RunSpec:
     @property
     def precision(self) -> Precision:
         """Dtypes of masters and of compute."""
-        return self.options.precision
+        return self.options.dtypes
 
     @property
     def microbatches(self) -> int:
@@ -247,7 +247,7 @@ def _make(
         # Of the options only these matter here: what the host holds, and in which form, is laid out
         # later.
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
-        dtypes = str(options.precision.compute), str(options.precision.update)
+        dtypes = str(options.dtypes.compute), str(options.dtypes.update)
         numbers = microbatches, options.num_devices, options.on_nonfinite
         return *map(Same, objects), *dtypes, *numbers, num_parts
 
@@ -346,7 +346,7 @@ def _trace(
         batch,
     )
     # As the model sees them: stages cast what they read of a slab, so no equation casts parameters.
-    compute = [jax.ShapeDtypeStruct(s.shape, options.precision.compute) for s in adapted.shapes]
+    compute = [jax.ShapeDtypeStruct(s.shape, options.dtypes.compute) for s in adapted.shapes]
 
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
@@ -356,7 +356,7 @@ def _trace(
 
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
-    precision = options.precision
+    precision = options.dtypes
     check_paths(precision, cut.leaves, cut.optimizer)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
