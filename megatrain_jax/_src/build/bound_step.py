@@ -253,8 +253,10 @@ def spanning(
         host_room: See `bind_step`.
         num_bytes: Bytes of what they hand on that need not be held; see `computed_again`.
     """
-    workload = workload_spanning(step, span, num_bytes)
-    lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span, num_bytes)
+    workload = dataclasses.replace(step.workload, again=again)
+    lean = step.lean and dataclasses.replace(step.lean, again=again)
     return _rescheduled(step, workload, lean, device_budget, host_room)
 
 
@@ -285,13 +287,6 @@ def _rescheduled(
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
-
-
-def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
-    """Returns the workload of such a step, which takes no search; see `spanning`."""
-    stages = [bound.stage for bound in step.stages]
-    again = computed_again(step.workload, stages, span, num_bytes)
-    return dataclasses.replace(step.workload, again=again)
 
 
 def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:

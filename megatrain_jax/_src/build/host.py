@@ -24,7 +24,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from megatrain_jax._src.build.bound_step import BoundStep, spanning, workload_spanning
+from megatrain_jax._src.build.activations import computed_again
+from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
@@ -213,9 +214,9 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
         if lacking > inputs * (1 - 1 / span):
             continue
         try:
-            if lacking > 0 and may_fit(workload_spanning(spec.first, span, lacking)):
+            if lacking > 0 and may_fit(_spanning(spec.first, span, lacking)):
                 yield spanning(spec.first, span, spec.budget_bytes, spec.host_room, lacking)
-            if lacking > 0 and not may_fit(workload_spanning(spec.first, span)):
+            if lacking > 0 and not may_fit(_spanning(spec.first, span)):
                 continue
             first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
         # The blocks between need more of the device at once than the budget has.
@@ -223,6 +224,13 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
             continue
         yield first
         lacking = lacking or first.schedule.passing_bytes - spec.host_room
+
+
+def _spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
+    """The workload of a step of `spanning`, without a search for its schedule."""
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span, num_bytes)
+    return dataclasses.replace(step.workload, again=again)
 
 
 def on_same_host(
