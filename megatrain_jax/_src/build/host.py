@@ -147,8 +147,9 @@ def check_host(spec: RunSpec, num_processes: int, processes_per_host: int, has_p
         f"Training needs {sized(needed)} of host memory: {sized(peak)} for state, what waits and "
         f"what is on its way, {sized(needed - peak)} for the rest of the process. It may take "
         f"{sized(most)} (`host_budget`, or what is available). Nothing was allocated. Use a larger "
-        "`host_budget`, end other programs, or store fewer bytes a parameter "
-        "(Precision.compact(), an optimizer with less state such as adafactor or lion)."
+        '`host_budget`, end other programs, cut a large batch by `microbatches="auto"`, or store '
+        "fewer bytes a parameter (Precision.compact(), an optimizer with less state such as "
+        "adafactor or lion)."
     )
 
 
