@@ -185,8 +185,8 @@ def check_host(
         f"what is on its way{beside}, {sized(needed - peak)} for the rest of the process. It may "
         f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. Use a "
         "larger `host_budget` or give this process or container more memory, end other programs, "
-        "drop earlier trainers, or store fewer bytes a parameter (Precision.compact(), an "
-        "optimizer with less state such as adafactor or lion)."
+        'drop earlier trainers, cut a large batch by `microbatches="auto"`, or store fewer bytes a '
+        "parameter (Precision.compact(), an optimizer with less state such as adafactor or lion)."
     )
 
 
