@@ -2,12 +2,11 @@
 
 What happens when, of a run on a GPU:
 
-    main thread            one thread               another thread
-    compiles functions     reads files              pins host memory, if its size is known by then
-    waits for that         reads                    pins, shown in a bar
-    fills the store        -                        -
+    main thread                         one thread
+    compiles functions                  reads files of parameters
+    pins host memory, shown in a bar    reads
+    fills the store                     -
 
-Elsewhere the main thread pins once it has compiled.
 Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
 would grow for it.
 """
@@ -16,7 +15,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +27,6 @@ from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import (
     check_host,
     fit_to_host,
-    fits_host,
     peak_bytes,
     state_bytes,
 )
@@ -177,20 +174,16 @@ def _started(
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
     # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
-    with ReadAhead(initial.files if has_gpu else (), left), ThreadPoolExecutor(1) as thread:
+    with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:
             warn_of([text])
-        pinned = None
-        if has_gpu and _pins_beside_compiling(spec, placement):
-            pinned = thread.submit(_pin, spec, placement, progress, phases)
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
-        # Most runs know only now what waits in the host, and so how much to pin.
-        with phases.phase("pinning"):
-            if pinned is not None:
-                pinned.result()
-            _pin(spec, placement, progress, phases)
+        # After compiling: only then is it known what waits in the host, and so how much to pin.
+        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
+            num_bytes = peak_bytes(spec.first) // processes.count
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -220,32 +213,6 @@ def _compiled(
     check_host(spec, *processes.spread, temporaries)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
     return spec
-
-
-def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
-    """Whether memory is pinned while functions are compiled: where that saves time.
-
-    With a budget that is given, what waits in the host is known before, unless blocks turn out to
-    need a finer cut. In small pages the kernel keeps the process's map of memory locked for
-    minutes, for which the compiler has to wait.
-    """
-    processes, free = placement.processes, pool.free_device_bytes(placement)
-    return (
-        processes.count == 1
-        and free is not None
-        and 2 * spec.first.schedule.smallest_bytes <= free
-        and spec.options.device_budget is not None
-        and not spec.first.schedule.left_out
-        and not pins_small_pages()
-        and fits_host(spec, *processes.spread)
-    )
-
-
-def _pin(spec: RunSpec, placement: Placement, progress: bool, phases: Phases) -> None:
-    """Pins what a run needs beside what is pinned already, shown in a bar."""
-    num_bytes = peak_bytes(spec.first) // placement.processes.count
-    with _pinning_bar(placement, progress, phases) as show:
-        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
 
 
 @contextlib.contextmanager

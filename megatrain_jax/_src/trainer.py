@@ -306,10 +306,9 @@ class Trainer(RunState):
         """The seconds that making this trainer took, by phase, in order.
 
         "tracing" covers the model, the loss and the optimizer; "compiling" the functions of a step;
-        "pinning" host memory, as far as it was not over with "compiling"; "initialising" the
-        initial state, or reading `params`. Memory is pinned two to three times as fast on huge
-        pages, for which the machine's administrator writes `always` to
-        `/sys/kernel/mm/transparent_hugepage/shmem_enabled`.
+        "pinning" host memory; "initialising" the initial state, or reading `params`. Memory is
+        pinned two to three times as fast on huge pages, for which the machine's administrator
+        writes `always` to `/sys/kernel/mm/transparent_hugepage/shmem_enabled`.
         """
         return dict(self._startup)
 

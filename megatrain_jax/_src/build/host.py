@@ -127,22 +127,6 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     return min((limit for limit in found if limit is not None), default=None)
 
 
-def fits_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> bool:
-    """Whether the host suffices for a run's pools and process as the run is.
-
-    Args:
-        spec: The run.
-        num_processes: See `fit_to_host`.
-        processes_per_host: See `fit_to_host`.
-    """
-    own = spec.first.num_devices // num_processes
-    total = _machine_bytes(spec.options, own * processes_per_host)
-    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
-    peak = peak_bytes(spec.first) // num_processes
-    needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
-    return most is None or needed <= most
-
-
 def check_host(
     spec: RunSpec,
     num_processes: int,
