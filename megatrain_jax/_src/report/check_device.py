@@ -1,4 +1,4 @@
-"""Refuses runs that can't fit the device, with numbers, before anything is allocated."""
+"""Refuses a run that can't fit on the device, with numbers, before anything is allocated."""
 
 import math
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.tiling.tiled import FACTORS
 from megatrain_jax._src.report.plan import Plan
 
-# Tiles along a shorter axis would save little.
+# Tiling a shorter axis would save little memory.
 _LONG = 128
 
 
 def check_device(
     plan: Plan, free_bytes: int | None, values: Sequence[jax.ShapeDtypeStruct] = ()
 ) -> None:
-    """Refuses a plan that can't fit the device.
+    """Refuses a plan that can't fit on the device.
 
     Args:
-        plan: A plan whose functions have been compiled for the device.
+        plan: A plan with functions that have been compiled for the device.
         free_bytes: Free device memory; None if unknown.
-        values: The values between stages, along whose axes they may be tiled.
+        values: The values between stages; stages are tiled along their axes.
 
     Raises:
-        MemoryError: If the plan needs more.
+        MemoryError: If the plan needs more than `free_bytes`.
     """
     if free_bytes is None or plan.device_bytes <= free_bytes:
         return
@@ -39,7 +39,7 @@ def check_device(
 
 
 def _undivided(values: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """The length that can't be tiled because of its factors, and the remedy; empty if none."""
+    """A sentence on an axis length that no tile count divides, with the remedy; "" if none."""
     largest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if largest is None:
         return ""

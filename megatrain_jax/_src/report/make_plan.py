@@ -1,4 +1,4 @@
-"""The arithmetic of a plan: what a step moves, computes and holds, from its run's spec."""
+"""Computes a `Plan` from a run's spec: bytes moved and held, and operations, of one step."""
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
@@ -24,15 +24,15 @@ from megatrain_jax._src.state.pool_limit import beside_bytes
 def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
     """The plan of a run, for steps of its first batch shape.
 
-    Times and limits are those of the hardware in the run's options; without it there are none.
+    Times and limits refer to the hardware in the run's options; without hardware, a plan has none.
 
     Args:
         spec: The run.
-        num_processes: Number of the processes that share it.
-        processes_per_host: How many of them share a host.
+        num_processes: Number of processes that share the run.
+        processes_per_host: Number of processes on each host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
-    # Of a process; a host's memory is shared by all devices of its processes.
+    # Devices of one process. A host's memory is shared by all devices of its processes.
     own = devices // num_processes
     hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
@@ -86,7 +86,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
-        # Of the step's two workloads that which the schedule was made for: it sizes what is kept.
+        # The step has two workloads; the schedule was made for this one, with residuals' sizes.
         workload=step.scheduled,
         schedule=schedule,
     )
@@ -97,7 +97,7 @@ def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tupl
 
     Args:
         instructions: The schedule's instructions for one steady step.
-        workload: The workload that it was made for.
+        workload: The workload that the schedule was made for.
     """
     moved = {Op.FETCH: 0, Op.OFFLOAD: 0}
     for instruction in instructions:
@@ -107,38 +107,39 @@ def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tupl
 
 
 def _dispatches(instructions: Iterable[Instruction]) -> int:
-    """The number of instructions that the driver gives to device and link, as the clock counts."""
+    """The number of instructions that Python dispatches, counted as the clock counts them."""
     return sum(row.op not in WAITS and row.op is not Op.RELEASE for row in instructions)
 
 
 def _collective_bytes(step: BoundStep) -> int:
-    """The bytes that each device receives from the others in one steady step."""
+    """The bytes that each device receives from its peers in one steady step."""
     received = 0
     for instruction in step.schedule.steady:
         if instruction.stage is not None:
             forward, backward = step.collectives[instruction.stage]
             received += {Op.FORWARD: forward, Op.BACKWARD: backward}.get(instruction.op, 0)
-    # An instruction is of one wave, and its bytes are those of all.
+    # Each instruction runs one wave, but the stage's bytes are counted for all waves.
     return received // step.waves
 
 
 def microbatch_work(step: BoundStep) -> Work:
     """Counts the floating-point operations of a step's forward and backward for one microbatch.
 
-    A stage whose forward takes `f` operations does `c · f`. The factor `c` is 4 for a stage with a
-    backward: one forward, one more to recompute it, and a backward of twice a forward, as each
-    product of matrices has two factors to differentiate. It is 3 for the last stage if it is fused,
-    since that one's forward runs as part of its backward only, and 1 for a stage without a
-    backward. Where parameters are frozen, products for their gradients don't count. Stages that
-    keep residuals don't do all of their forward again, and those that are computed again before
-    their backward do it once more. So ten equal layers, of which the last is
-    fused and none is frozen, take 9 · 4 · f + 3 · f = 39 · f operations, beside 30 · f without
-    recomputation. Kernels of attention take half a forward more wherever there is a backward.
+    A stage takes `c · f` operations if its forward takes `f`. The factor `c` is 4 for a stage with
+    a backward: the forward, its recomputation, and a backward of twice a forward, since a matrix
+    product has two factors to differentiate. It is 3 for a fused last stage, which runs its forward
+    only within its backward, and 1 for a stage without a backward. Products for gradients of frozen
+    parameters don't count. A stage that saves residuals recomputes only a part of its forward; a
+    stage whose forward runs again before the backward takes one more forward. Attention kernels
+    take another half forward in each backward.
+
+    Example: ten equal layers, with the last one fused and none frozen, take
+    9 · 4 · f + 3 · f = 39 · f operations; without recomputation they would take 30 · f.
     """
     total, last = Work(flops=0, attention=0), len(step.stages) - 1
     forwards = forward_work([bound.stage for bound in step.stages])
     for s, (bound, forward) in enumerate(zip(step.keeping, forwards, strict=True)):
-        # The fused last stage computes its forward within its backward, which counts it.
+        # A fused last stage runs its forward within its backward and is counted there.
         if not (step.workload.fused_last and s == last):
             total = total.plus(forward)
         if step.workload.backward[s]:
@@ -153,33 +154,33 @@ def microbatch_work(step: BoundStep) -> Work:
 def _optimizer_flops(cut: OptimizerCut) -> int:
     """Counts the operations of one update of all groups."""
     parts = (*cut.reduce, *cut.apply)
-    # Counted once for each key: equal blocks have equal fragments.
+    # Counted once per key, because equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
 
 
 def _templates(step: BoundStep) -> tuple[list[int | str], int]:
-    """The number of the template that each group's stage uses, and how many there are."""
+    """The template's number for each group's stage, and the number of templates."""
     numbers: dict[Hashable, int] = {}
     of_group: dict[int, int | str] = {}
     for bound in step.stages:
         number = numbers.setdefault(bound.key, len(numbers))
         for g in bound.groups:
-            # A tied group is read by several stages: the row shows the first one's.
+            # Several stages read a tied group; its row shows the first stage's template.
             of_group.setdefault(g, number)
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
 
 def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
-    """Rows of what is computed in tiles, one for stages of one template with equal tiles."""
+    """Rows of tiled computations: one row for all stages with the same template and tiles."""
     alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
     for s, bound in enumerate(step.stages):
         name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
         plain = "forward", "backward"
         own = keeping_names(step.schedule.lean) if s in step.schedule.kept else plain
         for what, kernel in zip(plain, own, strict=True):
-            # A stage may have tiles for both, whether it keeps residuals or not; the schedule says
-            # which of its kernels run.
+            # A stage may have tiles for its kernels with and without residuals; the schedule
+            # decides which kernels run.
             if kernel in bound.tiles:
                 alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
     return tuple(
@@ -205,17 +206,17 @@ def fold(
     templates: Sequence[int | str],
     frozen: Collection[int],
 ) -> tuple[GroupRow, ...]:
-    """Makes one row of consecutive groups that are alike.
+    """Merges consecutive equal groups into one row each.
 
     Args:
-        names: The groups' names; like what follows, one entry a group.
-        num_parameters: Parameters of each.
-        state_bytes: State at rest of each.
+        names: The groups' names. Each sequence has one entry per group.
+        num_parameters: The groups' numbers of parameters.
+        state_bytes: Bytes of the groups' state at rest.
         templates: The template that each group's stage uses.
-        frozen: The groups that are not trained; they come last.
+        frozen: Numbers of the groups that are not trained; their rows come last.
     """
     entries = list(zip(names, num_parameters, state_bytes, templates, strict=True))
-    # A block may have a group of each kind: those of one kind are next to each other here.
+    # A block may have a trained and a frozen group: sorting brings equal groups together.
     order = sorted(range(len(entries)), key=lambda g: g in frozen)
     entries = [entries[g] for g in order]
     rows = []

@@ -1,4 +1,8 @@
-"""The table of a plan: its cells, and the plain text that it prints."""
+"""The table of a plan as cells and as plain text.
+
+Each cell row has a name, a number and a remark. The groups of parameters come first, then totals:
+host memory, device memory, transfers and computation per step, and the bottleneck.
+"""
 
 import functools
 import math
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
 _SHOWN_ROWS = 11
-# Share of a step's operations from which attention has a line of its own.
+# Fraction of a step's operations from which attention gets its own line; likewise loops.
 _LARGE_SHARE = 0.05
 _UNCOUNTED = "known where functions are compiled for a GPU"
 BOUNDS: dict[Bound, str] = {
@@ -49,7 +53,7 @@ def title(plan: "Plan") -> str:
 
 
 def group_cells(plan: "Plan") -> list[list[str]]:
-    """The table of the groups, below a header; of many different ones the middle is left out."""
+    """The table of parameter groups with a header; a long table omits its middle."""
     size = _sizes(plan)
     cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
     for row in plan.groups:
@@ -65,7 +69,7 @@ def group_cells(plan: "Plan") -> list[list[str]]:
         )
     hidden = len(plan.groups) - _SHOWN_ROWS
     if hidden > 0:
-        # Row 0 is the header; one of the rows shown is that of the dots.
+        # Row 0 is the header; the row of dots counts as a shown row.
         middle = 1 + (_SHOWN_ROWS + 1) // 2
         count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
         cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
@@ -73,7 +77,7 @@ def group_cells(plan: "Plan") -> list[list[str]]:
 
 
 def total_cells(plan: "Plan") -> list[list[str]]:
-    """The table of all that a run takes, holds and moves: a name, a number and a remark each."""
+    """The table of a run's memory, transfers and computation: rows of name, number and remark."""
     machine, size = plan.hardware, _sizes(plan)
     known, budget = plan.device_temporary_bytes, plan.device_budget
     guess = "estimate" if plan.device_temporary_estimated else ""
@@ -81,7 +85,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     within = "the least" if budget is None else f"of a budget of {size(budget)}"
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
-        # What all would take, by the bytes that a trained parameter has with its optimizer state.
+        # Host bytes if every parameter were trained, at the average bytes per trained parameter.
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
         saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]
@@ -115,7 +119,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _host_cells(plan: "Plan") -> list[list[str]]:
-    """Cells of the host's memory: what adds up to the peak, and what to the process's memory."""
+    """Rows of host memory: the parts of the peak, then the parts of the process's memory."""
     size, number = _sizes(plan), plan.devices_per_host
     share = at_peak = ""
     if plan.num_devices > 1:
@@ -123,7 +127,7 @@ def _host_cells(plan: "Plan") -> list[list[str]]:
     if number < plan.num_devices:
         share += f", {size(number * plan.host_share_bytes)} of each host"
         at_peak = f"{size(plan.host_peak_bytes * number // plan.num_devices)} of each host"
-    # State stands as what is there at rest. What the process takes beside its pools is of one.
+    # The first part is the state at rest. Parts after the fourth are reported per process.
     state, *parts = plan.host_parts.items()
     passing, beside = parts[:4], [(name, n // plan.num_processes) for name, n in parts[4:]]
 
@@ -131,7 +135,7 @@ def _host_cells(plan: "Plan") -> list[list[str]]:
         return [[f"host memory, {name}", size(n), ""] for name, n in rows if n]
 
     rows = [["host memory at rest", size(state[1]), share], *cells(passing)]
-    # The verdict stands once: beside what the process takes, where that is known.
+    # The verdict appears once: in the row of the process if its memory is known.
     taken, fits = plan.host_process_bytes, _host_verdict(plan)
     said = at_peak if taken else ", ".join(filter(None, (at_peak, fits)))
     rows.append(["host memory at peak", size(plan.host_peak_bytes), said])
@@ -143,18 +147,18 @@ def _host_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _sizes(plan: "Plan") -> Callable[[int], str]:
-    """The table's spelling of bytes: in the unit of the largest number, where that shows them."""
+    """A formatter of bytes that uses the unit of the table's largest number where it can."""
     process, through = plan.host_process_bytes or 0, plan.bytes_through_host
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
 
 def _dispatched(plan: "Plan") -> str:
-    """The time of the bound that no other row has."""
+    """The dispatch time if it is the bottleneck; no row of its own shows it."""
     return seconds(plan.seconds_dispatch) if plan.bound == "dispatch" else ""
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
-    """Cells of what passes between several devices, and through the host's memory for all."""
+    """Rows of the bytes exchanged between devices, and of all bytes through the host's memory."""
     if plan.num_devices == 1:
         return []
     size = _sizes(plan)
@@ -167,7 +171,7 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
-    """The arithmetic of a step, and what attention's kernels have of it where that is much."""
+    """Rows of a step's operations, and of the share of attention and loops if it is large."""
     of_all = "" if plan.num_devices == 1 else " of all devices"
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
@@ -190,7 +194,7 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _recompute_cells(plan: "Plan") -> list[list[str]]:
-    """Cells of the stages that spare their backward some of the forward, or compute it again."""
+    """Rows of the stages that save results for their backward, or run their forward again."""
     cells = []
     if plan.num_kept:
         every = "no recomputation of products in"
@@ -203,7 +207,7 @@ def _recompute_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _tile_cells(plan: "Plan") -> list[list[str]]:
-    """Cells of what is computed in tiles."""
+    """Rows of the forwards and backwards that run in tiles."""
     return [
         [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
         for row in plan.tiles
@@ -221,7 +225,7 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
 
 
 def most_of_a_process(plan: "Plan") -> int | None:
-    """The most host memory that one of a plan's processes may take; None if it isn't known."""
+    """The maximum host memory in bytes of one process of a plan; None if unknown."""
     total = plan.hardware and plan.hardware.assumed_host_bytes
     own = plan.devices_per_host // plan.processes_per_host
     return usable_bytes(plan.host_budget, total, own, plan.processes_per_host)
