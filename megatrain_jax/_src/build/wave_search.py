@@ -24,6 +24,7 @@ from megatrain_jax._src.build.budget import other_bytes
 from megatrain_jax._src.build.rescheduled import in_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
 
 # Part of a step's estimated seconds that several waves have to save: small microbatches and two-way
@@ -39,7 +40,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
     One wave, unless several save more than the clock is uncertain about, or one doesn't fit.
 
     Args:
-        spec: The run, in one wave.
+        spec: The run, in any number of waves.
         fit: Function that fits a run to its machine.
         device_bytes: Device memory that is free.
     """
@@ -49,12 +50,16 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         first = in_waves(spec.first, waves, spec.budget_bytes)
         return fit(dataclasses.replace(spec, first=first))
 
+    @functools.cache
     def seconds(waves: int) -> float:
-        found = fitted(waves)
+        try:
+            found = fitted(waves)
+        except BudgetError:
+            return math.inf
         fits = found.fits_host and _fits_device(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
-    one, workload = seconds(1), spec.first.workload
+    one, workload = seconds(1), spec.first.workload.in_waves(1)
     balanced = _balanced(workload)
     # In the least budget nothing is sought but room.
     if not math.isinf(one) and (
