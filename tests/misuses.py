@@ -192,6 +192,7 @@ START = {
 LOOP = {
     "data": Argument((batches, lambda: [BATCH] * 8), NO_BATCHES),
     "steps": Argument((None, *COUNTS), NO_COUNTS),
+    "epochs": Argument((None,), NO_COUNTS),
     "eval_data": Argument(
         ([BATCH], lambda: iter([BATCH]), (BATCH,)),
         (

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
-from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_machine
@@ -35,6 +34,7 @@ from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import estimate_ahead
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.check_device import check_device

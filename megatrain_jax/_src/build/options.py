@@ -6,7 +6,6 @@ option is added here (its type for callers, its default and its check) and to th
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -16,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.build.machine import check_mesh_given, found_hardware
 from megatrain_jax._src.build.precision import Precision, precision_of
+from megatrain_jax._src.build.trainable import trainable_of
 from megatrain_jax._src.build.unknown_options import unknown_option
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
@@ -103,7 +103,7 @@ class Options:
         _store(
             self,
             precision=precision_of("precision", self.precision),
-            trainable=_trainable(self.trainable),
+            trainable=trainable_of(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
@@ -168,6 +168,7 @@ class LoopArguments(TypedDict, total=False):
     """The fields of `LoopOptions` as arguments, for type checkers."""
 
     steps: int | None
+    epochs: int | None
     eval_data: EvalData | None
     eval_every: int | None
     checkpoint_dir: str | PathLike[str] | None
@@ -187,6 +188,7 @@ class LoopOptions:
     """
 
     steps: int | None = None
+    epochs: int | None = None
     eval_data: EvalData | None = None
     eval_every: int | None = None
     checkpoint_dir: str | PathLike[str] | None = None
@@ -200,12 +202,15 @@ class LoopOptions:
         _store(
             self,
             steps=_integer_or_none("steps", self.steps),
+            epochs=_integer_or_none("epochs", self.epochs),
             eval_every=_integer_or_none("eval_every", self.eval_every),
             checkpoint_every=_integer_or_none("checkpoint_every", self.checkpoint_every),
             keep=checks.integer("keep", self.keep),
             callbacks=_callbacks(self.callbacks),
             progress=checks.boolean("progress", self.progress),
         )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"`steps`={self.steps} and `epochs`={self.epochs} can't both be given")
         if self.eval_data is not None:
             _check_eval_data(self.eval_data)
         elif self.eval_every is not None:
@@ -336,25 +341,6 @@ def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
             f"`waves`={waves} does not divide `microbatches`={microbatches}: each wave has equally "
             "many microbatches"
         )
-
-
-def _trainable(value: Any) -> Any:
-    is_listed = isinstance(value, list | tuple) and value and all(type(p) is str for p in value)
-    for pattern in value if is_listed else [value] if isinstance(value, str) else []:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            given = f"`trainable`={value!r}"
-            at = f": {pattern!r}" if is_listed else ""
-            raise ValueError(f"{given}{at} is no regular expression: {error}") from error
-    if is_listed:
-        return tuple(value)
-    if not (value is None or isinstance(value, str)) and not (
-        callable(value) and checks.can_be_called(value, 1)
-    ):
-        allowed = "a regular expression, a list of them, a function of a parameter's path, or None"
-        raise TypeError(refused("trainable", allowed, value))
-    return value
 
 
 def _check_on_nonfinite(value: Any) -> None:

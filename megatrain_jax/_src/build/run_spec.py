@@ -267,7 +267,7 @@ def _make(
         device_budget=budget,
         hardware=_scheduled_for(options),
         waves=options.waves or 1,
-        narrow_sums=_rounding_of_sums(options.precision),
+        narrow_sums=_rounding_of_sums(options.dtypes),
         training=True,
     )
     return RunSpec(
