@@ -81,9 +81,9 @@ def find_costs(
     """Estimates the seconds that stages, updates and transfers take.
 
     Stages by their floating-point operations, for all microbatches, those of attention's kernels at
-    a rate of their own, by the kernels of their loops, and by what devices send each other within;
-    updates by the bytes that they read and write in the device's memory, and by the numbers that
-    they decode and encode.
+    a rate of their own, by the kernels of their loops, by the sums that gradients are added to, and
+    by what devices send each other within; updates by the bytes that they read and write in the
+    device's memory, and by the numbers that they decode and encode.
 
     Args:
         bound: The stages.
@@ -101,7 +101,11 @@ def find_costs(
         return microbatches * work.seconds(hardware, hardware.sustained, num_devices)
 
     forward = [seconds(w) for w in work]
-    backward = [seconds(backward_work(b.stage, w)) for b, w in zip(bound, work, strict=True)]
+    backward = [
+        seconds(backward_work(b.stage, w))
+        + microbatches * _adding_seconds(b, num_devices, hardware)
+        for b, w in zip(bound, work, strict=True)
+    ]
     per_second = hardware.collective_bytes_per_s(num_devices)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
@@ -122,6 +126,21 @@ def find_costs(
         link=_link(hardware, num_devices),
         dispatch=_SECONDS_PER_RECORD,
     )
+
+
+def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> float:
+    """Seconds to add the gradients of one microbatch to sums, which are read and written.
+
+    For 14.8B parameters in fp32 that is 0.04 s on an H100: 0.6 s of a step of 16 microbatches,
+    which took 0.8 s longer than an estimate without it.
+    """
+    if bound.mode is None:
+        return 0.0
+    mode = bound.mode
+    rows = zip(bound.binding.layouts, mode.gradients, mode.accumulate, strict=True)
+    sums = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+    num_bytes = sum(aval.size * aval.dtype.itemsize for aval in sums)
+    return 2 * num_bytes / num_devices / hardware.memory_bytes_per_s
 
 
 def _link(hardware: Hardware, num_devices: int) -> Link:
