@@ -1,7 +1,8 @@
-"""A run's start: functions compiled, host memory pinned, the store filled.
+"""Starts a run: compiles functions, pins host memory, and fills the store with initial values.
 
-What happens when, of a run on a GPU:
+On a GPU, three threads work in parallel:
 
+<<<<<<< HEAD
     main thread                         one thread
     compiles functions                  reads files of parameters
     pins host memory, shown in a bar    reads
@@ -9,6 +10,16 @@ What happens when, of a run on a GPU:
 
 Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
 would grow for it.
+=======
+    main thread            reader                   pinning thread
+    compiles functions     reads files              pins host memory, if its size is known by then
+    waits for pinning      reads files              pins, with a progress bar
+    fills the store        -                        -
+
+If the size is not known early, the main thread pins after it has compiled. No large array is sent
+to a device before the pool is reserved, because its copy goes through the pool and would make it
+grow in small steps.
+>>>>>>> lang2
 """
 
 import contextlib
@@ -50,7 +61,7 @@ from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, 
 from megatrain_jax._src.state.placement import Placement, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
-# A start that takes less needs no explanation.
+# A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
 _GIB = 2**30
 
@@ -63,20 +74,20 @@ def with_parts(
     *,
     has_gpu: bool,
 ) -> Options:
-    """The options of a run with the numbers of microbatches and waves that they leave open.
+    """Completes a run's options with the numbers of microbatches and waves.
 
     Args:
         run: The options.
-        make: Function that makes a run's spec for options with a number of microbatches.
-        sample: The shapes of a batch, of all processes.
+        make: Makes a run's spec for options with a number of microbatches.
+        sample: The shapes of a batch, over all processes.
         placement: The run's devices.
-        has_gpu: Whether this machine has one, whose memory the run has to fit.
+        has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
     """
     if not leaves_parts_open(run) or not has_gpu:
         return replace(run, microbatches=run.least_microbatches)
     usable = run.machine and run.machine.usable_bytes
     processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
-    # By estimates, so that nothing is compiled for parts that are not taken.
+    # Uses estimates, so that nothing is compiled for rejected numbers.
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
 
     def to_host(spec: RunSpec) -> RunSpec | None:
@@ -89,28 +100,28 @@ def with_parts(
 
 
 class Phases:
-    """Seconds that the phases of a start took, and what was pinned.
+    """Seconds of the phases of a start, and the bytes that were pinned.
 
     Attributes:
         seconds: The seconds by phase: "tracing", "compiling", "pinning" and "initialising".
         pinned_bytes: Bytes that were pinned.
-        pinned_in: Seconds from when pinning began until it was over.
+        pinned_in: Seconds that pinning took.
     """
 
     def __init__(self, began: float):
-        """Begins with the phase that began at this time, of `time.perf_counter`."""
+        """Records the tracing phase, which began at this value of `time.perf_counter`."""
         self.seconds = {"tracing": time.perf_counter() - began}
         self.pinned_bytes, self.pinned_in = 0, 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what happens within the context."""
+        """Measures the time within the context."""
         began = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - began
 
     def __str__(self) -> str:
-        """Returns where the time went, as a line."""
+        """Returns one line with the seconds of each phase."""
         each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         line = f"started in {sum(self.seconds.values()):.1f} s: {each}"
         if self.pinned_bytes:
@@ -129,22 +140,22 @@ def start(
     *,
     has_gpu: bool,
 ) -> tuple[RunSpec, Engine, Mapping[str, float]]:
-    """Makes the engine of a run on this machine, and the store that it runs on.
+    """Makes a run's engine on this machine, and fills its store.
 
     Args:
         spec: The run.
-        placement: Its devices.
-        initial: The values of its parameters and of the model's other state.
-        progress: Whether to show a progress bar, and where the time went if it was long.
-        began: Time at which the run began to be traced, by `time.perf_counter`.
-        has_gpu: Whether this machine has one, whose memory the run has to fit.
+        placement: The run's devices.
+        initial: The initial values of parameters and of the model's remaining state.
+        progress: Whether to show a progress bar, and the seconds of each phase after a long start.
+        began: Value of `time.perf_counter` when tracing began.
+        has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
 
     Returns:
-        The run with its device budget known, the engine before the first step, and the seconds
-        that each phase of the start took.
+        The run with its device budget known, the engine before the first step, and the seconds of
+        each phase of the start.
 
     Raises:
-        MemoryError: If host memory or the device's is too small.
+        MemoryError: If host memory or device memory is too small.
         PeerEndedError: If another process of the run could not start.
     """
     phases = Phases(began)
@@ -154,7 +165,7 @@ def start(
         raise
     except BaseException as error:
         with contextlib.suppress(PeerEndedError):
-            # The others wait at their next agreement, and would for ever.
+            # The peers would wait forever at their next synchronisation.
             placement.processes.leave(f"{type(error).__name__}: {error}")
         raise
     if progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
@@ -172,7 +183,8 @@ def _started(
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
-    # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
+    # Files read ahead have to fit in the host beside the run's state; otherwise they are read
+    # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
     with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
@@ -180,10 +192,18 @@ def _started(
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
+<<<<<<< HEAD
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+=======
+        # Most runs know only now how many bytes wait in the host, and so how much to pin.
+        with phases.phase("pinning"):
+            if pinned is not None:
+                pinned.result()
+            _pin(spec, placement, progress, phases)
+>>>>>>> lang2
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -196,7 +216,7 @@ def _started(
 def _compiled(
     spec: RunSpec, kernels: KernelCache, placement: Placement, *, has_gpu: bool
 ) -> RunSpec:
-    """The run fitted to its device and its host, once its functions are compiled on a GPU."""
+    """Fits the run to its device and its host; on a GPU, compiles its functions."""
     processes = placement.processes
     free = pool.free_device_bytes(placement) if has_gpu else None
     if free is not None:
@@ -206,22 +226,51 @@ def _compiled(
             spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
         )
     spec = replace(spec, first=with_all_waves(spec.first))
-    # A CPU has nothing compiled before the first step, and all of it in the host's memory.
+    # On a CPU nothing is compiled before the first step, and temporaries are in host memory.
     ahead = spec.first, spec.layouts, spec.optimizer, placement
     temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
-    # Refused here at the latest, before minutes of pinning.
+    # The last check before minutes of pinning.
     check_host(spec, *processes.spread, temporaries)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
     return spec
 
 
+<<<<<<< HEAD
+=======
+def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
+    """Whether to pin memory while functions are compiled, because that saves time.
+
+    With an explicit budget, the bytes that wait in the host are known before, unless blocks have to
+    be divided further. With small pages, pinning locks the process's memory map for minutes, and
+    the compiler would have to wait.
+    """
+    processes, free = placement.processes, pool.free_device_bytes(placement)
+    return (
+        processes.count == 1
+        and free is not None
+        and 2 * spec.first.schedule.smallest_bytes <= free
+        and spec.options.device_budget is not None
+        and not spec.first.schedule.left_out
+        and not pins_small_pages()
+        and fits_host(spec, *processes.spread)
+    )
+
+
+def _pin(spec: RunSpec, placement: Placement, progress: bool, phases: Phases) -> None:
+    """Pins the missing memory of a run, with a progress bar."""
+    num_bytes = peak_bytes(spec.first) // placement.processes.count
+    with _pinning_bar(placement, progress, phases) as show:
+        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+
+
+>>>>>>> lang2
 @contextlib.contextmanager
 def _pinning_bar(
     placement: Placement, progress: bool, phases: Phases
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows how much host memory is pinned, how fast, and how long to go, once it is told.
+    """Shows the pinned host memory, its rate and the time left, when it is updated.
 
-    Before the wait it says how the machine's setting of huge pages would shorten it.
+    Before the wait it advises to enable huge pages if that would shorten it.
     """
     began = time.perf_counter()
     pages = "pages of 4 KiB" if pins_small_pages() else "pages"
@@ -245,6 +294,6 @@ def _pinning_bar(
 
 
 def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:
-    """A progress bar over a run's groups, if one is to be shown."""
+    """A progress bar over a run's groups, shown if `progress`."""
     desc, num_groups = f"{what}{on_several(placement.devices)}", len(spec.layouts)
     return tqdm(desc=desc, total=num_groups, unit="group", disable=not progress, leave=False)

@@ -1,8 +1,8 @@
-"""The engine: executes a schedule, and has state copied between host and device.
+"""The engine: executes the instructions of a schedule.
 
-All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
-hold the byte budget, and before stages with large temporaries. The engine computes, `Transfers`
-moves, and the store holds.
+All dispatches are asynchronous. A step waits for the device only at the schedule's waits, which
+enforce the byte budget, and before stages with large temporaries. The engine dispatches
+computations, `Transfers` dispatches copies, and the store holds the state.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,22 +29,23 @@ from megatrain_jax._src.schedule.search import Schedule
 
 
 class Engine:
-    """Runs steps on the state that a store holds.
+    """Runs steps on the state in a store.
 
     Attributes:
         store: The run's state, which steps replace.
-        group_ok: Groups in the order of the last step's gradients, each with `ok` after its own.
+        group_ok: Groups in the order of the last step's gradients, each with the value of `ok`
+            after its gradient.
         kernels: The run's compiled functions.
     """
 
     def __init__(self, store: Store, optimizer: OptimizerCut, kernels: KernelCache):
-        """Makes an engine for a store that is at rest, or will be filled."""
+        """Makes an engine for a store that is at rest or still to be filled."""
         self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
         self._transfers, self._draws = Transfers(store), Draws(store)
         self._messages: list[jax.Array] = []
         self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
-        # `ok` and the number of the step whose updates are pending.
+        # `ok` and the step number of the pending updates.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
         self._large: set[Hashable] = set()  # of these, those with large temporaries
@@ -58,14 +59,14 @@ class Engine:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
         schedule = step.schedule
         assert not schedule.left_out
-        # A steady step goes on from what its own schedule has left on the device: another one's
-        # starts at rest.
+        # A steady step continues from the device state that its own schedule left. A step with a
+        # different schedule starts at rest.
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
         self._wake()
         if self.optimizer.skips:
-            self.store.ok = self._true  # a skipped step must not make the next ones skip, too
+            self.store.ok = self._true  # a skipped step must not make later steps skip
         self._running = schedule
         # Kept beside the new ones, in case a number is not finite.
         variables = self.store.variables
@@ -77,7 +78,7 @@ class Engine:
         self._transfers.dispatch()  # offloads after the last computation
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
-        # Of the first microbatch: state changes once a step.
+        # From the first microbatch, because state changes once per step.
         for k, i in step.late_state.items():
             new[k] = live.rows[0][i]
         keep = self._find("keep", lambda: steps.keep(self.store.placement))
@@ -89,7 +90,7 @@ class Engine:
         return metrics
 
     def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Computes the loss and metrics of one batch; changes nothing, also where it fails."""
+        """Computes the loss and metrics of one batch; changes no state, even if it fails."""
         self.flush()
         self._wake()
         try:
@@ -113,18 +114,18 @@ class Engine:
             self._rest()
 
     def recover(self) -> None:
-        """Drops the pending updates of a step that was not finite, and sets `ok` again."""
+        """Drops the pending updates of a step that was not finite, and resets `ok`."""
         self.flush()  # updates do nothing while `ok` is false
         self.store.ok = self.store.small(jnp.array(True))
 
     def abandon(self) -> None:
-        """Forgets schedule and transfers, also of a step cut off: the store is to be refilled."""
+        """Drops the running schedule and its transfers; the store must be refilled afterwards."""
         self._transfers.abandon()
         self._dispatched.clear()
         self._running, self._begun = None, 0
 
     def set_step(self, step: int) -> None:
-        """Sets the number of the next step; all state is at rest."""
+        """Sets the number of the next step; all state must be at rest."""
         assert self._running is None
         self.store.step = self.store.small(jnp.array(step, jnp.int32))
 
@@ -155,7 +156,7 @@ class Engine:
         return live, seed, variables
 
     def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
-        """Means of loss and metrics over the microbatches; computed once a step."""
+        """Means of loss and metrics over the microbatches; computed once per step."""
         if not live.means:
             names = live.step.metrics
             ids = live.step.program.outputs[: 1 + len(names)]
@@ -167,17 +168,18 @@ class Engine:
     # ---- instructions
 
     def obey(self, instruction: Instruction, live: LiveValues | None) -> None:
-        """Carries out one instruction of the schedule.
+        """Executes one instruction of the schedule.
 
-        Transfers are gathered until something is computed. A wait dispatches them first if a
-        fetch is among them, which it would hold up; offloads alone queue behind earlier ones.
+        Transfers are collected until the next computation. A wait dispatches them first if they
+        include a fetch, which would be delayed otherwise; offloads queue behind earlier ones
+        anyway.
         """
-        # Below 0 are tasks of the step before, which `_begun` has counted.
+        # Negative numbers are tasks of the previous step, which `_begun` has counted.
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
         key = instruction.key
         if key is not None and not waits:
-            # An activation moves within the wave that makes and reads it.
+            # An activation moves only within the wave that makes and reads it.
             self._transfers.move(instruction.op, key, task, [] if live is None else live.wave_rows)
             return
         if not waits or self._transfers.fetching:
@@ -185,7 +187,7 @@ class Engine:
         if instruction.op is Op.WAIT:
             self._dispatched.wait(task)
         elif key is not None:
-            self._dispatched.wait(task)  # a part can land while its task still computes with it
+            self._dispatched.wait(task)  # a copy may arrive while its task still uses the part
             self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(live, _known(instruction.group), task)
@@ -202,12 +204,12 @@ class Engine:
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(live, stage, task)
             for i in live.step.last_read.get(_known(instruction.task), ()):
-                self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # a copy that was fetched again
+                self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # left by an earlier offload
                 for row in live.wave_rows:
                     row.pop(i, None)
 
     def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
-        """A kernel's function, by a key that is cheap: the kernel's takes long to make and hash."""
+        """A kernel's function, by a cheap key, because kernels are slow to make and hash."""
         if key not in self._found:
             kernel = make()
             self._found[key] = self.kernels.get(kernel)
@@ -216,7 +218,7 @@ class Engine:
         return self._found[key]
 
     def _of_stage(self, op: Op, number: int, step: BoundStep) -> Callable:
-        """A stage's function, to be called at once."""
+        """A stage's function; waits first if it has large temporaries, so call it at once."""
         key, placement = (op, number, step), self.store.placement
         function = self._find(key, lambda: stage_kernel(step, op, number, placement))
         if key in self._large:
@@ -265,7 +267,7 @@ class Engine:
                 [row[i] for i in stage.inputs],
                 *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
-                # Taken out, as the kernel is given their memory.
+                # Removed here, because the kernel reuses their memory.
                 [sums.pop(g) for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
@@ -273,7 +275,8 @@ class Engine:
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
-            # One result tells of all of a kernel's, as long as no other kernel takes it over.
+            # One result stands for all of a kernel's results, unless a later kernel takes its
+            # memory.
             lasting = [i for i in bound.leaving if i not in live.step.taken_over]
             held = [cotangents[i] for i in lasting or bound.leaving]
             self._dispatched.note_stage(task, (held or gradients)[0], hold=bool(held))
@@ -288,7 +291,7 @@ class Engine:
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
-        # A stage of prints alone has no result.
+        # A stage that only prints has no result.
         self._dispatched.note_stage(task, next(iter(outputs), None))
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
@@ -302,7 +305,7 @@ class Engine:
         return self.store.on_device.pop(key)
 
     def _wide(self, group: int) -> jax.Array:
-        """Takes out a group's gradient, to be added to: in fp32, also where it waits narrower."""
+        """Removes a group's gradient to add to it; in fp32, even if it is stored in bfloat16."""
         (gradient,) = self._take(Key(Kind.GRADIENT, group))
         if gradient.dtype != jnp.bfloat16:
             return gradient
@@ -310,7 +313,7 @@ class Engine:
         return self._find(("widen", group), lambda: steps.widen(*what))(gradient)
 
     def _narrow(self, live: LiveValues, group: int, gradient: jax.Array, task: int) -> jax.Array:
-        """A group's gradient as it waits, rounded where a sum waits in bfloat16."""
+        """A group's gradient in its stored dtype; rounds sums that are stored in bfloat16."""
         step = live.step
         if gradient.dtype == step.gradient_dtypes[group]:
             return gradient
@@ -319,7 +322,7 @@ class Engine:
         run = self._find(("narrow", group), lambda: steps.narrow(*what, stochastic=is_random))
         of = self._draws.number(group)
         gradient, live.rounded = run(gradient, store.key, store.step, of, live.rounded)
-        self._dispatched.note(task, gradient)  # not the wide one, which would be held
+        self._dispatched.note(task, gradient)  # noting the fp32 sum would keep it alive
         return gradient
 
     def _zeros(self, step: BoundStep, group: int) -> None:
@@ -344,7 +347,7 @@ class Engine:
         self._dispatched.note(task, measured[0])
 
     def _note(self, live: LiveValues, group: int, square: jax.Array, ok: jax.Array) -> None:
-        """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
+        """Records the squared norm of a group's gradient, and whether all numbers were finite."""
         self.store.ok = ok
         live.squares.append(square)
         live.group_ok.append((group, ok))
@@ -360,15 +363,15 @@ class Engine:
     def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
-        # Taken out: the kernel makes the new ones in their memory.
+        # Removed here, because the kernel writes the new arrays into their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
         (gradient,) = self._take(Key(Kind.GRADIENT, group))
         run = self._of_group(Op.UPDATE, group, gradient.dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
-        store.host.pop(masters_key, None)  # stale from here on
+        store.host.pop(masters_key, None)  # stale from now on
         store.host.pop(state_key, None)
-        # In another step than its gradients, if updates are deferred.
+        # A deferred update runs one step after its gradient.
         ok = self._combined_ok if cut.deferred else store.ok
         draw = self._draws.of(group, self._combined_step if cut.deferred else store.step)
         masters, state, *measured = run(masters, state, gradient, messages, ok, draw)

@@ -1,16 +1,17 @@
-"""The choices of a schedule search: which stages keep residuals, which parts stay on the device.
+"""The choices of a schedule search: stages that save residuals, and parts that stay on the device.
 
-A choice says which stages keep residuals, and of how many of these the host may hold them for the
-time between. Residuals of all others have to stay on the device. So may further parts, *units* one
-after the other: masters with optimizer state, gradients, activations, residuals.
+A `Choice` fixes the stages that save residuals from forward to backward, and the number of these
+stages that may move their residuals to the host in between. The remaining residuals have to stay on
+the device. It also ranks further *units* that may stay there: masters with optimizer state,
+gradients, activations, residuals. The search then tries several numbers of units.
 
-A worked example: 6 stages whose residuals are alike, a device with room for 2 of them beside what
-tasks need, and a host that takes 3. Stages 1 to 5 keep theirs, since those of the last stages are
-needed for the shortest time::
+Example: 6 stages have equal residuals. The device has memory for 2 of them beside the tasks' needs,
+and the host for 3. Stages 1 to 5 save residuals, because late stages need theirs for a shorter
+time::
 
     stages    residuals
     4, 5      stay on the device
-    1 to 3    wait in the host, or stay if the search finds more room
+    1 to 3    wait in the host, or stay if the search finds more memory
     0         computes its results again
 """
 
@@ -24,19 +25,19 @@ from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
-# Of all numbers of stages that keep residuals and fit, these many are tried.
+# The number of counts of stages with residuals to try, of all that fit.
 _NUM_KEPT_CANDIDATES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The tasks if some stages keep residuals, and what may stay on the device.
+    """A set of stages that save residuals, and the parts that may stay on the device.
 
     Attributes:
         lists: The tasks.
-        num_travelling: Number of stages whose residuals may wait in the host, as activations may.
+        num_travelling: Number of stages with residuals that may wait in the host, like activations.
         spares_host: Whether activations stay on the device in preference to masters and optimizer
-            state: an activation that stays needs no host memory, and state has its place there.
+            state. This saves host memory, because state has its memory there anyway.
     """
 
     lists: TaskLists
@@ -45,12 +46,12 @@ class Choice:
 
     @property
     def num_kept(self) -> int:
-        """Number of the stages that keep residuals."""
+        """Number of stages that save residuals."""
         return len(self.lists.workload.kept)
 
     @functools.cached_property
     def computing(self) -> float:
-        """Seconds that a steady step computes: whatever moves, it takes no less."""
+        """Seconds of computation in a steady step, a lower bound of its time."""
         return sum(
             self.lists.times(number) * computation.seconds
             for number, task in enumerate(self.lists.steady)
@@ -59,22 +60,22 @@ class Choice:
 
     @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
-        """Parts that may stay, best first; those of a unit stay together or not at all."""
+        """Units that may stay, best first; the parts of a unit stay together or not at all."""
         travelling = [(key,) for key in self._residuals[self._num_staying :]]
         units = [*_units(self.lists), *travelling]
         return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:
-        """The parts that stay if the first so many units do."""
+        """The resident parts if the first `count` units stay."""
         return frozenset(self._residuals[: self._num_staying]).union(*self.units[:count])
 
     def least_bytes(self, count: int) -> int:
-        """The least device memory with which the first so many units can stay."""
+        """The minimum device memory in bytes if the first `count` units stay."""
         return room.least_bytes(self.lists, self.residents(count))
 
     @functools.cached_property
     def _residuals(self) -> list[Key]:
-        # Those of the last stages come first, as they are needed for the shortest time.
+        # Late stages come first, because they need their residuals for the shortest time.
         stages = sorted(self.lists.workload.kept, reverse=True)
         return [Key(Kind.RESIDUALS, stage) for stage in stages]
 
@@ -86,27 +87,30 @@ class Choice:
 def find_choices(
     workload: Workload, lean: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
 ) -> list[Choice]:
-    """The choices in which stages keep residuals, and which fit the device.
+    """The choices with saved residuals that fit on the device.
 
     Args:
         workload: See `find_schedule`.
         lean: See `find_schedule`.
-        budget: Bytes that may be on the device.
-        fits_host: Whether the host has room for the residuals that wait there by a choice.
+        budget: Maximum bytes on the device.
+        fits_host: Returns whether the host has memory for a choice's waiting residuals.
     """
     able, found = len(_ranked(workload)), []
     for kinds in (workload, lean):
-        # The costliest results are kept if there is no room for all of them.
+        # If not all residuals of all stages fit, the costliest results of each are tried as well.
         if kinds is not None and not any(choice.num_kept == able for choice in found):
             found += _staying(kinds, budget)
-    # All residuals would fill the host for the little that each byte of them saves.
+    # Moving all residuals would fill the host, while each byte of them saves little time.
     if workload.may_travel and lean is not None and all(c.num_kept < able for c in found):
         found += _travelling(lean, budget, fits_host)
     return found
 
 
 def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
-    """Few stages that keep residuals, as many as fit, and as many as all state leaves room for."""
+    """Choices from few stages with residuals to the most that fit.
+
+    They include the most stages that fit while all units stay.
+    """
 
     @functools.cache
     def keeping(count: int) -> Choice:
@@ -116,7 +120,7 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
         choice = keeping(count)
         return choice.least_bytes(len(choice.units) if with_all else 0) <= budget
 
-    # More residuals leave room for fewer residents: which of the two saves more, the clock tells.
+    # More residuals leave memory for fewer residents; the clock decides between them.
     most = room.most_that_fit(len(_ranked(workload)), lambda count: fits(count, with_all=False))
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
     counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
@@ -128,7 +132,7 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
 def _travelling(
     workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
 ) -> Iterator[Choice]:
-    """The most stages that can keep residuals if those of some may wait in the host."""
+    """The choice with the most stages that save residuals, if some may wait in the host."""
     able = len(_ranked(workload))
     every = _keeping(workload, able, able)
     if not able or every.least_bytes(0) > budget:
@@ -139,7 +143,7 @@ def _travelling(
 
     @functools.cache
     def keeping(count: int) -> Choice:
-        """Residuals of so many stages, of which as many stay as the device has room for."""
+        """Residuals of `count` stages; as many stay on the device as fit."""
 
         def beside(num_staying: int) -> Choice:
             return _keeping(workload, count, count - num_staying)
@@ -157,10 +161,10 @@ def _keeping(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
 
 
 def _ranked(workload: Workload) -> list[int]:
-    """The stages that can keep residuals, best first.
+    """The stages that can save residuals, best first.
 
-    Those that save the most time for their bytes come first, and of equal ones the last stages,
-    whose residuals are needed for the shortest time.
+    Stages that save the most time per byte come first. Among equal stages, later ones come first,
+    because they need their residuals for the shortest time.
     """
     seconds, sizes = workload.costs.recompute, workload.residuals
     able = (stage for stage, size in enumerate(sizes) if size and stage not in workload.again)
@@ -168,20 +172,20 @@ def _ranked(workload: Workload) -> list[int]:
 
 
 def _rests_in_host(unit: tuple[Key, ...]) -> bool:
-    """Whether a unit has its place in the host anyway; the others take more of it to wait there."""
+    """Whether a unit has its host memory anyway; moving a passing unit takes additional memory."""
     return unit[0].kind in LASTING
 
 
 def _units(lists: TaskLists) -> list[tuple[Key, ...]]:
-    """The parts other than residuals that may stay on the device, best first."""
+    """The units without residuals that may stay on the device, best first."""
     workload = lists.workload
-    # A gradient that one task makes and consumes needs no lasting room.
+    # A gradient that is made and consumed within one task never has to stay.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
-    # The ends of a model first: mostly an embedding and a head, larger than blocks, so that what
-    # is computed beside them hides less of their way. Last, the groups that no stage reads.
+    # The ends of a model come first: an embedding and a head are often larger than blocks, so that
+    # computation hides less of their transfer. Groups that no stage reads come last.
     stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
     groups = dict.fromkeys(group for stage in stages for group in stage)
-    # Those made last are used first.
+    # Gradients that are made last are used first.
     last = workload.waves - 1
     produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]
     gradients = [(Key(Kind.GRADIENT, group),) for group in reversed(produced)]
@@ -190,12 +194,13 @@ def _units(lists: TaskLists) -> list[tuple[Key, ...]]:
     state = [(Key(Kind.OPTIMIZER_STATE, group),) for group in groups]
     together = [(*m, *s) for m, s in zip(masters, state, strict=True)]
     if workload.waves > 1:
-        # Each wave takes masters in twice and the others in and out once, activations for a part of
-        # the time; optimizer state moves once a step.
+        # Each wave fetches masters twice, and moves gradients and activations in and out once;
+        # activations need their memory only for a part of the time. Optimizer state moves once per
+        # step.
         units = [*masters, *activations, *gradients, *state]
     elif workload.deferred:
-        # A waiting gradient saves a round trip for few bytes. An activation takes one trip out and
-        # one in, less for its bytes than what lasts.
+        # A resident gradient saves a round trip for few bytes. An activation moves out and in once,
+        # which is less traffic per byte than state.
         units = [*gradients, *together, *activations]
     else:
         of_group = zip(together, groups, strict=True)

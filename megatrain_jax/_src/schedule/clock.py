@@ -1,25 +1,25 @@
 """Estimates when each instruction of a schedule happens, from a few rates.
 
-Several things work side by side: the driver, which dispatches; the device, which computes in order;
-and the two lanes of each link, inward and outward. A copy to the device starts no earlier than what
-was dispatched to the device before it, since its memory is allocated in the order of the
-computations; a copy to the host follows what was computed last. What both lanes share, the host's
-memory, serves copies in the order in which they were dispatched.
+The driver, which dispatches, the device, which computes in order, and the two lanes of each link,
+inward and outward, all work in parallel. A copy to the device starts after all computations that
+were dispatched before it, because its memory is allocated in their order. A copy to the host starts
+after the last computation. Both lanes share the host's memory, which serves copies in the order of
+their dispatch.
 
-With parts of 4 bytes, a second for a byte, 6 seconds for a forward and none for a dispatch:
+Example: parts of 4 bytes, one second per byte, 6 seconds per forward, and no time for dispatch:
 
     instruction   inward    device    outward   driver
     FETCH M0       0 –  4
     FETCH M1       4 –  8
-    FORWARD 0                4 – 10                        M0 is there at 4
-    OFFLOAD M0                        10 – 14              after what was computed last
+    FORWARD 0                4 – 10                        M0 has arrived at 4
+    OFFLOAD M0                        10 – 14              after the last computation
     FORWARD 1               10 – 16
-    FETCH M2      16 – 20                                  the device has been given work until 16
+    FETCH M2      16 – 20                                  the device has work until 16
     WAIT 0                                      10         task 0 has been computed
-    LAND M0                                     14         its copy is there
+    LAND M0                                     14         its copy has arrived
 
-If a byte took a second and a half of the host's memory, M0 would be there at 6 and M1 at 12. The
-offload of M0, at 12 then, would take 4 seconds of its lane but 6 of the memory: until 18.
+If the host's memory took 1.5 seconds per byte, M0 would arrive at 6 and M1 at 12. The offload of M0
+would then start at 12 and take 4 seconds of its lane, but 6 of the memory: until 18.
 """
 
 from collections.abc import Iterable
@@ -31,18 +31,18 @@ from megatrain_jax._src.schedule.workload import Costs, Link
 
 @dataclass(kw_only=True)
 class Clock:
-    """The times, in seconds, when driver, device and lanes are done with what they were given.
+    """The times, in seconds, when driver, device and lanes have finished their work so far.
 
     Attributes:
         costs: The rates.
         driver: When the driver can dispatch the next instruction.
-        device: When the device has computed everything.
-        inward: By a link's name, when everything has arrived over it.
-        outward: By a link's name, when everything has left over it.
-        shared: By a link's name, when what its two ways share has carried everything.
-        arrived: When each part that was fetched is there.
+        device: When the device has finished all computations.
+        inward: When the inward lane of each link, by name, has finished all copies.
+        outward: When the outward lane of each link, by name, has finished all copies.
+        shared: When the shared memory of each link, by name, has finished all copies.
+        arrived: When each fetched part arrives on the device.
         computed: When each task has been computed.
-        landed: When each part that a task offloaded is in the host.
+        landed: When each offloaded part, by task and part, arrives in the host.
     """
 
     costs: Costs
@@ -62,48 +62,47 @@ class Clock:
         self.arrived[key] = self._carry(link, self.inward, size * link.inward, size)
 
     def inward_until(self, key: Key) -> float:
-        """The time at which the lane to the device that a part would take has nothing to do."""
+        """The time when the inward lane of a part's link becomes idle."""
         return self.inward.get(self.costs.link_of(key).name, 0.0)
 
     def compute(
         self, touches: tuple[Key, ...], seconds: float, task: int, on_link: float = 0.0
     ) -> None:
-        """Computes on parts; for `on_link` seconds, the link to the host does nothing else."""
+        """Computes with parts; for `on_link` seconds, collectives occupy the host link."""
         self._dispatch()
         self.device = self.computed[task] = over = self.over(touches, seconds)
         if on_link:
-            # Collectives through the host take both ways and the memory: copies wait until they are
-            # over.
+            # Collectives through the host occupy both lanes and the memory, so copies wait.
             for lane in (self.inward, self.outward, self.shared):
                 name = self.costs.link.name
                 lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
-        # Once computed with, a part is there: later computations need not ask again.
+        # A part that was computed with is present, so later computations need no arrival time.
         for key in touches:
             self.arrived.pop(key, None)
 
     def over(self, touches: Iterable[Key], seconds: float) -> float:
-        """The time at which a computation on parts would be over if it came next."""
+        """The time when a computation would end if it came next."""
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 
     def offload(self, key: Key, size: int, task: int) -> None:
-        """Copies a part from the device, after what was computed last."""
+        """Copies a part from the device, after the last computation."""
         self._dispatch()
         link = self.costs.link_of(key)
         self.landed[task, key] = self._carry(link, self.outward, size * link.outward, size)
 
     def wait(self, task: int) -> None:
-        """Has the driver wait until a task has been computed."""
+        """Makes the driver wait until a task has been computed."""
         self.driver = max(self.driver, self.computed.pop(task, 0.0))
 
     def land(self, task: int, key: Key) -> None:
-        """Has the driver wait until a part that a task offloaded is in the host."""
+        """Makes the driver wait until a part that a task offloaded is in the host."""
         self.driver = max(self.driver, self.landed.pop((task, key), 0.0))
 
     def next_step(self, num_tasks: int) -> "Clock":
         """A copy of this clock for the step that follows one of `num_tasks` tasks.
 
-        Tasks are numbered from the start of their step: the last task of the one before is -1.
+        Tasks are numbered from the start of their step; the last task of the previous step is -1.
         """
         return replace(
             self,
@@ -116,10 +115,10 @@ class Clock:
         )
 
     def _carry(self, link: Link, lane: dict[str, float], seconds: float, size: int) -> float:
-        """Copies a part over one lane of a link; returns when that is done."""
+        """Copies a part over one lane of a link; returns the time when the copy is done."""
         ready = max(self.driver, self.device)
-        # The copy is done when both its lane and the shared memory have carried it; whichever is
-        # slower holds the lane.
+        # The copy is done when both its lane and the shared memory have carried it. The slower of
+        # the two occupies the lane.
         self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
         own = max(ready, lane.get(link.name, 0.0)) + seconds
         lane[link.name] = max(own, self.shared[link.name])

@@ -1,15 +1,15 @@
-"""The instructions of a schedule, as plain data: what the engine can be asked to do.
+"""The instructions of a schedule as plain data: the operations of the engine.
 
-From a step of four groups with the least memory, M3 being group 3's masters and O3 its optimizer
-state:
+Example: a part of a step with four groups and minimum memory, where M3 are group 3's masters and O3
+its optimizer state:
 
     FETCH M3, FETCH O3      their copies to the device are dispatched; nothing waits for them yet
     FORWARD 1               stage 1 computes with M1
-    RELEASE M1              the device's copy is dropped, as that of the host is current
+    RELEASE M1              the device's copy is dropped, because the host's copy is current
     ...
     BACKWARD 3, COMBINE     task 3: stage 3 makes the gradient of group 3, and
-    UPDATE 3                M3 and O3 change, the gradient is gone
-    OFFLOAD M3, OFFLOAD O3  the copies of the host are stale, so these leave
+    UPDATE 3                M3 and O3 change, the gradient is consumed
+    OFFLOAD M3, OFFLOAD O3  the host's copies are stale, so these move to the host
     ...
     WAIT 3                  task 3 has been computed, so the gradient's memory is free
     LAND M3                 M3 is in the host, so its memory is free, too
@@ -28,11 +28,11 @@ class Op(enum.Enum):
     OFFLOAD = "offload"  # device -> host, then drop the device copy
     RELEASE = "release"  # drop a device copy whose host copy is current
     WAIT = "wait"  # block until a task has been computed
-    LAND = "land"  # block until what a task offloaded is in the host
+    LAND = "land"  # block until a part that a task offloaded is in the host
     FORWARD = "forward"
     BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
     ZEROS = "zeros"  # create a group's gradient, all zero
-    REDUCE = "reduce"  # a group's complete gradient -> scalars, where updates are deferred
+    REDUCE = "reduce"  # a group's complete gradient -> scalars, if updates are deferred
     COMBINE = "combine"  # all scalars -> the scalars that updates read
     UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
 
@@ -43,17 +43,16 @@ WAITS = frozenset({Op.WAIT, Op.LAND})
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One thing for the engine to do.
+    """One operation of the engine, with its operands.
 
     Attributes:
         op: The operation.
         stage: The stage of a FORWARD or BACKWARD.
         group: The group of a ZEROS, REDUCE or UPDATE.
         key: The part that a FETCH, OFFLOAD or RELEASE moves, or a LAND waits for.
-        task: The task of its list this instruction belongs to; for WAIT and LAND the task to wait
-            for, where negative numbers count back from the end of the step before (-1 is its
-            last).
-        wave: The wave whose microbatches a FORWARD or BACKWARD computes.
+        task: The number of its task in the list; for WAIT and LAND, the task to wait for. Negative
+            numbers count back from the end of the previous step (-1 is its last task).
+        wave: The wave of a FORWARD or BACKWARD.
     """
 
     op: Op

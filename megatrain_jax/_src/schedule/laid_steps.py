@@ -1,12 +1,12 @@
-"""The steps of a choice of residents and residuals, laid down to see how long they take.
+"""Writes the instructions of steps for one choice of residents and residuals, and times them.
 
-A first step, and as many further ones as it takes until one ends with no more on the device than
-it has started from: the instructions of that one serve after every step. Of a step of many waves,
-three are laid down, the first one, one between and the last one, which tell how long all take::
+This writes a first step, and further steps until one of them leaves no more on the device than it
+started with. The instructions of that step are valid after every step. Of a step with many waves,
+only three are written: the first, a middle one, and the last. They give the time of all waves::
 
     waves laid down   over at   of 8 waves
     0                 10 s      10 s
-    1                 16 s      46 s: six of them between, 6 s each
+    1                 16 s      46 s: six middle waves, 6 s each
     2                 23 s      53 s
 """
 
@@ -23,22 +23,23 @@ from megatrain_jax._src.schedule.room import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.tasks import TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
-# The first lists only bring the clock into its rhythm, as the first waves of a step do.
+# The minimum number of steps until the clock's times repeat. With waves, the first waves of a step
+# have the same effect.
 _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The steps of a choice of residents and residuals, laid down to see how long they take.
+    """A cold and a steady step with their instructions, for one choice, and their time.
 
     Attributes:
         lists: The tasks.
-        limit: Bytes that may be on the device.
-        resident: Parts that stay.
+        limit: Maximum bytes on the device.
+        resident: Parts that are never evicted.
         cold: The state after a step that started at rest, with its instructions.
-        steady: The same after a step that followed another one.
-        end: A state from which instructions serve after either.
+        steady: The state after a step that followed a step, with its instructions.
+        end: A state that covers both; instructions that start from it are valid after either step.
         seconds: Estimate of a steady step's time.
     """
 
@@ -52,26 +53,26 @@ class Steps:
 
     @functools.cached_property
     def flush(self) -> Residency:
-        """The state after all was brought to rest, with the instructions."""
+        """The state after bringing everything to rest, with the instructions for it."""
         flush = self.end.next_step(0, self.end.reach)
         flush.run_to_rest(self.lists.flush, self.limit - least_of(self.workload, self.lists.flush))
         return flush
 
     @functools.cached_property
     def passing(self) -> Passing:
-        """Host bytes beside the state at rest, by part."""
+        """Host bytes in addition to the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
         steady = lists.steady, self.steady.instructions
         flush = lists.flush, self.flush.instructions
-        # A first step may have less room ahead than the others have, and emptying the device takes
-        # to the host what that has no room to keep: after a first step, or after others.
+        # A first step may prefetch less than later steps, and a flush offloads parts to the host.
+        # So the lists include a flush after a first step, and one after later steps.
         waiting = find_waiting(self.workload, (cold, flush, cold, steady, steady, flush))
         in_flight = in_flight_bytes(self.workload, self.steady.instructions)
         return replace(waiting, in_flight=in_flight)
 
     def fits_host(self, room: float) -> bool:
-        """Whether the host has so much room beside the state at rest."""
+        """Whether `room` host bytes suffice in addition to the state at rest."""
         return math.isinf(room) or self.passing.total <= room
 
     @property
@@ -86,9 +87,10 @@ def lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     boundary = next_uses_that_fit(lists, limit, resident)
     cold = at_rest(lists, limit, resident)
     cold.run(lists.cold, lists.steady, boundary)
-    # The parts that a step leaves dirty or on their way may depend on the step before. The
-    # instructions have to serve after any, so steps are repeated until one that starts from the
-    # most that any left ends with no more. Their starts only grow, within all parts there are.
+    # The parts that a step leaves dirty or on their way may depend on the previous step, but the
+    # instructions must be valid after any step. So each step starts from the union of all earlier
+    # leftovers, until one leaves no more than that. This ends, because the union only grows and the
+    # number of parts is finite.
     begin, covered, num_steps = cold.next_step(num_tasks, boundary), False, 0
     least = _MIN_STEPS if lists.workload.waves == 1 else _MIN_STEPS_OF_WAVES
     while not covered or num_steps < least:
@@ -111,18 +113,18 @@ def lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
 
 
 def _left_out(lists: TaskLists, steady: Residency) -> float:
-    """Seconds of the waves that lists leave out, which are like the second one."""
+    """Seconds of the waves that the lists omit, which are equal to the second one."""
     if not lists.left_out:
         return 0.0
     return lists.left_out * (steady.wave_over[1] - steady.wave_over[0])
 
 
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
-    """The state of a device that has nothing yet."""
+    """The state of an empty device."""
     clock = Clock(costs=lists.workload.costs)
     device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
-    # Their room is theirs from the start, though they come when they are first used; the other
-    # residents are made, and get theirs then.
+    # Resident state has its memory reserved from the start, and is fetched at its first use.
+    # Passing residents get their memory when they are created.
     for key in resident:
         if key.kind in LASTING:
             device.reserve(key)
@@ -130,12 +132,12 @@ def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency
 
 
 def copies(steps: Steps) -> tuple[int, float]:
-    """Bytes that a steady step copies, both ways, and the seconds of one copy after the other."""
+    """Bytes that a steady step copies, in both directions, and the sum of the copies' seconds."""
     num_bytes, seconds = 0, 0.0
     for instruction in steps.steady.instructions:
         key, task = instruction.key, instruction.task
         if instruction.op in (Op.FETCH, Op.OFFLOAD) and key is not None and task is not None:
-            # What comes to rest before the first task has the number -1.
+            # Evictions before the first task have the task number -1.
             size = steps.lists.times(max(0, task)) * steps.workload.size(key)
             link = steps.workload.costs.link_of(key)
             num_bytes += size

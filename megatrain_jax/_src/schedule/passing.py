@@ -1,11 +1,11 @@
-"""The host memory that steps take beside the state at rest: for parts that wait, and in flight.
+"""The host memory of steps in addition to the state at rest: for parts that wait or are in flight.
 
-A worked example, gradients of 2 bytes beside masters and optimizer state of 12 in five groups, all
-of which move, while updates are deferred and the device has room for two gradients::
+Example: five groups have gradients of 2 bytes, and masters and optimizer state of 12 bytes. All of
+them move, updates are deferred, and the device has memory for two gradients::
 
     gradients 0 to 2 wait from their REDUCE to their UPDATE in the next step      6
-    a first part's old arrays are read while the new ones of three groups arrive  36
-    all that passes                                                              42
+    old arrays of three groups are read while their new ones arrive              36
+    total                                                                        42
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.tasks import Computation, Task, TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
-# The driver waits for a task before it dispatches the second one after it.
+# The driver waits for a task before it dispatches the task two later.
 _TASKS_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """The host bytes beside the state at rest, by part, when the most wait there.
+    """The host bytes in addition to the state at rest, by part, at their peak.
 
     Attributes:
         gradients: Gradients that wait for their update.
@@ -47,14 +47,14 @@ class Passing:
 def find_waiting(
     workload: Workload, lists: Iterable[tuple[Sequence[Task], Sequence[Instruction]]]
 ) -> Passing:
-    """Finds the most bytes of gradients, activations and residuals that wait in the host at once.
+    """Finds the peak bytes of gradients, activations and residuals that wait in the host.
 
     Args:
         workload: The workload.
-        lists: Tasks that are run one list after another, each list with its instructions.
+        lists: Lists of tasks with their instructions, in the order of running.
 
     Returns:
-        The bytes by part at the time of the most; nothing is in flight.
+        The bytes by part at the peak, with `in_flight` 0.
     """
     waiting: dict[Key, int] = {}
     now = most = 0
@@ -70,7 +70,7 @@ def find_waiting(
                 by_kind[key.kind] += more
                 if now > most:
                     most, found = now, by_kind.copy()
-            # A copy that was fetched again is dropped by whoever consumes or changes the part.
+            # A fetched part's host copy is dropped when a computation consumes or changes the part.
             elif key is None and (computation := computations.get(instruction)):
                 for gone in (*computation.kills, *computation.dirties):
                     less = waiting.pop(gone, 0)
@@ -83,14 +83,14 @@ def find_waiting(
 
 
 def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
-    """The most host bytes that are both old copies being read and new ones being written."""
-    # An update writes new arrays while old ones may still be on their way to the device: for as
-    # many groups as tasks are in flight, taken to be the largest, both exist.
+    """The maximum host bytes of old arrays that exist beside their new versions."""
+    # An offload writes new arrays while a group's old ones may still be read. Both exist for as
+    # many groups as there are tasks in flight; the largest groups are assumed.
     keys = {r.key for r in steady if r.op is Op.OFFLOAD}
     groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
     state = (Kind.MASTERS, Kind.OPTIMIZER_STATE)
     moving = {g: sum(workload.size(Key(k, g)) for k in state) for g in groups}
-    # Between waves, a sum of gradients is read by the device while the next one is on its way here.
+    # Between waves, the device reads an old sum of gradients while the next one arrives.
     if workload.waves > 1:
         for key in keys:
             if key is not None and key.kind is Kind.GRADIENT:
@@ -99,44 +99,44 @@ def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
 
 
 def least_passing_bytes(lists: TaskLists, limit: int) -> int:
-    """Returns host bytes beside the state at rest that no schedule of some tasks can do without.
+    """Returns a lower bound of the host bytes, beside the state at rest, of any schedule.
 
-    It takes one pass over the tasks, where to find a schedule takes thousands. Eight blocks that
-    hand on 4 bytes each, masters and optimizer state of 6 in all, and a limit of 20 bytes::
+    It takes one pass over the tasks; finding a schedule takes thousands. Example: eight blocks have
+    activations of 4 bytes, and masters and optimizer state of 6 bytes; the limit is 20 bytes::
 
-        before the first backward 8 x 4 bytes are alive, 20 - 6 have room   18
-        of eight groups 3 can stay, and 3 of the others are in flight       18
-        no schedule takes less than                                         36
+        before the first backward 8 x 4 bytes are alive, and 20 - 6 fit     18
+        3 of 8 groups can stay on the device, and 3 more are in flight      18
+        lower bound                                                         36
 
     Args:
-        lists: The tasks. Stages that keep residuals have more alive, so those of a step that keeps
-            none serve for all.
-        limit: Bytes that may be on the device.
+        lists: The tasks. Saving residuals only adds bytes, so the tasks of a step without residuals
+            give a bound for all.
+        limit: Maximum bytes on the device.
     """
     size, alive, waiting = lists.workload.size, set[Key](), 0
     steps = [c for task in (*lists.cold, *lists.steady) for c in task.computations]
     for computation in steps:
         alive.update(key for key in computation.creates if key.kind not in LASTING)
         used = sum(size(key) for key in computation.touches if key.kind in LASTING)
-        # Each is on the device beside what is computed on, or it waits.
+        # Each live part is on the device, beside the state in use, or it waits in the host.
         waiting = max(waiting, sum(map(size, alive)) + used - limit)
         alive.difference_update(computation.kills)
     return waiting + _least_in_flight(lists.workload, steps, limit)
 
 
 def _least_in_flight(workload: Workload, steps: Iterable[Computation], limit: int) -> int:
-    """Returns the least that `in_flight_bytes` can be of any schedule.
+    """Returns the minimum of `in_flight_bytes` over all schedules.
 
-    A group that never moves is on the device at the end of a step, as its update has made it new:
-    those that never move fit the limit together. Of groups of 8, 8, 2, 2, 2 and 2 bytes and a limit
-    of 10, one of 8 and one of 2 stay, and 8 + 2 + 2 bytes of others are in flight.
+    A group that never moves is on the device at the end of a step, so all such groups together fit
+    within the limit. Example: with groups of 8, 8, 2, 2, 2 and 2 bytes and a limit of 10, one of 8
+    and one of 2 stay, and 8 + 2 + 2 bytes of the remaining groups are in flight.
     """
     updated = {key.owner for c in steps for key in c.dirties if key.kind in LASTING}
     found = (sum(workload.size(Key(kind, group)) for kind in LASTING) for group in updated)
-    # With none of 0 bytes, fewer than three may move.
+    # Groups of 0 bytes are added, because fewer than three groups may move.
     sizes = [*sorted(found, reverse=True), *(0,) * _TASKS_IN_FLIGHT]
     before, least = list(accumulate(sizes, initial=0)), sum(sizes)
-    # The largest that move are two of the first so many groups, and the next one.
+    # The three largest moving groups are `third` and two groups before it.
     for third in range(2, len(sizes)):
         too_much, first, second = before[third] - limit, 0, third - 1
         while first < second:

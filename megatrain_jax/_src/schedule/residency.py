@@ -1,21 +1,26 @@
-"""Lays down the instructions of a list of tasks within a byte limit.
+"""Writes the instructions for a list of tasks, within a limit of device bytes.
 
-Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
-be busy, and stay as long as their next use lies within that reach. Parts that a task has to have
-get their room by waiting; parts further ahead are fetched into room that is free already.
+This decides when each part (a group's masters, optimizer state or gradient, an activation, or
+residuals) is copied, and how long it stays on the device:
 
-An evaluation of four stages, each of which computes for 6 seconds with masters of 4 bytes, over a
-link that takes a second for a byte; to the right are the bytes on the device:
+- Parts are fetched in the order of their use, ahead of time: as far as the limit allows, and as far
+  as it takes to keep the link busy. This distance is the *reach*.
+- A part stays on the device if its next use is within reach; otherwise it is evicted.
+- If a part that a task needs doesn't fit, the driver waits until earlier tasks have freed memory.
+  Parts further ahead are fetched only into memory that is free already.
 
-    FETCH M0     4   task 0 needs it,
-    FETCH M1     8   and task 1 needs this when it begins: what one task computes hides no more
+Example: an evaluation of four stages, each with 6 seconds of computation and masters of 4 bytes,
+over a link that carries one byte per second. The column shows the bytes on the device:
+
+    FETCH M0     4   task 0 needs it
+    FETCH M1     8   task 1 needs it to begin; it arrives while task 0 computes
     FORWARD 0    8   from 4 to 10 seconds
-    RELEASE M0   8   its room is not free before task 0 has been computed
-    FETCH M2    12   from 10 to 14, while task 1 computes until 16;
-    FETCH M3    16   one more keeps the link busy until then, and a further one would wait in line
+    RELEASE M0   8   its memory is not free until task 0 has been computed
+    FETCH M2    12   from 10 to 14, while task 1 computes until 16
+    FETCH M3    16   keeps the link busy until then; one more would only queue up
     FORWARD 1   16
     RELEASE M1  16
-    WAIT 0      12   the driver is never more than two tasks ahead, and M0's room is free now
+    WAIT 0      12   the driver is at most two tasks ahead; now the memory of M0 is free
     FORWARD 2   12
 """
 
@@ -36,27 +41,26 @@ _At = TypeVar("_At")
 
 @dataclass(kw_only=True)
 class Residency:
-    """The parts on the device while instructions are laid down, and how many bytes they take.
+    """The parts on the device while instructions are written, and their bytes.
 
     Attributes:
-        workload: The sizes.
-        limit: Bytes that may be on the device.
-        resident: Parts that stay.
-        clock: The estimate of when instructions happen.
+        workload: The sizes of parts.
+        limit: Maximum bytes on the device.
+        resident: Parts that are never evicted.
+        clock: Estimates when instructions happen.
         present: Parts on the device that the engine may use.
-        dirty: Parts on the device whose host copy is not current.
-        reserved: Parts to come that have their room, and how many of each: two of a gradient whose
-            room for this step and for the next one is promised.
-        reserved_bytes: Bytes of that room.
-        used: By task, bytes that are free once it has been computed.
-        leaving: By task and part, in the order of their dispatch, bytes that are free once the
-            part has landed in the host.
+        dirty: Parts on the device without a current copy in the host.
+        reserved: Expected parts with reserved memory, and their counts: 2 for a gradient that has
+            reservations for this step and for the next one.
+        reserved_bytes: Bytes of all reservations.
+        used: For each task, bytes that become free once it has been computed.
+        leaving: For each task and part, in the order of dispatch, bytes that become free once the
+            part has arrived in the host.
         num_bytes: Bytes on the device.
-        reach: The number of uses, from the start of the list at hand, that have been fetched or
-            have their room.
-        instructions: The instructions laid down since the start of the list at hand.
+        reach: Number of uses, from the start of the current list, that are fetched or reserved.
+        instructions: The instructions written for the current list.
         ledger: Bytes on the device after each instruction.
-        wave_over: By wave of the list at hand, when its last stage so far has been computed.
+        wave_over: For each wave of the current list, the time when its last stage was computed.
     """
 
     workload: Workload
@@ -79,8 +83,8 @@ class Residency:
         """A copy of this state for the step that follows one of `num_tasks` tasks.
 
         Args:
-            num_tasks: By how much the numbers of earlier tasks go down, so that -1 is the last.
-            reach: The number of uses of the new step that have been fetched or have their room.
+            num_tasks: Is subtracted from the numbers of earlier tasks, so that the last one is -1.
+            reach: Number of uses of the new step that are already fetched or reserved.
         """
         return replace(
             self,
@@ -97,14 +101,14 @@ class Residency:
         )
 
     def joined(self, other: "Residency") -> "Residency":
-        """A state from which instructions serve after this one and after another one.
+        """A state that covers this state and a second one: its instructions are valid after both.
 
-        The same parts are present in both. A part that is dirty or on its way to the host in one of
-        them counts as such, and the clock is the other one's.
+        The same parts are present in both states. A part is dirty, or on its way to the host, if it
+        is so in either state. The clock is the second state's.
         """
-        # Each step ends with the same uses reached, so it leaves the same parts present. But one
-        # may be clean after a cold step and dirty after a steady one: to offload it in either case
-        # costs a copy at most, to release it would lose an update.
+        # Each step ends with the same reach, so it leaves the same parts present. But a part may be
+        # clean after a cold step and dirty after a steady one. Offloading a clean part costs a
+        # copy; releasing a dirty part would lose an update.
         assert self.present == other.present and self.reserved == other.reserved
         used = _largest(self.used, other.used)
         leaving = _largest(self.leaving, other.leaving)
@@ -118,7 +122,7 @@ class Residency:
         )
 
     def holds_no_more_than(self, other: "Residency") -> bool:
-        """Whether nothing is dirty or on its way here that isn't in the other state."""
+        """Whether the other state includes all that is dirty or on its way in this state."""
         return (
             self.dirty <= other.dirty
             and all(size <= other.used.get(task, 0) for task, size in self.used.items())
@@ -127,25 +131,25 @@ class Residency:
 
     @property
     def room(self) -> int:
-        """Bytes that nothing occupies or has been promised; below zero after some `joined`."""
+        """Bytes that are neither occupied nor reserved; may be negative after `joined`."""
         return self.limit - self.num_bytes - self.reserved_bytes
 
     # ---- instructions
 
     def wait(self, task: int) -> None:
-        """Lays down a wait until a task has been computed, which frees what it dropped."""
+        """Writes a wait until a task has been computed, which frees the parts it dropped."""
         self.num_bytes -= self.used.pop(task)
         self.clock.wait(task)
         self._emit(Instruction(op=Op.WAIT, task=task))
 
     def land(self, task: int, key: Key) -> None:
-        """Lays down a wait until a part that a task offloaded is in the host, which frees it."""
+        """Writes a wait until an offloaded part is in the host, which frees its device memory."""
         self.num_bytes -= self.leaving.pop((task, key))
         self.clock.land(task, key)
         self._emit(Instruction(op=Op.LAND, key=key, task=task))
 
     def fetch(self, key: Key, task: int) -> None:
-        """Lays down a copy of a part to the device, before a task computes."""
+        """Writes a copy of a part to the device, before a task computes."""
         self.present.add(key)
         self._use_reservation(key)
         self.num_bytes += self.workload.size(key)
@@ -153,7 +157,7 @@ class Residency:
         self._emit(Instruction(op=Op.FETCH, key=key, task=task))
 
     def compute(self, computation: Computation, task: int) -> None:
-        """Lays down one computation of a task."""
+        """Writes one computation of a task."""
         for key in computation.creates:
             self.present.add(key)
             self._use_reservation(key)
@@ -163,7 +167,7 @@ class Residency:
         for key in computation.kills:
             self.present.discard(key)
             self.dirty.discard(key)
-            # Its memory is free once the device has got there, which only a WAIT tells.
+            # Its memory is free once the device has reached this point; only a WAIT ensures that.
             self.used[task] = self.used.get(task, 0) + self.workload.size(key)
         seconds, on_link = computation.seconds, computation.seconds_on_link
         self.clock.compute(computation.touches, seconds, task, on_link)
@@ -172,11 +176,11 @@ class Residency:
         self._emit(computation.instruction)
 
     def evict(self, key: Key, task: int) -> None:
-        """Drops a part after its last use in a task, to the host if that has no current copy."""
+        """Writes the eviction of a part after a task: an offload if the host's copy is stale."""
         size = self.workload.size(key)
         self.present.discard(key)
-        # Either way the bytes still count: the computations before are only dispatched, so a copy
-        # leaves once they are over, and not even a dropped array is free before.
+        # The bytes still count in both cases. Earlier computations are only dispatched, so a copy
+        # starts, and a released array is freed, when these are over.
         if key in self.dirty:
             self.dirty.discard(key)
             self.leaving[task, key] = size
@@ -187,7 +191,7 @@ class Residency:
             self._emit(Instruction(op=Op.RELEASE, key=key, task=task))
 
     def reserve(self, key: Key) -> None:
-        """Promises room to a part that is to come."""
+        """Reserves memory for a part that will be fetched or created later."""
         self.reserved[key] += 1
         self.reserved_bytes += self.workload.size(key)
 
@@ -201,39 +205,40 @@ class Residency:
 
     def _emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
-        # `joined` counts all that either of two steps may have left, which can be more than the
-        # limit; each step alone kept to it, so what is really there never exceeds it.
+        # `joined` counts the leftovers of two different steps, which may exceed the limit. Each
+        # step alone keeps to it, so the bytes really on the device never exceed it.
         self.ledger.append(min(self.num_bytes, self.limit))
 
     # ---- lists
 
     def run(self, tasks: Sequence[Task], later: Iterable[Task], boundary: int) -> None:
-        """Lays down what tasks need; on return, `boundary` uses of `later` have their room.
+        """Writes the instructions for tasks, and fetches or reserves the first uses of `later`.
 
         Args:
             tasks: The tasks of a list.
             later: The tasks that follow.
-            boundary: The number of uses in `later` that are reached at the end, and no more.
+            boundary: Number of uses in `later` that are within reach at the end, exactly.
         """
         line = [use for task in (*tasks, *later) for use in task.uses]
         starts = [0]
         for task in tasks:
             starts.append(starts[-1] + len(task.uses))
-        # Every step has to end with the same uses reached, whatever the clock says: only then does
-        # the list of a steady step serve after itself.
+        # Every step has to end with the same reach, independent of the clock. Only then can the
+        # list of a steady step be repeated.
         line = line[: starts[-1] + boundary]
-        # A use that creates its part needs no earlier copy, so nothing is kept for it.
+        # A use that creates its part needs no earlier copy.
         needs: dict[Key, list[int]] = {}
         for at, use in enumerate(line):
             if not use.creates:
                 needs.setdefault(use.key, []).append(at)
         for number, task in enumerate(tasks):
             last = number == len(tasks) - 1
-            # The parts that the next task needs to begin come while this one computes, at the
-            # latest. `least_bytes` counts their room: to wait for earlier tasks is always enough.
+            # Parts that the next task needs at its beginning are fetched while this one computes,
+            # at the latest. `least_bytes` counts them, so waiting for earlier tasks always makes
+            # enough room.
             early = boundary if last else tasks[number + 1].num_early
             self._make_ready(number, task, line, starts[number + 1] + early)
-            if last:  # a first step may not use all that stays
+            if last:  # a first step may not use all resident parts
                 absent = self.resident - self.present
                 for key in sorted(key for key in absent if key.kind in LASTING):
                     self.fetch(key, number)
@@ -245,24 +250,24 @@ class Residency:
                             self.evict(key, number)
 
     def run_to_rest(self, tasks: Sequence[Task], spare: int = 0) -> None:
-        """Lays down the instructions of tasks after which nothing is on the device.
+        """Writes the instructions for tasks that leave nothing on the device.
 
         Args:
             tasks: The tasks.
-            spare: Bytes of the limit that no task of them needs for itself: parts that are here
-                wait for their use in that room.
+            spare: Bytes of the limit that none of these tasks needs; parts that are present may
+                stay there until their use.
         """
-        # Nothing stays any more, so rooms promised to the next step's parts are given up.
+        # No part stays resident, so reservations for the next step are dropped.
         self.resident = frozenset()
         self.reserved.clear()
         self.reserved_bytes = 0
-        # Uses count as reached up to the first whose part isn't here. Of the parts that are first
-        # used beyond it some stay as well; the others leave now, and come again.
+        # The reach ends at the first use of an absent part. Of the parts that are first used beyond
+        # it, some stay in the spare bytes; the rest is evicted now and fetched again later.
         uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
-        # Gradients come first: each that leaves takes room in the host that no state at rest has.
-        # The reached ones are gone by the time that a task has to wait for room.
+        # Gradients stay first, because an evicted gradient takes additional memory in the host.
+        # Parts within reach are used up by the time a task has to wait for room.
         leave = self.present.difference(uses[: self.reach])
         beyond = [key for key in dict.fromkeys(uses[self.reach :]) if key in leave]
         for key in sorted(beyond, key=lambda key: key.kind in LASTING):
@@ -277,24 +282,24 @@ class Residency:
         assert not self.present and not self.num_bytes
 
     def _make_ready(self, number: int, task: Task, line: Sequence[Use], must: int) -> None:
-        """Fetches what the task and the start of the next one use, and what keeps the link busy.
+        """Fetches the parts for this task and for the start of the next, and keeps the link busy.
 
-        The device always has the task before this one to compute while the driver waits here.
+        While the driver waits here, the device still has the previous task to compute.
         """
         while self.room < 0:
             self._wait_for_oldest()
-        # Memory that a task left is asked for two tasks later, not as late as it is needed: this
-        # also bounds how far the driver runs ahead of the device.
+        # The driver waits for a task two tasks later, even if its memory isn't needed yet. This
+        # limits how far the driver runs ahead of the device.
         for before in sorted(at for at in self.used if at < number - 1):
             self.wait(before)
-        # By the clock these have landed, so the wait costs nothing and gives room; the others are
-        # waited for below, one by one, where their room is needed.
+        # By the clock, these parts have arrived in the host, so the wait is free. The loop below
+        # waits for later ones, one by one, when their memory is needed.
         for at in [at for at in self.leaving if at[0] < number]:
             if self.clock.landed.get(at, 0.0) <= self.clock.driver:
                 self.land(*at)
-        # Parts that the next call fetches can't come before this task is computed, so the link
-        # needs work until then. More would only wait in line, where copy streams overtake one
-        # another: the GPU may take a late copy first.
+        # The next call's copies start only after this task is computed, so the link needs work
+        # until then. Further copies would queue up, and the GPU's copy streams don't keep order: a
+        # later copy might run first.
         seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
@@ -303,8 +308,8 @@ class Residency:
             while size > self.room and self.reach < must:
                 self._wait_for_oldest()
             ahead = self.reach >= must and self._has_to_come(use)
-            # Uses are reached in their order and none is passed over: a later, smaller part would
-            # take the room that a nearer one waits for.
+            # No use is skipped: a later, smaller part would take the memory that an earlier one
+            # waits for.
             if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
                 break
             if use.creates:
@@ -314,21 +319,24 @@ class Residency:
             self.reach += 1
 
     def _missing(self, use: Use) -> int:
-        """Bytes that have to become free for a use."""
-        # A part that is created needs room of its own even if an older one is present, as the
-        # gradient of the step before is until its update has been computed.
+        """Bytes that must be free for a use."""
+        # A created part needs its own memory even if an older one is present, such as the previous
+        # step's gradient before its update has been computed.
         known = use.key in self.reserved or use.key in self.present
         return 0 if known and not use.creates else self.workload.size(use.key)
 
     def _has_to_come(self, use: Use) -> bool:
-        """Whether a use needs a copy; what has its room and doesn't last is still to be made."""
+        """Whether a use needs a copy to the device.
+
+        A reserved part that doesn't outlast a step will be created there, so it needs none.
+        """
         to_be_made = use.key in self.reserved and use.key.kind not in LASTING
         return not use.creates and use.key not in self.present and not to_be_made
 
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)
         assert oldest is not None, "the limit is below the least that a list needs"
-        # A copy to the host follows its task's computations, so it is never over before them.
+        # A copy to the host follows its task's computations, so it never ends before them.
         if oldest in self.used:
             self.wait(oldest)
         else:
@@ -337,7 +345,7 @@ class Residency:
     def _is_needed(self, needs: dict[Key, list[int]], key: Key, start: int) -> bool:
         if key in self.resident:
             return True
-        # Kept is what is used soonest: all uses within reach are nearer than those beyond it.
+        # Parts within reach are kept: their next uses come before all uses beyond the reach.
         places = needs.get(key, [])
         at = bisect_left(places, start)
         return at < len(places) and places[at] < self.reach

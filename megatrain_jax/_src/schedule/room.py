@@ -1,15 +1,16 @@
-"""The device memory that tasks need, however their parts move.
+"""The minimum device memory that tasks need.
 
-While a task computes, the device holds what it uses, what the next one needs to begin, what the
-last one left, and what stays. With masters of 4 bytes, optimizer state of 8 and gradients of 4,
-while group 1 is updated in its backward and nothing stays:
+While a task computes, the device holds four sets of parts: the parts that the task uses, the parts
+that the next task needs to begin, the parts that the last task left, and the resident parts.
+Example: masters of 4 bytes, optimizer state of 8 and gradients of 4, while group 1 is updated in
+its backward, without residents:
 
     left by BACKWARD 2, UPDATE 2   M2 O2 G2   16   their memory isn't free yet
     used by BACKWARD 1, UPDATE 1   M1 O1 G1   16
     needed by BACKWARD 0           M0          4   O0 may arrive while it computes
                                               36
 
-Below the largest of these sums, computing would have to wait for room.
+With a limit below the largest of these sums, computation would have to wait for memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,9 @@ _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 
 
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
-    """The least limit with which a task need only wait for the room of tasks two before it."""
-    # A steady step follows a cold one, and itself: its first tasks find what the last tasks of the
-    # step before have left. Flushes and evaluations keep no residents.
+    """The minimum limit with which no task has to wait for the memory of the task before it."""
+    # A steady step follows a cold or a steady one, so its first tasks find the leftovers of that
+    # step's last tasks. Flushes and evaluations have no residents.
     steps = (*lists.cold, *lists.steady, *lists.steady)
     return max(
         least_of(lists.workload, steps, resident),
@@ -37,7 +38,7 @@ def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
 def least_of(
     workload: Workload, tasks: Sequence[Task], resident: frozenset[Key] = frozenset()
 ) -> int:
-    """The least limit of one list of tasks, after and before which nothing else is computed."""
+    """The minimum limit for one list of tasks alone, with an idle device before and after."""
     return max(
         (
             _least_at(workload, before, task, after.uses[: after.num_early], here)
@@ -75,9 +76,9 @@ class _Residents:
 def _residents_at(
     workload: Workload, tasks: Sequence[Task], resident: frozenset[Key]
 ) -> Iterator[_Residents]:
-    """The residents that exist when each task begins; one object, good until the next."""
-    # One object changes from task to task, as a copy of it for each of them would take time with
-    # the square of the number of layers; and the search asks for this over and over.
+    """The residents that exist when each task begins; one object that changes between tasks."""
+    # A copy per task would take quadratic time in the number of layers, and the search calls this
+    # many times.
     passing = {key for key in resident if key.kind in PASSING}
     lasting = resident - passing
     here = _Residents(lasting=lasting, alive=set(), num_bytes=sum(map(workload.size, lasting)))
@@ -96,19 +97,19 @@ def _residents_at(
 def _least_at(
     workload: Workload, before: Task, task: Task, next_uses: Sequence[Use], resident: _Residents
 ) -> int:
-    """Bytes while a task computes: what it uses, the next uses, and what the last task left."""
+    """Bytes while a task computes: its uses, the next uses, leftovers and residents."""
     early = {use.key for use in task.uses[: task.num_early] if not use.creates}
     killed = {key for computation in before.computations for key in computation.kills}
     created = {use.key for use in before.uses if use.creates}
     needed = {use.key for use in before.uses if not use.creates}
     gone = 0
     for use in before.uses:
-        # A deferred update finds a gradient and its task creates the next one of the same key: of
-        # the two, the one that was found is consumed.
+        # A deferred update consumes the old gradient, and its task creates a new one with the same
+        # key, which is not consumed.
         consumed = use.key in killed and not (use.creates and use.key in needed)
         kept = use.key in early or use.key in resident
-        # A resident gradient's room counts among the residents, and one that is consumed leaves it
-        # to the next; only a task that has made the next one as well leaves two.
+        # A resident gradient is counted with the residents, and the next one reuses its memory
+        # after it is consumed. Only if a task also created the next one do two exist.
         if not kept or (consumed and (use.key not in resident or use.key in created)):
             gone += workload.size(use.key)
     uses = (*task.uses, *next_uses)
@@ -118,11 +119,11 @@ def _least_at(
 
 
 def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
-    """The number of uses of the next step that have room while a step's last task computes."""
+    """The number of uses of the next step that fit while a step's last task computes."""
     uses = [use for task in lists.steady for use in task.uses]
     ends = []
     for step in (lists.cold, lists.steady):
-        # Of a step with a single task, the one before its last is of the step before.
+        # If a step has a single task, the task before its last belongs to the previous step.
         *_, here = _residents_at(lists.workload, step, resident)
         ends.append(((lists.steady + step)[-2], step[-1], here))
 
@@ -132,13 +133,13 @@ def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -
             for before, last, here in ends
         )
 
-    # The early ones fit in any case, as `least_bytes` counts them and the limit is no less.
+    # Early uses always fit, because `least_bytes` counts them and the limit is at least that.
     early = lists.steady[0].num_early
     return early + most_that_fit(len(uses) - early, lambda count: fits(early + count))
 
 
 def most_that_fit(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to a limit that fits, if all smaller ones do; 0 always does."""
+    """The largest number up to a limit that fits, by bisection; 0 always fits."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,22 +1,26 @@
-"""The schedule of a training step, what moves when, and the search for the fastest.
+"""Searches for the fastest schedule of a training step: the order of its copies and computations.
 
-From the tasks of a step, their bytes and a budget this derives an ordered list of instructions that
-the engine only has to obey, so tests and plans can read a step unexecuted.
+The input is a workload: the tasks of a step, their bytes and their times. The output is an ordered
+list of instructions, which the engine follows literally. So tests and plans can read a step
+without running it.
 
-Which groups stay on the device for good, and which stages keep residuals, is tried out:
-instructions are laid down for several choices, and the clock says how long each takes. 18 blocks
-with 12 bytes of state and 4 of gradients, between two ends that are four times as large, need 84
-bytes at least, and with 332 nothing moves. A budget of 208 gives
+Two decisions are open: the groups that stay on the device for good, and the stages that save
+residuals. The search writes instructions for several choices and takes the fastest by the clock's
+estimate. Among choices of about the same time, it takes the one that moves the fewest bytes. If
+host memory is short, only choices with room for their waiting gradients, activations and residuals
+count.
+
+Example: 18 blocks with 12 bytes of state and 4 of gradients each lie between two ends that are four
+times as large. They need at least 84 bytes, and with 332 bytes nothing moves. With a budget of 208:
 
     groups that stay    seconds    bytes moved
     none                    376            688
     2 (the ends)            316            464
     4                       316            420
     6                       316            380
-    8                       316            328   taken: as fast as any, and it moves the least
+    8                       316            328   chosen: as fast as any, and moves the least
 
-and 9 don't fit, beside what the others need to come and go. Where the host is short of memory, only
-those count whose gradients, activations and residuals find room there while they wait.
+Nine groups don't fit, because streaming the remaining groups needs memory as well.
 """
 
 import dataclasses
@@ -35,13 +39,14 @@ from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
-# To lay a step down takes time with its number of instructions, and each choice of kept residuals
-# is tried with each of residents. Of all numbers of residents that fit, these many are tried.
+# The number of resident counts to try, of all that fit. Writing a step takes time in proportion to
+# its instructions, and each choice of residuals is tried with each choice of residents.
 _NUM_CANDIDATES = 8
-# Rates aren't known well enough to tell which of two steps is faster if their estimates differ by
-# less than this part of them; docs/performance.md has what taking the one that moves less brought.
+# Estimates that differ by less than this fraction can't tell which step is faster, because rates
+# are not known that well. docs/performance.md shows the gain from moving fewer bytes.
 _UNCERTAINTY = 0.03
-# Where links are busy for less of the fastest step than the second part, their rates hardly matter.
+# If links are busy for less than the second fraction of the fastest step, their rates hardly
+# matter.
 _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
 
 
@@ -58,23 +63,23 @@ class Schedule:
         steady: A training step that follows a training step.
         flush: The instructions after a training step that bring all to rest.
         evaluation: Every stage's FORWARD, from rest to rest.
-        num_tasks: Tasks of a cold as of a steady step, for resolving negative task numbers.
-        ledger: For "cold", "steady", "flush" and "evaluation" the bytes on the device after each
+        num_tasks: Number of tasks in a cold or steady step; resolves negative task numbers.
+        ledger: For "cold", "steady", "flush" and "evaluation", the bytes on the device after each
             instruction. A part that is dropped or consumed counts until the WAIT or LAND for its
-            task. Steady steps and flushes may hold less, offload parts that are unchanged, and wait
-            for tasks that left nothing: their instructions serve after every step.
-        peak_bytes: The largest entry of the ledgers.
-        passing: Host bytes that training steps take beside the state at rest, by part.
-        evaluation_bytes: Host bytes that an evaluation takes beside it.
-        resident: Parts that stay on the device between steps, or from when they are made to their
-            last use.
-        kept: Stages whose residuals are kept from forward to backward.
-        lean: Whether these are the costliest results of each stage, instead of all.
+            task. Since steady steps and flushes have to be valid after any step, they may hold less
+            than that, offload unchanged parts, and wait for tasks that left nothing.
+        peak_bytes: The maximum of the ledgers.
+        passing: Host bytes of training steps in addition to the state at rest, by part.
+        evaluation_bytes: Host bytes of an evaluation in addition to the state at rest.
+        resident: Parts that stay on the device: state between steps, and passing parts from their
+            creation to their last use.
+        kept: Stages that save residuals from forward to backward.
+        lean: Whether residuals are only each stage's costliest results, instead of all.
         seconds: Estimate of a steady step's time.
-        smallest_bytes: The least budget with which computing need not wait for room.
-        limit: Bytes that may be on the device.
-        left_out: Number of waves that the lists leave out, all of them like the second one: for an
-            engine, `whole_schedule` puts them in.
+        smallest_bytes: The smallest budget that never makes computation wait for memory.
+        limit: Maximum bytes on the device.
+        left_out: Number of waves that the lists omit, all equal to the second one; an engine gets
+            them from `whole_schedule`.
     """
 
     cold: tuple[Instruction, ...]
@@ -96,7 +101,7 @@ class Schedule:
 
     @property
     def passing_bytes(self) -> int:
-        """Host bytes that training steps take beside the state at rest."""
+        """Host bytes of training steps in addition to the state at rest."""
         return self.passing.total
 
     def __repr__(self) -> str:
@@ -116,7 +121,7 @@ class BudgetError(ValueError):
     """
 
     def __init__(self, budget: int | None, smallest: int):
-        """Says so in words of a run's options."""
+        """Makes the error, with a message that names the run's option."""
         given = "None" if budget is None else f"{budget} ({sized(budget)})"
         super().__init__(
             f"device_budget={given} is too small for this model, optimizer and precision; the "
@@ -133,21 +138,20 @@ def find_schedule(
     lean: Workload | None = None,
     host_room: float = math.inf,
 ) -> Schedule:
-    """Orders a training step so that what it keeps never exceeds a budget on the device.
+    """Finds the fastest schedule of a training step within a budget of device memory.
 
     Args:
-        workload: The step to compute, on which bytes; which residuals are kept is decided here.
-        budget: Bytes that parameters, optimizer state, gradients, residuals and activations may
-            occupy on the device. None asks for the smallest schedule.
-        lean: The same step with the costliest residuals of each stage alone, which is tried if
-            there is no room for all residuals of all stages; these may wait in the host.
-        host_room: Bytes that the host has beside the state at rest. If no step keeps to them, it is
-            one of those that take the least.
+        workload: The step; the search itself decides on saved residuals.
+        budget: Maximum bytes of parameters, optimizer state, gradients, residuals and activations
+            on the device. None gives the smallest schedule.
+        lean: The same step with only the costliest residuals of each stage, which may wait in the
+            host. It is tried if the device can't hold all residuals of all stages.
+        host_room: Host bytes available in addition to the state at rest. If no schedule keeps to
+            them, the result is a schedule that takes the fewest.
 
     Returns:
-        The schedule: of several with more or fewer residents and residuals the one estimated to be
-        the fastest, or of those that are about as fast the one that moves least. The order of
-        computing instructions never depends on the budget.
+        The schedule with the smallest estimated time; among schedules of about the same time, the
+        one that moves the fewest bytes. The order of computations never depends on the budget.
 
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
@@ -162,8 +166,8 @@ def find_schedule(
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
     tried = list(_worth_trying(choices, room))
     steps = _best(tried, room)
-    # Of several waves, sums of gradients wait in the host all the time unless they stay on the
-    # device: the host may have no room for those of the fastest steps.
+    # With several waves, sums of gradients wait in the host unless they stay on the device. The
+    # fastest steps may need more host memory for them than there is.
     fastest = min(steps.seconds for steps in tried) if workload.waves > 1 else steps.seconds
     if not steps.fits_host(room.host) or steps.seconds > (1 + _UNCERTAINTY) * fastest:
         sparing = [dataclasses.replace(choice, spares_host=True) for choice in choices]
@@ -173,16 +177,16 @@ def find_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class _Room:
-    """The bytes that steps may take on the device, and in the host beside the state at rest."""
+    """The bytes available on the device, and in the host in addition to the state at rest."""
 
     device: int
     host: float
 
 
 def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
-    """The fastest steps of each choice, but of those that compute for too long to be taken."""
+    """The fastest steps of each choice, without choices that compute for too long."""
     fastest = math.inf
-    # Choices that compute least come first, so that most of the others need not be laid down.
+    # Choices with the least computation come first, so that most later ones need no instructions.
     for choice in sorted(choices, key=lambda choice: choice.computing):
         if choice.computing <= (1 + _UNCERTAINTY) * fastest:
             steps = _with_residents(choice, room)
@@ -192,12 +196,12 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
 
 
 def _with_residents(choice: Choice, room: _Room) -> Steps:
-    """The fastest steps of some with more or fewer parts that stay on the device."""
+    """The fastest steps of a choice, over several numbers of resident parts."""
     return _best(list(_laid_down(choice, room)), room)
 
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
-    """Whether the host has room for some steps of a choice."""
+    """Whether the host has memory for at least one variant of a choice."""
     if math.isinf(room.host):
         return True
     if least_passing_bytes(choice.lists, room.device) > room.host:
@@ -206,14 +210,13 @@ def _may_fit(room: _Room, choice: Choice) -> bool:
 
 
 def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
-    """The steps of a choice with more or fewer parts that stay on the device."""
+    """The steps of a choice, for several numbers of resident parts."""
     lists, units = choice.lists, choice.units
-    # Nothing moves then, so that more room would be of no use.
+    # With all units resident nothing moves, so a higher limit would not help.
     if room.device >= (needed := choice.least_bytes(len(units))):
         yield lay_down(lists, needed, choice.residents(len(units)))
         return
-    # The sets grow with the count, and with them the least that they need, which is what lets
-    # `most_that_fit` halve its way to the largest.
+    # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
     most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
     for count in sorted(counts):
@@ -221,7 +224,7 @@ def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
 
 
 def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
-    """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
+    """The fastest steps; among steps of about the same time, those that move the fewest bytes."""
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)
@@ -237,7 +240,7 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
-    """The schedule with the instructions of all waves, of which a search lays down three.
+    """The schedule with the instructions of all waves; a search writes only three waves.
 
     Args:
         workload: The workload that the schedule was found for.
@@ -251,7 +254,7 @@ def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
 
 
 def _finished(steps: Steps, smallest: int) -> Schedule:
-    """The schedule of the steps that were chosen, with what comes after them."""
+    """The schedule of the chosen steps, with the instructions of flush and evaluation."""
     lists, flush = steps.lists, steps.flush
     evaluation = at_rest(lists, steps.limit, frozenset())
     evaluation.run_to_rest(lists.evaluation)

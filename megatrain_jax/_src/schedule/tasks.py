@@ -1,10 +1,10 @@
-"""The tasks of a training step, as plain data: what is computed in which order, on which parts.
+"""The tasks of a training step as plain data: computations in order, with the parts they use.
 
-A task is a stage's forward or backward with the small computations that go with it. This says which
-parts each task uses; the schedule decides from that what moves when.
+A task is a stage's forward or backward, with small computations such as updates. From the parts
+that each task uses, the schedule decides when to move them.
 
-Two stages that read groups 0 and 1, the second of them fused, with updates in their own backward,
-are three tasks (M masters, O optimizer state, G gradient, A an activation, by owner):
+Two stages that read groups 0 and 1, with a fused last stage and immediate updates, form three tasks
+(M masters, O optimizer state, G gradient, A activation, by owner):
 
     task  computations               uses, early ones first                 creates
     0     FORWARD 0                  M0                                     A0
@@ -12,15 +12,15 @@ are three tasks (M masters, O optimizer state, G gradient, A an activation, by o
           UPDATE 1                   computes, if that takes long enough
     2     BACKWARD 0, UPDATE 0       M0; O0                                 G0
 
-If updates are deferred, since they need a scalar of all gradients, the tasks of a steady step are
+If updates are deferred, because they need a scalar of all gradients, the tasks of a steady step are
 
-    0     UPDATE 0, FORWARD 0        G0 and G1 are of the step before, and their
-    1     UPDATE 1, BACKWARD 1,      memory is free again before this step's are
-          REDUCE 1                   made
+    0     UPDATE 0, FORWARD 0        the updates use the previous step's G0 and
+    1     UPDATE 1, BACKWARD 1,      G1, and free their memory before this step
+          REDUCE 1                   creates new ones
     2     BACKWARD 0, REDUCE 0,
           COMBINE
 
-The first step leaves the UPDATEs out, and a flush has nothing else.
+The first step omits the UPDATEs, and a flush consists of them alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,12 +32,12 @@ from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.order import computing_order, evaluating_order
 from megatrain_jax._src.schedule.workload import Workload
 
-# Kinds of the parts of groups that computing touches, in the order in which they are fetched.
+# Kinds of a group's parts that each operation touches, in the order of fetching.
 _TOUCHES = {
     Op.FORWARD: (Kind.MASTERS,),
     Op.BACKWARD: (Kind.MASTERS, Kind.GRADIENT),
     Op.ZEROS: (Kind.GRADIENT,),
-    Op.REDUCE: (Kind.GRADIENT,),  # and what the optimizer reads besides
+    Op.REDUCE: (Kind.GRADIENT,),  # plus `Workload.reduce_reads`
     Op.COMBINE: (),
     Op.UPDATE: (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT),
 }
@@ -48,16 +48,16 @@ _FEW_WAVES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """A computing instruction, what it does to which parts, and how long it takes.
+    """A computing instruction with its effects on parts, and its time.
 
     Attributes:
         instruction: The instruction.
-        touches: The parts that have to be on the device for it, those that it creates included.
+        touches: Parts that must be on the device, including the parts that it creates.
         creates: Parts that exist only after it.
-        dirties: Parts that it creates or changes, so that a copy in the host isn't current.
+        dirties: Parts that it creates or changes, so that the host's copy becomes stale.
         kills: Parts that don't exist after it.
         seconds: Estimate of its time.
-        seconds_on_link: Seconds of it that devices exchange values over their links.
+        seconds_on_link: Seconds during which devices exchange values over their links.
     """
 
     instruction: Instruction
@@ -71,7 +71,7 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A part that a task uses, and whether the task creates it rather than finds it."""
+    """A part that a task uses, and whether the task creates it."""
 
     key: Key
     creates: bool
@@ -79,15 +79,15 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Computations between which nothing is fetched.
+    """A sequence of computations without fetches in between.
 
     Attributes:
         computations: The computing instructions, in order.
-        uses: The parts it uses: first those that have to be there when it begins, then those that
-            may still arrive while its stage computes, and last those that it creates.
-        num_early: The number of uses of the first kind.
-        last_touch: For each part, the last of the computations that touches it.
-        wave: The wave that its stage belongs to; 0 if it has none.
+        uses: The parts it uses: first the early parts, which must be present when it begins, then
+            the parts that may arrive while its stage computes, and last the parts that it creates.
+        num_early: Number of early parts.
+        last_touch: For each part, the number of the last computation that touches it.
+        wave: The wave of its stage; 0 if it has no stage.
     """
 
     computations: tuple[Computation, ...]
@@ -102,12 +102,12 @@ class TaskLists:
     """The tasks of each list that can be run: the same for every budget.
 
     Attributes:
-        workload: The workload that they were made of.
+        workload: The workload of the tasks.
         cold: A training step that starts at rest.
         steady: A training step that follows a training step; as many tasks as `cold`.
-        flush: The updates that a training step has left for later.
+        flush: The pending updates of a training step.
         evaluation: Every stage's forward.
-        left_out: Number of waves that the lists leave out, all of them like the second one.
+        left_out: Number of waves that the lists omit, all equal to the second one.
     """
 
     workload: Workload
@@ -127,18 +127,18 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
 
     Args:
         workload: The workload.
-        few_waves: Whether to list three waves at most: the first one, the last one, and one for all
-            between, which are alike. They tell how long a step takes, but can't be run.
+        few_waves: Whether to list three waves at most: the first, the last, and one of the middle
+            waves, which are equal. They suffice to time a step, but can't be run.
     """
     left_out = max(0, workload.waves - _FEW_WAVES) if few_waves else 0
     workload = replace(workload, waves=workload.waves - left_out)
     every = computing_order(workload)
     pending = Op.UPDATE if workload.deferred else None
-    # The first step has nothing to apply; tasks left empty keep its numbering that of the others.
+    # The first step has nothing to apply. Empty tasks are kept, so that all steps number alike.
     first = [[i for i in task if i.op is not pending] for task in every]
     at_rest = [[i for i in task if i.op is pending] for task in every]
-    # `made` goes on from list to list, as they are run one after another: the asserts show that
-    # each finds the gradients that the one before it has left, and that a flush leaves none.
+    # `made` carries over from list to list, because they run one after another. The asserts check
+    # that each list finds the gradients left by the one before, and that a flush leaves none.
     made: set[Key] = set()
     cold = _as_tasks(workload, first, made)
     waiting = set(made)
@@ -146,7 +146,7 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
     assert made == waiting, "a step leaves the gradients that the next one starts from"
     flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
-    # Nothing is differentiated, so residuals would be kept for nobody.
+    # An evaluation has no backward, so it saves no residuals.
     bare = replace(workload, kept=frozenset())
     evaluation = _as_tasks(bare, evaluating_order(workload), set())
     return TaskLists(
@@ -162,16 +162,16 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
 def _as_tasks(
     workload: Workload, step: Sequence[Sequence[Instruction]], made: set[Key]
 ) -> tuple[Task, ...]:
-    """Derives what tasks use from their instructions.
+    """Derives the tasks, with the parts they use, from instructions.
 
     Args:
         workload: The workload of the step.
         step: The instructions of each task.
-        made: Gradients, activations and residuals that exist before; kept up to date.
+        made: Gradients, activations and residuals that exist before; updated in place.
     """
-    # An activation is dropped after its last read in this very list: in an evaluation by a FORWARD,
-    # in a step as a rule by the BACKWARD of the first stage that reads it; or after the last one
-    # before it is made again.
+    # An activation is dropped after its last read in this list, or after its last read before it is
+    # computed again. In an evaluation the last reader is a FORWARD; in a step it is usually the
+    # BACKWARD of the first stage that reads it.
     instructions = list(chain.from_iterable(step))
     done = last_reads(
         [_reads(workload, i) for i in instructions], [_makes(workload, i) for i in instructions]
@@ -192,19 +192,19 @@ def _as_tasks(
 def last_reads(
     reads: Sequence[Iterable[int]], makes: Sequence[Iterable[int]]
 ) -> list[tuple[int, ...]]:
-    """The values that nothing needs after each of some computations.
+    """The values that are no longer needed after each computation.
 
     A value may be made more than once, and is not needed from its last read until it is made again.
-    Where x is made by computations 0, 2 and 4, and read by 1 and 3::
+    Example: computations 0, 2 and 4 make x, and 1 and 3 read it::
 
         last_reads([(), "x", (), "x", ()], ["x", (), "x", (), "x"])
-        # [(), ("x",), (), ("x",), ("x",)]: nothing reads what the last one makes
+        # [(), ("x",), (), ("x",), ("x",)]: no computation reads the last x
 
     Args:
-        reads: The values that each computation reads, in their order.
-        makes: The values that each makes.
+        reads: The values that each computation reads, in order.
+        makes: The values that each computation makes.
     """
-    # From the end: a value is needed by those before its last read, until one that makes it.
+    # Backwards: a value becomes needed at its last read, until the computation that makes it.
     needed: set[int] = set()
     found = []
     for read, made in zip(reversed(reads), reversed(makes), strict=True):
@@ -232,8 +232,8 @@ def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
 
 def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
     stages = [at for at, c in enumerate(computations) if c.instruction.stage is not None]
-    # Parts that only later computations touch, as the optimizer state of an UPDATE, may arrive
-    # while the stage computes; a task without a stage has nothing to hide their way behind.
+    # Parts that only later computations touch, such as an UPDATE's optimizer state, may arrive
+    # while the stage computes. A task without a stage has no computation to hide their transfer.
     stage = max(stages, default=len(computations) - 1)
     early: dict[Key, None] = {}
     late: dict[Key, None] = {}
@@ -244,7 +244,8 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
                 created[key] = None
             elif not any(key in known for known in (early, late, created)):
                 (early if at <= stage else late)[key] = None
-    # Parts that can't arrive while the stage computes would hold up the computations that follow.
+    # Parts that can't arrive while the stage computes would delay the computations after it, so
+    # they count as early.
     seconds = sum(computations[at].seconds for at in stages)
     hidden = workload.seconds_inward(late) <= seconds
     return Task(
@@ -262,12 +263,12 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
 def _as_computation(
     workload: Workload, instruction: Instruction, done: Iterable[int], made: set[Key]
 ) -> Computation:
-    """The computation of an instruction: the parts it touches, and how it changes them.
+    """The computation of an instruction, with the parts it touches and changes.
 
     Args:
         workload: The workload of the step.
         instruction: The instruction.
-        done: Activations that nothing needs after it.
+        done: Activations that are no longer needed after it.
         made: Gradients, activations and residuals that exist before it.
     """
     groups = (
@@ -282,7 +283,7 @@ def _as_computation(
     updates = instruction.op is Op.UPDATE
     gradients = keys([Kind.GRADIENT])
     state = keys([Kind.MASTERS, Kind.OPTIMIZER_STATE]) if updates else ()
-    # The first BACKWARD of a group creates its gradient, unless ZEROS did; the others add to it.
+    # The first BACKWARD of a group creates its gradient, unless ZEROS did; later ones add to it.
     new = tuple(key for key in gradients if makes and key not in made)
     assert instruction.op is not Op.ZEROS or new == gradients, "zeros would lose a gradient"
     touches = _TOUCHES[instruction.op]
@@ -312,7 +313,7 @@ def _activations(ids: Iterable[int]) -> tuple[Key, ...]:
 def _of_stage(
     workload: Workload, instruction: Instruction
 ) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
-    """The activations and residuals that a stage makes, and the residuals that it uses up."""
+    """The activations and residuals that a stage makes, and the residuals that it consumes."""
     stage = instruction.stage
     if stage is None:
         return (), ()

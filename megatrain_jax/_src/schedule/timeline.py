@@ -1,7 +1,7 @@
-"""The timeline of a step: when each copy and each computation happens, as the clock estimates.
+"""The timeline of a step: the clock's estimate of when each copy and computation happens.
 
-A schedule's lists are run once more on a clock, in the order in which they were laid down, and what
-each lane is busy with is written down. In the example of `clock.py`:
+This runs a schedule's instructions on a clock once more, and records the spans in which each lane
+is busy. In the example of `clock.py`:
 
     copies in    0 –  4  M0       4 –  8  M1      16 – 20  M2
     compute      4 – 10  FORWARD 0      10 – 16  FORWARD 1
@@ -21,18 +21,18 @@ from megatrain_jax._src.schedule.workload import Workload
 
 Lane = Literal["copies in", "compute", "copies out"]
 LANES: tuple[Lane, ...] = ("copies in", "compute", "copies out")
-# Steady steps before the one that is shown: by then they are all alike.
+# The number of steady steps to run; the last one is shown. By then, steps no longer differ.
 _STEADY_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A time in which a lane is busy.
+    """A span of time in which a lane is busy.
 
     Attributes:
         lane: The lane.
-        what: The operation of a computation; the kind of the part that a copy moves; "exchange"
-            where devices send each other values over the link that a lane stands for.
+        what: The operation of a computation, the kind of part that a copy moves, or "exchange" if
+            devices use the lane's link to send values to each other.
         of: The number of the stage or group; None if it has none.
         start: Seconds from the beginning of the step.
         end: Seconds from the beginning of the step.
@@ -46,9 +46,9 @@ class Span:
 
 
 def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
-    """The spans of a steady step; it begins when the device is done with the step before.
+    """The spans of a steady step, which begins when the device has computed the previous step.
 
-    Copies for the step that the one before it has fetched early began before 0.
+    Copies that the previous step started early for this step begin before 0.
 
     Args:
         workload: The workload that the schedule was found for.
@@ -61,8 +61,8 @@ def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
 def memory(workload: Workload, schedule: Schedule) -> tuple[tuple[float, int], ...]:
     """The device memory of a steady step: seconds from its beginning, and bytes from then on.
 
-    The bytes are those of the schedule's ledger, which counts a part from when it is asked for; the
-    times those at which the device has computed what was asked for before.
+    The bytes come from the schedule's ledger, which counts a part from its instruction on. The time
+    of an instruction is when the device has computed all earlier ones.
 
     Args:
         workload: See `timeline`.
@@ -73,7 +73,7 @@ def memory(workload: Workload, schedule: Schedule) -> tuple[tuple[float, int], .
 
 
 def _steady(workload: Workload, schedule: Schedule) -> tuple[list[Span], list[float], float]:
-    """Spans of a steady step, when the device is done before each instruction, and its start."""
+    """Spans of a steady step, the device's time before each instruction, and the step's start."""
     lists = build_task_lists(replace(workload, kept=schedule.kept))
     clock = Clock(costs=workload.costs)
     spans, times = _run(clock, workload, schedule.cold, lists.cold)
@@ -91,9 +91,9 @@ def _run(
     """Runs one list of instructions on a clock.
 
     Returns:
-        What the lanes were busy with, and when the device is done before each instruction.
+        The spans of the lanes, and the time when the device is done before each instruction.
     """
-    # Instructions have no costs: computations come in the same order, and bring theirs.
+    # Instructions have no costs; the computations do, and come in the same order.
     computations = ((c, n) for n, task in enumerate(tasks) for c in task.computations)
     spans: list[Span] = []
     times: list[float] = []
@@ -114,7 +114,7 @@ def _run(
 
 
 def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Span:
-    """Copies a part on the clock."""
+    """Advances the clock by a copy, and returns its span."""
     name, size = clock.costs.link_of(key).name, workload.size(key)
     lane: Lane = "copies in" if op is Op.FETCH else "copies out"
     times = clock.inward if op is Op.FETCH else clock.outward
@@ -123,13 +123,13 @@ def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Sp
         clock.fetch(key, size)
     else:
         clock.offload(key, size, task)
-    # As `Clock._carry` has it: the lane is free, and the device has been given work until then.
+    # Like `Clock._carry`: the lane must be free, and the device done with its current work.
     start = max(free, clock.driver, clock.device)
     return Span(lane=lane, what=key.kind, of=key.owner, start=start, end=times[name])
 
 
 def _computed(clock: Clock, computation: Computation, task: int) -> Iterator[Span]:
-    """Computes on the clock."""
+    """Advances the clock by a computation, and yields its spans."""
     row, seconds = computation.instruction, computation.seconds
     clock.compute(computation.touches, seconds, task, computation.seconds_on_link)
     end, of = clock.device, row.group if row.stage is None else row.stage

@@ -1,4 +1,4 @@
-"""The workload of a schedule, as plain data: what a step computes, on which bytes, how fast."""
+"""The workload of a schedule as plain data: a step's stages and groups, their bytes and times."""
 
 import functools
 from collections import Counter
@@ -11,14 +11,14 @@ from megatrain_jax._src.common.sizes import sized
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection between the device and a place where parts rest; its two ways work side by side.
+    """A full-duplex connection between the device and a memory that stores parts.
 
     Attributes:
-        name: The link's name, by which it is told from others.
-        inward: Seconds that one byte takes to the device.
-        outward: Seconds that one byte takes from the device.
-        shared: Seconds that one byte takes, whichever way, of what both ways share, such as the
-            host's memory; 0 where that never makes a byte wait.
+        name: A name that identifies the link.
+        inward: Seconds per byte to the device.
+        outward: Seconds per byte from the device.
+        shared: Seconds per byte in a resource that both directions share, such as the host's
+            memory; 0 if it never limits transfers.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Estimates of how long things take, in seconds. They decide what moves when, never results.
+    """Estimated times in seconds. They affect when parts move, never results.
 
     Attributes:
-        forward: For each stage, its forward of a wave's microbatches.
-        backward: For each stage, its backward of a wave's microbatches.
+        forward: For each stage, the forward of one wave's microbatches.
+        backward: For each stage, the backward of one wave's microbatches.
         update: For each group, its update.
-        recompute: For each stage, by how much its backward is shorter if its residuals are kept;
-            nothing unless given.
-        forward_on_link: For each stage, seconds of its forward that devices exchange values over
-            their links, which then carry nothing else; none unless given.
-        backward_on_link: For each stage, the same seconds of its backward.
+        recompute: For each stage, the time that its backward saves if its residuals are saved;
+            empty for none.
+        forward_on_link: For each stage, the part of its forward in which devices exchange values
+            over their links, which then carry nothing else; empty for none.
+        backward_on_link: The same for the backward.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """
@@ -54,7 +54,7 @@ class Costs:
     dispatch: float = 0.0
 
     def times(self, factor: float) -> "Costs":
-        """The costs of so many times the microbatches."""
+        """The costs with `factor` times the microbatches."""
 
         def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(factor * x for x in seconds)
@@ -69,36 +69,35 @@ class Costs:
         )
 
     def link_of(self, key: Key) -> Link:
-        """The link that a part travels over; nowhere else is this decided."""
+        """The link that moves a part; the only place that decides this."""
         del key  # all parts rest in the host
         return self.link
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Workload:
-    """A training step as the schedule sees it: its stages and groups, their bytes and their costs.
+    """A training step for the schedule: its stages and groups, their bytes and their costs.
 
     Attributes:
-        stages: For each stage, in forward order, the groups whose masters it reads.
+        stages: For each stage, in forward order, the groups that it reads.
         backward: For each stage, whether the loss depends on it.
         fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
-        sizes: For each group the bytes of its masters, optimizer state and gradient. A part that
+        sizes: For each group, the bytes of its masters, optimizer state and gradient. A part that
             is missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
-        activations: Bytes of each activation that is counted, by its id.
-        makes: For each stage, the counted activations it makes; none unless given.
-        reads: For each stage, the counted activations it reads.
-        residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
-            given.
-        may_travel: Whether residuals, the costliest alone, may wait in the host.
-        kept: The stages that keep residuals.
-        again: The stages that are computed once more before their backward, so that what they make
-            need not be held until then; see `order.py`.
-        lean: Whether residuals are the costliest results of each stage, instead of all.
+        activations: Bytes of each counted activation, by its id.
+        makes: For each stage, the counted activations it makes; empty for none.
+        reads: For each stage, the counted activations it reads; empty for none.
+        residuals: For each stage, bytes of the residuals that it can save, or 0; empty for none.
+        may_travel: Whether residuals may wait in the host, if they are the costliest results only.
+        kept: The stages that save residuals.
+        again: The stages with a forward that runs once more before their backward, so that their
+            outputs need not be stored until then; see `order.py`.
+        lean: Whether residuals are only the costliest results of each stage, instead of all.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         waves: Number of equal parts of the microbatches that go through the stages one after
-            another. Activations and residuals exist for one wave: their bytes are those of a wave.
+            another. Bytes of activations and residuals are counted for one wave.
         reduce_reads: Kinds that REDUCE reads besides the gradient.
         costs: Seconds that its computations and transfers take.
     """
@@ -129,19 +128,19 @@ class Workload:
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= LASTING
         assert self.waves == 1 or (self.waves > 1 and self.accumulate), "waves sum into zeros"
-        # BACKWARD makes a gradient, if it has bytes, of each group that its stage reads; that of a
-        # frozen group would never be consumed.
+        # BACKWARD makes a gradient for each group that its stage reads, if it has bytes. A frozen
+        # group's gradient would never be consumed.
         untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
         assert not any(self.size(Key(kind, g)) for g in self.frozen for kind in untrained)
         assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
         assert len(self.costs.update) == len(self.sizes)
         made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
-        # An activation is dropped by the last to read it, so without a reader it would never go.
+        # An activation is dropped by its last reader, so without a reader it would stay forever.
         assert set(self.activations) == made == read, "every activation is made and read"
         assert all(self.residuals[s] and self.backward[s] for s in self.kept)
         assert all(self.backward[s] for s in self.again) and not self.again & self.kept
         assert len(self.stages) - 1 not in self.again, "nothing is computed after the last stage"
-        # A fused last stage has no FORWARD that could keep any.
+        # A fused last stage has no FORWARD that could save residuals.
         assert not self.fused_last or len(self.stages) - 1 not in self.kept
 
     def __repr__(self) -> str:
@@ -153,7 +152,7 @@ class Workload:
         )
 
     def in_waves(self, waves: int) -> "Workload":
-        """The same step in so many waves, which divide its microbatches."""
+        """The same step in `waves` waves, a divisor of its microbatches."""
         if waves == self.waves:
             return self
         factor = self.waves / waves
@@ -171,7 +170,7 @@ class Workload:
 
     @functools.cached_property
     def _bytes(self) -> dict[Key, int]:
-        """The bytes of each part, since schedules ask for them all the time."""
+        """The bytes of each part, cached because schedules read them very often."""
         of_groups = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
         sizes = {Key(k, g): row.get(k, 0) for g, row in enumerate(self.sizes) for k in of_groups}
         sizes.update((Key(Kind.ACTIVATION, i), size) for i, size in self.activations.items())
@@ -179,13 +178,13 @@ class Workload:
         return sizes
 
     def seconds_inward(self, keys: Iterable[Key]) -> float:
-        """Seconds that parts take to the device; links work side by side."""
+        """Seconds to copy parts to the device; links work in parallel."""
         sizes: dict[str, int] = {}
         rates: dict[str, float] = {}
         for key in keys:
             link = self.costs.link_of(key)
             sizes[link.name] = sizes.get(link.name, 0) + self.size(key)
-            # Nothing is taken to go the other way, so the slower of the two alone counts.
+            # Assumes no traffic in the outward direction, so only the slower rate counts.
             rates[link.name] = max(link.inward, link.shared)
         return max((size * rates[name] for name, size in sizes.items()), default=0.0)
 
@@ -196,7 +195,7 @@ class Workload:
 
     @property
     def has_shared_sums(self) -> bool:
-        """Whether a gradient is a sum over stages, in an order that the number of waves changes."""
+        """Whether a gradient is summed over stages, in an order that depends on the waves."""
         reached = zip(self.stages, self.backward, strict=True)
         reads = [g for groups, backward in reached if backward for g in dict.fromkeys(groups)]
         return any(count > 1 and g not in self.frozen for g, count in Counter(reads).items())

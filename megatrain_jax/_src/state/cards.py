@@ -1,4 +1,4 @@
-"""The cards that are known by name: what was measured or published of each, and its source."""
+"""The cards that are known by name: their measured or published numbers, with sources."""
 
 import difflib
 import re
@@ -36,8 +36,8 @@ H200 = Hardware(
     widest_heads=256,
     source="measured",
 )
-# The rest as an H200's: link, host, NVLink, what whole steps reach, TFLOP/s of attention. Measured:
-# a bfloat16 matrix product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU
+# Link, host, NVLink, sustained rates and attention's TFLOP/s are an H200's. Measured: a bfloat16
+# matrix product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU
 # data sheet (SXM): 3.35 TB/s; the card reports 81559 MiB. FlashAttention-3 (arXiv 2407.08608) has
 # for cuDNN's attention in heads of width 128 on 16,384 tokens 539 TFLOP/s forward, causal, and 516
 # backward, not causal.
@@ -51,8 +51,8 @@ H100 = replace(
     source="measured, but for a link as an H200's",
 )
 # Eight of them in a server: NVIDIA DGX H100 and DGX H200 data sheets: two sockets, 2 TiB. Each
-# socket has memory of its own, counted as what was measured of one; each card's share of the state
-# has to lie next to it for that, as with a process a socket.
+# socket has its own memory, with the rate measured on one socket. For this, each card's share of
+# the state has to lie in its own socket's memory, as with one process per socket.
 HGX_H200 = replace(
     H200,
     name="NVIDIA H200 of eight, two sockets",
@@ -69,10 +69,10 @@ HGX_H100 = replace(
 # carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
 # EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
 # Attention reaches 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691): 60% here, and
-# the same is assumed of all cards that nothing else is known of.
+# the same is assumed for all cards without a better number.
 _EPYC_SOCKET = 204.8e9
 # NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s; NVLink 600 GB/s, half each way.
-# NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, whose memory is that of the 7003.
+# NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, with the same memory as the 7003.
 A100_80GB = Hardware(
     name="NVIDIA A100 80GB",
     typical_host_bytes=128 * _GIB,
@@ -97,7 +97,7 @@ RTX_3080 = Hardware(
     source="vendor peak",
 )
 # NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, no NVLink; its driver
-# has cards exchange nothing without the host.
+# sends all traffic between cards through the host.
 RTX_4090 = Hardware(
     name="NVIDIA GeForce RTX 4090",
     typical_host_bytes=64 * _GIB,
@@ -121,8 +121,8 @@ RTX_3090 = Hardware(
     memory_bytes_per_s=936e9,
     source="vendor peak",
 )
-# NVIDIA L40S data sheet: 362.05 TFLOP/s, half of what it says of sparse products; no NVLink. With
-# its error correction the card reports 46068 MiB.
+# NVIDIA L40S data sheet: 362.05 TFLOP/s, half of its number for sparse products; no NVLink. With
+# error correction the card reports 46068 MiB.
 L40S = Hardware(
     name="NVIDIA L40S",
     typical_host_bytes=128 * _GIB,
@@ -150,10 +150,10 @@ RTX_5090 = Hardware(
     widest_heads=256,
     source="vendor peak",
 )
-# NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, half of what it says of
+# NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, half of its number for
 # sparse products; 8 TB/s; NVLink 1.8 TB/s, half each way. The card reports 183359 MiB. The host is
-# that of a DGX B200: two sockets, 8 channels x 8 bytes x 5600 MT/s = 358.4 GB/s each, and 2 TiB for
-# eight cards.
+# a DGX B200's: two sockets, 8 channels x 8 bytes x 5600 MT/s = 358.4 GB/s each, and 2 TiB for eight
+# cards.
 B200 = Hardware(
     name="NVIDIA B200",
     typical_host_bytes=256 * _GIB,
@@ -181,7 +181,7 @@ GH200 = Hardware(
     source="vendor peak",
 )
 
-# Nothing was measured of the cards below, on none of which a run has been tried.
+# No run was tried on the cards below, and nothing was measured on them.
 _UNMEASURED = "vendor peak, unmeasured"
 # NVIDIA A100 Tensor Core GPU data sheet (40 GB): as with 80 GB, but 1,555 GB/s.
 A100_40GB = replace(
@@ -191,8 +191,8 @@ A100_40GB = replace(
     memory_bytes_per_s=1.555e12,
     source=_UNMEASURED,
 )
-# NVIDIA A10G data sheet: 70 TFLOP/s, half of what it says of sparse products; 600 GB/s; no NVLink.
-# With its error correction the card reports 23028 MiB. The host is an eighth of an AWS g5.48xlarge.
+# NVIDIA A10G data sheet: 70 TFLOP/s, half of its number for sparse products; 600 GB/s; no NVLink.
+# With error correction the card reports 23028 MiB. The host is an eighth of an AWS g5.48xlarge.
 A10G = Hardware(
     name="NVIDIA A10G",
     typical_host_bytes=96 * _GIB,
@@ -203,7 +203,7 @@ A10G = Hardware(
     memory_bytes_per_s=600e9,
     source=_UNMEASURED,
 )
-# NVIDIA RTX A6000 data sheet: 154.8 TFLOP/s, half of what it says of sparse products; 768 GB/s. A
+# NVIDIA RTX A6000 data sheet: 154.8 TFLOP/s, half of its number for sparse products; 768 GB/s. A
 # bridge for two of them is not counted. Without error correction, its default, the card reports
 # 49140 MiB.
 RTX_A6000 = Hardware(
@@ -216,8 +216,8 @@ RTX_A6000 = Hardware(
     memory_bytes_per_s=768e9,
     source=_UNMEASURED,
 )
-# NVIDIA L4 data sheet: 121 TFLOP/s, half of what it says of sparse products; 300 GB/s; no NVLink.
-# With its error correction the card reports 23034 MiB.
+# NVIDIA L4 data sheet: 121 TFLOP/s, half of its number for sparse products; 300 GB/s; no NVLink.
+# With error correction the card reports 23034 MiB.
 L4 = Hardware(
     name="NVIDIA L4",
     typical_host_bytes=64 * _GIB,
@@ -243,9 +243,9 @@ RTX_3060 = Hardware(
     source=_UNMEASURED,
 )
 # NVIDIA T4 data sheet: 320 GB/s, PCIe 3.0 x16 (8 GT/s x 16 lanes x 128/130 = 15.75 GB/s each way).
-# Its tensor cores, of Turing, have no bfloat16 (65 TFLOP/s are those of float16): products count as
-# those of its other cores in fp32, 8.1 TFLOP/s. With its error correction the card reports 15360
-# MiB.
+# Turing's tensor cores have no bfloat16 (the published 65 TFLOP/s are for float16), so products
+# count with the fp32 rate of the ordinary cores, 8.1 TFLOP/s. With error correction the card
+# reports 15360 MiB.
 T4 = Hardware(
     name="NVIDIA T4",
     typical_host_bytes=64 * _GIB,
@@ -303,19 +303,19 @@ _BY_DEVICE_KIND = {
 
 
 def card(name: str) -> Hardware:
-    """Looks up a card by its name, whatever its capitals, blanks and hyphens.
+    """Looks up a card by its name, ignoring case, spaces and hyphens.
 
     Args:
-        name: A name such as "H100", "rtx-4090" or "A100 40 GB", one that a plan prints, or one by
-            which the driver knows the card. The makers' words, as NVIDIA GeForce, and the card's
-            memory may be left out.
+        name: A name such as "H100", "rtx-4090" or "A100 40 GB", a name that a plan prints, or the
+            driver's name of the card. Vendor words, such as NVIDIA GeForce, and the card's memory
+            may be left out.
 
     Returns:
         The card, in a typical host.
 
     Raises:
         TypeError: If the name is no string.
-        ValueError: If no such card is known; the message has names that are near.
+        ValueError: If the card is unknown; the message suggests similar names.
 
     Examples:
         >>> card("rtx-4090").device_bytes // 2**30
@@ -341,16 +341,16 @@ def card(name: str) -> Hardware:
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in several ways, or leave out: "A100 40 GB" is a10040g."""
+    """A name without vendor words, case and separators: "A100 40 GB" becomes a10040g."""
     small = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"(?<=[0-9])gi?b", "g", re.sub("nvidia|geforce|tesla|quadro|rtx", "", small))
 
 
 def _with_memory(plain: str, known: Mapping[str, Hardware]) -> Hardware | None:
-    """The card of a name with its memory behind it, such as 409024g; None if there is no such."""
+    """The card of a name that ends with its memory, such as 409024g; None if there is none."""
     for name, machine in known.items():
         size = re.fullmatch(f"{re.escape(name)}([0-9]+)g", plain)
-        # As cards are sold: they have some less for their error correction.
+        # A card is sold with its nominal memory, and error correction takes some of it.
         if size and 0.9 < (machine.device_bytes or 0) / (int(size[1]) * _GIB) <= 1:
             return machine
     return None
@@ -360,15 +360,15 @@ def this_machine() -> Hardware | None:
     """Looks up the first JAX device among the known cards; starts JAX's backend.
 
     Returns:
-        The card with this machine's host memory and the device memory that JAX may use here; for a
-        GPU that is not known, rates of another one; `None` for what is no GPU.
+        The card with this machine's host memory and the device memory that JAX may use here. An
+        unknown GPU gets the rates of an A100. `None` if the device is not a GPU.
     """
     device = default_device()
     if device.platform != "gpu":
         return None
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
-    # An allocator that takes memory as it needs it says 0.
+    # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes

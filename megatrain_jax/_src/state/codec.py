@@ -1,12 +1,12 @@
-"""Codecs: encode a slab's numbers into the arrays that hold them at rest, and decode these.
+"""Codecs: encode a slab's numbers into the arrays that store them, and decode these arrays.
 
-Kernels compute on what a codec decodes and give what it encodes; all else only stores and sends
-the arrays. `Plain` is the numbers themselves, `Rounded` a narrower dtype.
+Kernels decode their inputs and encode their outputs; the rest of the program only stores and sends
+the arrays. `Plain` stores the numbers themselves, `Rounded` stores a narrower dtype.
 
-A worked example, 1 + 2^-9 held in bfloat16, whose neighbours there are 1 and 1 + 2^-7::
+Example: 1 + 2^-9 stored in bfloat16, where its two neighbours are 1 and 1 + 2^-7::
 
-    nearest       1 always: many small updates of a parameter are all lost
-    stochastic    1 + 2^-7 in one of four updates, else 1: right in the mean
+    nearest       always 1: many small updates of a parameter are all lost
+    stochastic    1 + 2^-7 in one of four updates, else 1: the mean is right
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.state.draws import Draw, random_bits
 
 Array = Any
-"""An array of numpy's or JAX's, traced or not."""
+"""A NumPy or JAX array, traced or not."""
 
 Draws = tuple[Draw, Array]
-"""A draw, and the number of each element that bits are drawn for: uint32 of shape (n,)."""
+"""A draw, and the numbers of the elements to draw bits for: uint32 of shape (n,)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of the arrays that stand for the numbers of a leaf.
+    """One of the arrays that encode the numbers of a leaf.
 
     Attributes:
-        name: Name of the array below the leaf's, as checkpoints have it; "" if it is the only one.
+        name: Name of the array below the leaf's in checkpoints; "" if it is the only one.
         dtype: Name of its dtype.
-        per: The count of numbers that each of its elements stands for.
+        per: Count of numbers that one element of the array encodes.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain:
-    """Numbers that are held as they are computed on.
+    """Numbers stored in their compute dtype.
 
     Attributes:
-        block: The count of numbers that are coded together; a leaf begins at a multiple of it.
+        block: Count of numbers that are encoded together; a leaf begins at a multiple of it.
     """
 
     block: ClassVar[int] = 1
@@ -61,7 +61,7 @@ class Plain:
         return (Part(name="", dtype=dtype),)
 
     def read_dtype(self, dtype: str) -> str:
-        """The dtype in which numbers, computed on in `dtype`, are read without loss."""
+        """The narrowest dtype that holds the stored numbers without loss; `dtype` computes."""
         return dtype
 
     def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
@@ -69,7 +69,7 @@ class Plain:
         return (x,)
 
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
-        """The numbers that arrays at rest stand for, in this dtype."""
+        """The numbers that arrays at rest encode, in this dtype."""
         return _cast(arrays[0], dtype)
 
 
@@ -79,8 +79,8 @@ class Rounded(Plain):
 
     Attributes:
         dtype: Name of that dtype.
-        stochastic: Whether to round up or down at random, so that the mean is right; only for
-            fp32 held in bfloat16. Without a draw, as for initial values, to nearest all the same.
+        stochastic: Whether to round up or down at random, so that the mean is right; only for fp32
+            stored in bfloat16. Without a draw, as for initial values, rounds to nearest.
     """
 
     dtype: str
@@ -112,25 +112,26 @@ class Rounded(Plain):
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds fp32 to one of its two neighbours in bfloat16, to the nearer one more often.
 
-    The upper 16 bits of an fp32 number are a bfloat16 number, the lower ones how far it is on the
-    way to the next. Adding 16 random bits carries in as many cases as that is far. Numbers that
-    bfloat16 has exactly stay, zeros, infinities and NaN among them. Finite numbers beyond the
-    largest one of bfloat16, 3.39e38, become that one.
+    The upper 16 bits of an fp32 number are a bfloat16 number, and the lower 16 bits are the
+    distance to it, as a fraction of the gap to the next one. Adding 16 random bits carries with
+    this fraction as its probability. Numbers that bfloat16 represents exactly don't change,
+    including zeros, infinities and NaN. Finite numbers beyond bfloat16's largest, 3.39e38, become
+    that number.
 
     Args:
         x: fp32 of shape (n,).
-        bits: Uniform 32-bit integers of shape (n,), of which the upper half is used.
+        bits: Uniform 32-bit integers of shape (n,); only the upper halves are used.
 
     Returns:
         bfloat16 of shape (n,).
     """
-    # As integers, since fp32's sum with its random part would be rounded itself.
+    # With integers, because a sum in fp32 would itself be rounded.
     given = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = ((given + (bits >> 16)) >> 16).astype(jnp.uint16)
-    # The number below an infinity's bits is the largest finite one's.
+    # The bits of infinity minus one are the largest finite number.
     upper -= ((upper & 0x7FFF) == 0x7F80).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
-    # A NaN whose bits are in the lower half would become an infinity, one of all bits a zero.
+    # A NaN with bits in the lower half only would become infinity; a NaN of all ones, zero.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 

@@ -1,23 +1,23 @@
 """Random bits for rounding: a hash of the element's number, keyed by run, step, group and slab.
 
-A counter-based generator has no state to keep or to fetch: the same update draws the same bits
-however it is scheduled, and after a resume. This one is a few integer operations an element, which
-a compiler computes where the bits are used, so that no array of them exists.
+A counter-based generator has no state to store or fetch: the same update draws the same bits under
+any schedule, and after a resume. This generator takes a few integer operations per element. The
+compiler fuses them into the code that uses the bits, so that no array of bits exists.
 
-A worked example, the draws of an update of group 3 by the gradient of step 7::
+Example: the draws of an update of group 3 by the gradient of step 7::
 
     draw = draw_of(key, 7, 3)
     masters, state = part_of(draw, 0), part_of(draw, 1)
-    part_of(state, s)       # of the state's slab number s
-    part_of(masters, n)     # of segment n, where a slab has segments of several codecs
-    random_bits(masters, numbers)    # an integer for each element, by its number in its segment
+    part_of(state, s)       # for slab number s of the state
+    part_of(masters, n)     # for segment n, if a slab has segments with several codecs
+    random_bits(masters, numbers)    # one integer per element, by its number in its segment
 """
 
 import jax
 import jax.numpy as jnp
 
 Draw = tuple[jax.Array, jax.Array]
-"""Two 32-bit words that bits are drawn from."""
+"""Two 32-bit words that seed random bits."""
 
 
 def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
@@ -25,12 +25,12 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
 
     Args:
         key: The run's random key.
-        step: Number of the step that the gradient is of.
+        step: Number of the gradient's step.
         group: Number of the group.
     """
     words = jax.random.key_data(key).reshape(-1)
-    # The halves of SplitMix64's constant, 2^64 over the golden ratio: no more than a start with
-    # bits of both kinds.
+    # The halves of SplitMix64's constant, 2^64 over the golden ratio. Any start with ones and zeros
+    # would do.
     draw = jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)
     for word in (*(words[i] for i in range(words.size)), step, group):
         draw = _folded(draw, word.astype(jnp.uint32))
@@ -38,14 +38,14 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
 
 
 def part_of(draw: Draw, number: int | jax.Array) -> Draw:
-    """One of the independent draws that a draw consists of, by number."""
+    """An independent draw, derived from a draw and a number."""
     return _folded(draw, jnp.uint32(number))
 
 
 def random_bits(draw: Draw, numbers: jax.Array) -> jax.Array:
-    """Uniform 32-bit integers for elements with these numbers, uint32; of their shape."""
-    # With one word alone, draws whose words differ in the lower bits would have the same bits, only
-    # for other elements.
+    """Uniform uint32 integers for elements with these numbers, in the same shape."""
+    # With a single word, two draws that differ in their lower bits would have the same random bits
+    # in a different order of elements.
     first, second = draw
     return _mixed(_mixed(numbers ^ first) ^ second)
 
@@ -56,7 +56,7 @@ def _folded(draw: Draw, word: jax.Array) -> Draw:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of 32-bit integers in which each bit depends on all (lowbias32, C. Wellons)."""
+    """A bijection of 32-bit integers that mixes all bits (lowbias32, C. Wellons)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

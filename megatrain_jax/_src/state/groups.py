@@ -1,7 +1,7 @@
 """Parameter groups: leaves that are copied together, and their layout in slabs.
 
-A worked example: leaves 0 to 3 are an embedding, one matrix in each of two blocks, and a norm; the
-stages read leaves [0], [1], [2] and, in a head tied to the embedding, [3, 0]. Groups stand in the
+Example: leaves 0 to 3 are an embedding, one matrix in each of two blocks, and a norm. The stages
+read leaves [0], [1], [2] and, in a head tied to the embedding, [3, 0]. Groups are numbered in the
 order of their first use::
 
     names  = ("embed", "layers.0", "layers.1", "norm")
@@ -31,7 +31,7 @@ class Grouping:
     """The partition of a model's leaves into groups.
 
     Attributes:
-        names: Name of each group, as tables and messages show it.
+        names: Name of each group in tables and messages.
         leaves: For each group, the numbers of its leaves, ascending.
         frozen: Numbers of the groups that are only read.
     """
@@ -52,8 +52,8 @@ class GroupLayout:
     """The layout of a group's state in slabs.
 
     Attributes:
-        master: Layout of the masters; gradients lie alike, in a dtype of their own.
-        state: Layout of the optimizer state, a slab or more.
+        master: Layout of the masters; gradients have the same offsets and their own dtype.
+        state: Layout of the optimizer state, in one or more slabs.
     """
 
     master: Layout
@@ -71,15 +71,15 @@ class GroupLayout:
 
     @property
     def num_coded(self) -> int:
-        """Numbers of a shard that are held in codes, with scales that several of them share."""
+        """Count of a shard's numbers that are stored as codes with shared scales."""
         segments = (segment for slab in self.slabs for segment in slab.segments)
         return sum(s.stop - s.start for s in segments if s.codec.block > 1)
 
     def slab_draws(self, draw: tuple | None) -> list[Draw | None]:
-        """The draw of each slab, masters before state, whose elements have the same numbers.
+        """The draws of all slabs, masters first; different, as slabs number elements alike.
 
         Args:
-            draw: What an update's random bits are drawn from, see `draw_of`; None for no bits.
+            draw: Arguments of `draw_of` for an update's random bits; None for no bits.
         """
         if draw is None:
             return [None] * len(self.slabs)
@@ -87,20 +87,20 @@ class GroupLayout:
         return [masters, *(part_of(state, number) for number in range(len(self.state.layouts)))]
 
     def leaf(self, kind: Kind, position: int) -> tuple[Layout, int]:
-        """The layout of the slab that a leaf of masters or of state is in, and its number there."""
+        """The layout of the slab with a leaf of masters or state, and the leaf's number there."""
         if kind is Kind.MASTERS:
             return self.master, position
         slab, i = self.state.places[position]
         return self.state.layouts[slab], i
 
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
-        """Bytes of each kind of part that travels to and from each device.
+        """Bytes per device of each kind of part that is transferred.
 
         Args:
             gradient: Dtype of the gradient; None if the group has none.
 
         Returns:
-            Bytes by kind: masters and optimizer state as they are at rest, and the gradient.
+            Bytes by kind: masters and optimizer state in their stored form, and the gradient.
         """
         itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
         return {
@@ -111,10 +111,10 @@ class GroupLayout:
 
 
 def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Grouping:
-    """Groups leaves by block; those outside blocks by the stages that read them.
+    """Groups leaves by block, and leaves outside blocks by the stages that read them.
 
-    A tied embedding, which two stages read, so doesn't drag along what only one of them needs.
-    Frozen leaves have groups of their own, since they travel one way only.
+    So fetching a tied embedding, read by two stages, does not fetch leaves that only one of them
+    needs. Frozen leaves have their own groups, because they travel in one direction only.
 
     Args:
         leaves: All leaves of the model.
@@ -126,16 +126,16 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
             uses[i].append(s)
     members: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        # A block travels whole, whichever stages read it; outside of blocks, what the same stages
-        # read.
+        # A block travels whole, even if several stages read it. Outside blocks, leaves that the
+        # same stages read travel together.
         place = (leaf.block,) if leaf.block else (None, *uses[i])
         members.setdefault((leaf.is_trainable, *place), []).append(i)
 
     def first_use(item):
         return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]
 
-    # Groups are numbered as forward meets them: the smaller number is fetched first where nothing
-    # else decides, and tables read like the model.
+    # Groups are numbered in the order of their first use: ties between fetches are broken by the
+    # smaller number, and tables read like the model.
     ordered = sorted(members.items(), key=first_use)
     names = [
         (".".join(map(str, key[1] or ())) or _name(leaves, rows)) + ("" if key[0] else " (frozen)")
@@ -152,7 +152,7 @@ def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
     """The name of a group outside blocks: its leaves' modules, at most three of them."""
     blocks = {leaf.block for leaf in leaves}
     paths = [leaves[i].path for i in rows]
-    # A parameter that lies in a block and belongs to none has its own name, not the block's.
+    # A parameter directly in a block's container gets its own name, not its parent's.
     modules = dict.fromkeys(
         ".".join(map(str, p if len(p) == 1 or p[:-1] in blocks else p[:-1])) for p in paths
     )
@@ -170,14 +170,14 @@ def layout_group(
 ) -> GroupLayout:
     """Lays out one group's leaves and its optimizer state.
 
-    Leaves that are coded alike, in all that lies as the masters do, are put together.
+    Leaves that have the same codecs, for the master and for each moment, are placed together.
 
     Args:
         leaves: All leaves of the model.
         rows: Numbers of the group's leaves.
-        state: Shapes and dtypes of its optimizer state's leaves.
-        master: Dtype that masters are computed on in.
-        num_shards: Number of equal parts that slabs are divided into, one a device.
+        state: Shapes and dtypes of the leaves of its optimizer state.
+        master: Compute dtype of the masters.
+        num_shards: Number of equal parts that slabs are divided into, one per device.
         master_codecs: Codec of each leaf's master; None for plain ones.
         state_codecs: Codec of each leaf of the state; None for plain ones.
     """
@@ -185,8 +185,8 @@ def layout_group(
     masters = list(master_codecs or [PLAIN] * len(rows))
     states = list(state_codecs or [PLAIN] * len(state))
     mirrors = [states[at : at + n] for at, n in rows_like(state, shapes) if n]
-    # One order and one unit for masters and state: leaf by leaf both lie at the same offsets, which
-    # lets an elementwise update compute on whole slabs.
+    # Masters and state share one order and one unit, so that each leaf has the same offset in both.
+    # This lets an elementwise update compute on whole slabs.
     order = in_order(list(zip(masters, *mirrors, strict=True)))
     unit = max((codec.block for codec in (*masters, *states)), default=1)
     return GroupLayout(

@@ -1,4 +1,4 @@
-"""A machine to plan for: the rates of its device, its host and the link between them."""
+"""`Hardware`: memory sizes and rates of an accelerator, its host and the link between them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,35 +9,35 @@ from megatrain_jax._src.startup import allocator
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """An accelerator and its host, as far as a plan is concerned.
+    """The memory sizes and rates of an accelerator and its host, for plans.
 
-    Rates are of one accelerator, except for the host's memory, which all of them share.
+    Rates refer to one accelerator, except for the host's memory, which all accelerators share.
 
     Attributes:
         name: The machine's name in plans.
         host_bytes: Host memory that training may use; `None` if unknown.
-        typical_host_bytes: Host memory that plans count with where `host_bytes` isn't given.
+        typical_host_bytes: Host memory that plans assume if `host_bytes` isn't given.
         device_bytes: Memory of the accelerator; `None` if unknown.
-        device_share: Share of it that JAX may allocate; `None` for what `XLA_CLIENT_MEM_FRACTION`
-            says, which importing this library sets to 0.85.
-        link_bytes_per_s: Bytes a second between host and device, each way.
-        host_bytes_per_s: Bytes a second that the host's memory carries, to and from all devices
-            together; without it, only the links bound what they carry.
-        peer_bytes_per_s: Bytes a second that each device receives from the others in collectives;
+        device_share: Share of it that JAX may allocate; `None` for the value of
+            `XLA_CLIENT_MEM_FRACTION`, which importing this library sets to 0.85.
+        link_bytes_per_s: Bytes per second between host and device, in each direction.
+        host_bytes_per_s: Bytes per second between the host's memory and all devices together;
+            infinite by default, so that only the links limit transfers.
+        peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
             `None` if only the links connect them. Collectives then pass through the host's memory.
-        flops_per_s: Floating-point operations a second in bfloat16 matrix products.
-        memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
-            without it, what only moves bytes there counts as free.
-        sustained: Share of `flops_per_s` that the stages of a step reach with all operations but
-            those of attention's kernels.
-        sustained_attention: Share of `flops_per_s` that these kernels, such as cuDNN's, reach in
-            forward and backward together, where what a causal mask leaves out does not count.
-        widest_heads: Width of the widest heads that cuDNN's attention takes there, by which plans
-            made elsewhere tell whether `models.attention` calls it: 256 from Hopper on.
-        source: Source of the two rates; vendors' peaks are never reached.
+        flops_per_s: Floating-point operations per second in bfloat16 matrix products.
+        memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
+            infinite by default, so that operations that only move bytes take no time.
+        sustained: Share of `flops_per_s` that the stages of a step reach outside attention kernels.
+        sustained_attention: Share of `flops_per_s` that attention kernels, such as cuDNN's, reach
+            in forward and backward together; operations that a causal mask skips don't count.
+        widest_heads: Maximum width of heads that cuDNN's attention supports on this card: 256 from
+            Hopper on. Plans made on another machine use it to tell whether `models.attention`
+            calls cuDNN.
+        source: Source of the rates, such as "measured"; vendors' peaks are never reached.
 
     Raises:
-        TypeError: If an attribute is of another type; bytes are integers.
+        TypeError: If an attribute has the wrong type; bytes are integers.
         ValueError: If a number is not positive, or a share is above 1.
 
     Examples:
@@ -66,7 +66,7 @@ class Hardware:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        """Checks that every rate can be divided by."""
+        """Checks types, and that all rates are positive, since times divide by them."""
         for name in ("name", "source"):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(checks.refused(name, "a str", value))
@@ -82,8 +82,7 @@ class Hardware:
             ("peer_bytes_per_s", None),
             ("device_share", None),
         ):
-            # A rate that isn't known bounds nothing: infinite where it would be divided by, else
-            # None.
+            # An unknown rate limits nothing: it is infinite if times divide by it, else None.
             if (value := getattr(self, name)) != unknown:
                 checks.number(name, value, above=0)
         for name in ("sustained", "sustained_attention", "device_share"):
@@ -95,39 +94,39 @@ class Hardware:
         """Device memory that JAX may allocate; `None` if unknown."""
         if self.device_bytes is None:
             return None
-        # Read when it is asked for: the user may have set JAX's variable after the import.
+        # Read late, because the user may set JAX's variable after the import.
         share = allocator.fraction() if self.device_share is None else self.device_share
         return int(share * self.device_bytes)
 
     def times(self, num_devices: int) -> "Hardware":
-        """The same machine with so many of its accelerators, for which a host is typically made."""
+        """The same machine with `num_devices` accelerators and a host of typical size for them."""
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
     def compute_seconds(self, flops: float, attention: float, sustained: float = 1.0) -> float:
-        """Seconds that operations take one accelerator.
+        """Seconds that one accelerator takes for a number of operations.
 
         Args:
-            flops: All of them.
-            attention: Those of attention's kernels among them.
-            sustained: Share of `flops_per_s` that the others reach.
+            flops: Number of operations, including attention's.
+            attention: Number of operations in attention kernels.
+            sustained: Share of `flops_per_s` that operations outside attention reach.
         """
-        # `sustained` of 1 asks for the least time possible, as a bound does; a plan gives the
-        # stages' own. Attention's kernels have no better one: what they reach is the measured rate.
+        # 1 gives the minimum time, for a bound; plans pass the stages' rate. For attention kernels,
+        # the measured rate serves as both.
         others = (flops - attention) / sustained
         return (others + attention / self.sustained_attention) / self.flops_per_s
 
     def transfer_bytes_per_s(self, num_devices: int) -> float:
-        """Bytes a second between the host and each of so many devices, all of them, one way."""
+        """Bytes per second, one way, between the host and each of `num_devices` busy devices."""
         return min(self.link_bytes_per_s, self.host_bytes_per_s / num_devices)
 
     def collective_bytes_per_s(self, num_devices: int) -> float:
-        """Bytes a second that each of so many devices receives from the others in collectives.
+        """Bytes per second that each of `num_devices` devices receives in collectives.
 
-        Where only links connect them, a byte comes over the receiver's link, leaves over the
-        sender's at the same time, and is written to and read from the host's memory on its way. On
-        eight devices with links of 31.5 GB/s and a host's memory of 204.8 GB/s, each receives
-        min(31.5, 204.8 / (2 · 8)) = 12.8 GB/s.
+        If only links connect the devices, a byte uses the sender's and the receiver's link at the
+        same time, and is written to and read from the host's memory. On eight devices with links of
+        31.5 GB/s and a host memory of 204.8 GB/s, each receives min(31.5, 204.8 / (2 · 8)) = 12.8
+        GB/s.
         """
         if self.peer_bytes_per_s is not None:
             return self.peer_bytes_per_s
@@ -135,5 +134,5 @@ class Hardware:
 
     @property
     def assumed_host_bytes(self) -> int | None:
-        """Host memory, or else the typical amount; `None` if unknown."""
+        """Host memory, or the typical amount if it isn't given; `None` if unknown."""
         return self.typical_host_bytes if self.host_bytes is None else self.host_bytes

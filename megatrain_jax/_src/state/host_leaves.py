@@ -1,15 +1,15 @@
-"""Leaves in host memory: read from, and written to, the arrays that hold their slab at rest.
+"""Reads and writes single leaves in the host arrays that store their slab.
 
-A worked example, the first moment of a (6, 50) matrix, its first leaf's, as 8-bit codes::
+Example: the first moment of a (6, 50) matrix, leaf 0 of its slab, as 8-bit codes::
 
     layout.at_rest              int8[384], float32[3]
     read_part(…, 0, 0)          codes, int8[6, 50]: the first 300, as a view
     read_part(…, 0, 1)          scales, float32[3]
-    read_leaf(…, 0)             what they stand for, float32[6, 50]
+    read_leaf(…, 0)             the decoded numbers, float32[6, 50]
 
-Over several devices each of these is joined from every device's share. A process alone has the
-shares of its own devices, as runs of the flat part: with two processes, the second one's of the
-codes above is `[(150, int8[150])]`.
+Over several devices, each result is joined from all devices' shares. A single process has only its
+own devices' shares, as runs of the flat part: with two processes, the second process has the run
+`[(150, int8[150])]` of the codes above.
 """
 
 import math
@@ -23,9 +23,9 @@ from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout
 
 Run = tuple[int, np.ndarray]
-"""Elements of a flat array that lie together: the number of the first one, and all of them."""
+"""Consecutive elements of a flat array: the number of the first element, and the elements."""
 Held = Array | Mapping[int, np.ndarray]
-"""An array at rest, whole or as those of its shards that a process has, by their number."""
+"""An array at rest: whole, or as a process's shards by number."""
 
 
 def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Array]) -> list[np.ndarray]:
@@ -54,12 +54,12 @@ def part_shape(layout: Layout, i: int, p: int) -> tuple[int, ...]:
 
 
 def read_part(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> np.ndarray:
-    """Part `p` of leaf `i`, as it is held."""
+    """Part `p` of leaf `i`, as stored."""
     return _joined(list(_pieces(layout, arrays, i, p).values()), part_shape(layout, i, p))
 
 
 def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]:
-    """The runs of part `p` of leaf `i` that this process has, one for each shard, as views."""
+    """This process's runs of part `p` of leaf `i`, one per shard, as views."""
     size = math.prod(part_shape(layout, i, p))
     share = -(-layout.shares[i] // layout.parts(i)[p].per)
     pieces = _pieces(layout, arrays, i, p).items()
@@ -68,7 +68,7 @@ def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]
 
 
 def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """The elements from `start` to `stop` that runs have, as views."""
+    """The parts of runs between elements `start` and `stop`, as views."""
     found = [(max(at, start), run[max(start - at, 0) : max(stop - at, 0)]) for at, run in runs]
     return [run for run in found if run[1].size]
 
@@ -88,7 +88,7 @@ def joined_run(runs: Sequence[Run], start: int, stop: int) -> np.ndarray | None:
 
 
 def write_part(layout: Layout, arrays: Sequence[Held], i: int, p: int, runs: Sequence[Run]) -> None:
-    """Writes runs of part `p` of leaf `i` into NumPy's arrays, as far as they are in them."""
+    """Writes runs of part `p` of leaf `i` into NumPy arrays, where the arrays have them."""
     for at, own in runs_of(layout, arrays, i, p):
         # A run of NumPy's arrays is a view of them.
         for start, piece in cut(runs, at, at + own.size):
@@ -96,7 +96,7 @@ def write_part(layout: Layout, arrays: Sequence[Held], i: int, p: int, runs: Seq
 
 
 def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
-    """The parts that stand for leaf `i`, in their shapes; rounded to nearest."""
+    """The parts that encode leaf `i`, in their shapes, rounded to nearest."""
     codec = layout.segment_of(i)[0].codec
     flat = leaf.reshape(-1)
     parts = codec.encode(np.pad(flat, (0, -flat.size % codec.block)), None)
@@ -116,7 +116,7 @@ def _pieces(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> dict[int,
 
 
 def _joined(pieces: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """An array of its shares, in the order of shards, without what is padding."""
+    """An array joined from its shares, in the order of shards, without padding."""
     flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     return flat[: math.prod(shape)].reshape(shape)
 

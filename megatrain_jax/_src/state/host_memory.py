@@ -1,13 +1,13 @@
-"""Host memory: how much this process may use, by its limits and the kernel's table.
+"""Host memory that this process may use, from its limits and the kernel's memory table.
 
-A worked example, a container on a machine of 125 GiB, 100 of which the kernel calls available::
+Example: a container on a machine with 125 GiB, of which the kernel reports 100 as available::
 
     memory.max 64 GiB, memory.current 40 GiB, inactive_file 10 GiB of that
     total_bytes()        64 GiB
     available_bytes()    34 GiB: 64 - (40 - 10), less than 100
 
-After `ulimit -v 20971520` (20 GiB of addresses), 3 GiB of which the process has taken, the total is
-20 GiB and 17 GiB are available.
+After `ulimit -v 20971520` (20 GiB of addresses) in a process that has taken 3 GiB, the total is
+20 GiB, with 17 GiB available.
 """
 
 import os
@@ -23,13 +23,13 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
-# The limits of a process's own memory, with the kernel's name of the bytes that count towards each.
+# Limits of a process's own memory, and the kernel's name for the bytes that count towards each.
 _OWN_LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """One limit of this process's memory, and what counts towards it for good, in bytes."""
+    """One limit of this process's memory, and the unreclaimable bytes counted in it."""
 
     limit_bytes: int
     used_bytes: int
@@ -45,9 +45,9 @@ def cgroup_memory(
         membership: The file that names this process's groups.
 
     Returns:
-        One entry for each group that has a limit, from the process's own up to the root, as
-        each of them binds. Inside a container the named path may not be visible; then only
-        the root, which is the container's own group, is found.
+        One entry per group with a limit, from the process's own group up to the root; all of them
+        apply. Inside a container the named path may not be visible; then only the root is found,
+        which is the container's own group.
     """
     found = []
     for line in (read_text(membership) or "").splitlines():
@@ -69,7 +69,7 @@ def cgroup_memory(
 
 
 def process_limits(status: Path = _STATUS) -> tuple[MemoryLimit, ...]:
-    """Finds the finite limits of this process alone: those of `ulimit -v` and `ulimit -d`.
+    """Finds the finite limits of this process alone, set by `ulimit -v` and `ulimit -d`.
 
     Args:
         status: The kernel's file on the process, with the bytes that count towards each limit.
@@ -90,10 +90,10 @@ def total_bytes(
     meminfo: Path = _MEMINFO,
     status: Path = _STATUS,
 ) -> int | None:
-    """Returns the host memory this process may use in all, in bytes.
+    """Returns the total host memory that this process may use, in bytes.
 
-    A control group's limit counts even where the kernel reports much less than that: virtual
-    machines that get their memory on demand start with little of it.
+    A control group's limit counts even if the kernel reports much less memory: virtual machines
+    with memory on demand start with little of it.
 
     Args:
         root: Where the control groups are mounted.
@@ -102,7 +102,7 @@ def total_bytes(
         status: The kernel's file on this process.
 
     Returns:
-        The tightest limit or the machine's memory; `None` where the system tells neither.
+        The smallest limit, or the machine's memory if that is less; `None` if both are unknown.
     """
     limits = [group.limit_bytes for group in cgroup_memory(root, membership)]
     total = _kernel_bytes(meminfo, "MemTotal")
@@ -128,10 +128,9 @@ def available_bytes(
         status: The kernel's file on this process.
 
     Returns:
-        The least of what each control group with a limit has left, not counting file cache
-        that the kernel gives back, of what the process's own limits leave, and, unless the
-        machine's memory grows on demand, of what the kernel calls available; `sys.maxsize` where
-        the system tells none of them.
+        The minimum of three numbers: the bytes left in each limited control group, where
+        reclaimable file cache counts as free; the bytes left under the process's own limits; and
+        the kernel's available memory, unless it grows on demand. `sys.maxsize` if all are unknown.
     """
     groups = cgroup_memory(root, membership)
     left = [limit.limit_bytes - limit.used_bytes for limit in (*groups, *process_limits(status))]
@@ -143,17 +142,17 @@ def available_bytes(
 
 
 def resident_bytes(statistics: Path = Path("/proc/self/statm")) -> int:
-    """Returns the memory that this process has, pinned pages among it; 0 where nobody tells.
+    """Returns the resident memory of this process, including pinned pages; 0 if unknown.
 
     Args:
-        statistics: The kernel's file on it, in pages: the second number is what is resident.
+        statistics: The kernel's file on the process, in pages; the second number is resident.
     """
     text = read_text(statistics)
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 
 def read_text(path: Path) -> str | None:
-    """Returns the text of one of the kernel's files; None where there is no such file."""
+    """Returns the text of one of the kernel's files; None if there is no such file."""
     try:
         return path.read_text()
     except OSError:
@@ -161,8 +160,8 @@ def read_text(path: Path) -> str | None:
 
 
 def _grows(total: int | None, limit: int) -> bool:
-    # A machine made to fit its limit reports a little less than it, for the kernel keeps some;
-    # one that reports far less is not at its full size yet.
+    # A machine sized to its limit reports a little less, because the kernel keeps some memory; a
+    # machine that reports far less has not grown to its full size yet.
     return total is None or total < 0.9 * limit
 
 
@@ -173,8 +172,7 @@ def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> MemoryLim
     if int(limit_text) >= _UNLIMITED_BYTES:
         return None
     stat = dict(line.split()[:2] for line in (read_text(folder / "memory.stat") or "").splitlines())
-    # File cache that nobody has used lately counts as the group's, but the kernel gives it back
-    # before it refuses memory.
+    # Inactive file cache counts as used, but the kernel reclaims it before it refuses memory.
     reclaimable = int(stat.get(cache, 0))
     return MemoryLimit(
         limit_bytes=int(limit_text), used_bytes=max(0, int(usage_text) - reclaimable)
@@ -182,7 +180,7 @@ def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> MemoryLim
 
 
 def _kernel_bytes(table: Path, key: str) -> int | None:
-    """A number of a table of the kernel's, whose lines are `key: number kB`."""
+    """A number from one of the kernel's tables with lines of `key: number kB`, in bytes."""
     for line in (read_text(table) or "").splitlines():
         name, _, value = line.partition(":")
         if name == key:

@@ -1,15 +1,15 @@
 """Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
 
-A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
-arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
-reshape.
+A slab is one flat array of a group's leaves with one dtype. One array per group needs one transfer,
+and freed arrays of equal size are reused exactly. Unpacking happens inside a kernel, where it is a
+slice and a reshape.
 
-Over several devices a slab is divided evenly, and so is each leaf in it: a device's shard holds its
-share of every leaf, so that updates need nobody else's.
+Over several devices, a slab and each leaf in it are divided evenly. A device's shard has a share of
+every leaf, so that an update needs no data from its peers.
 
-A layout also says what arrays stand for a slab wherever no kernel computes on it (`at_rest`): the
-slab itself, or a narrower dtype, as the codecs of its segments say. Kernels `decode` what they take
-and `encode` what they give, and nobody else looks inside.
+A layout also defines the arrays that store a slab between kernels (`at_rest`): the slab itself, or
+the output of its segments' codecs, such as a narrower dtype. Kernels `decode` their inputs and
+`encode` their outputs; the rest of the program treats the arrays as opaque.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megatrain_jax._src.state.codec import Array, Part, Plain
 from megatrain_jax._src.state.draws import Draw, part_of
 
 Spread = Callable[[jax.Array], jax.Array]
-"""Lays an array over the devices in some way, inside jit."""
+"""A function that applies a sharding to an array, inside jit."""
 
 PLAIN = Plain()
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
@@ -36,7 +36,7 @@ def _as_it_is(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of each shard of a slab whose leaves are coded alike.
+    """A range of each shard of a slab with one codec for its leaves.
 
     Attributes:
         codec: The codec of its leaves.
@@ -53,29 +53,29 @@ class Segment:
 class Layout:
     """The layout of one slab: shapes and offsets of its leaves.
 
-    It holds no paths, so that equal blocks share it.
+    It has no paths, so that equal blocks share it.
 
-    A worked example: leaves of shapes (3, 2) and (5,) in fp32, each aligned to 64 elements::
+    Example: leaves of shapes (3, 2) and (5,) in fp32, each aligned to 64 elements::
 
         layout_of([(3, 2), (5,)], "float32")
         # offsets (0, 64), size 128, 512 bytes: elements 6 to 63 and 69 to 127 are padding
         layout.unpack(slab, 1)      # slab[64:69]
         layout.pack([None, bias])   # zeros, with the bias at 64
 
-    and over two devices, each with two of four rows and three of five elements::
+    Over two devices, each device has two of four rows and three of five elements::
 
         layout_of([(4, 2), (5,)], "float32", num_shards=2)
         # shares (4, 3), offsets (0, 64), size 256: slab[:128] is the first device's shard
         layout.unpack(slab, 1)      # slab[64:67] and slab[192:194]; slab[194] is padding
 
     Attributes:
-        dtype: Name of the dtype that slabs are computed on in.
+        dtype: Name of the compute dtype of slabs.
         shapes: Shape of each leaf.
-        shares: Elements of each leaf in every shard; the last shards' may be padding.
+        shares: Elements of each leaf in every shard; in the last shards, some may be padding.
         offsets: First element of each leaf in every shard.
         size: Elements of the slab, padding included.
-        num_shards: Number of equal parts that the slab is divided into, one a device.
-        segments: The ranges of its shards that are coded alike, from first to last.
+        num_shards: Number of equal parts that the slab is divided into, one per device.
+        segments: The ranges of its shards with one codec each, in order.
     """
 
     dtype: str
@@ -88,12 +88,12 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slab at rest, all shards together: what is stored and sent."""
+        """Bytes of the slab as stored and sent, over all shards."""
         return sum(aval.size * aval.dtype.itemsize for aval in self.at_rest)
 
     @property
     def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the arrays that a slab is stored and sent as."""
+        """Shapes and dtypes of the arrays that store a slab."""
         return tuple(
             jax.ShapeDtypeStruct(
                 ((segment.stop - segment.start) // part.per * self.num_shards,),
@@ -109,13 +109,13 @@ class Layout:
         return any(segment.codec.draws for segment in self.segments)
 
     def encode(self, slab: Array, draw: Draw | None = None) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab; for use inside jit.
+        """The arrays at rest that encode a slab; for use inside jit.
 
         Args:
             slab: The slab.
             draw: Draw of the random bits for rounding; None rounds to nearest.
         """
-        # A row is a shard: segments are ranges of every shard, so that each device encodes its own.
+        # One row per shard. Segments are ranges of every shard, so each device encodes its own row.
         rows = slab.reshape(self.num_shards, -1)
         return tuple(
             x
@@ -131,15 +131,14 @@ class Layout:
         Args:
             rows: The part's numbers, (shards, columns).
             number: Number of the segment.
-            start: The part's first column, counted from the segment's; a multiple of its codec's
-                block.
+            start: The part's first column within the segment; a multiple of its codec's block.
             draw: Draw of the slab's random bits for rounding; None rounds to nearest.
         """
         segment, draws = self.segments[number], None
         if segment.codec.block > 1:
             rows = self._without_padding(rows, segment, start)
         if draw is not None:
-            # Each segment counts its elements from 0, so that each needs a draw of its own.
+            # Each segment numbers its elements from 0, so each needs its own draw.
             own = draw if len(self.segments) == 1 else part_of(draw, number)
             shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
             numbers = shard * (segment.stop - segment.start) + jnp.asarray(start, jnp.uint32) + at
@@ -147,15 +146,15 @@ class Layout:
         return segment.codec.encode(rows.reshape(-1), draws)
 
     def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
-        """The slab that these arrays at rest stand for; for use inside jit.
+        """The slab decoded from its arrays at rest; for use inside jit.
 
         Args:
             arrays: The arrays at rest.
-            dtype: Dtype of the result if it is decoded; None for the slab's own.
+            dtype: Dtype of a decoded slab; None for the layout's. A plain slab keeps its dtype.
         """
         dtype = self.dtype if dtype is None else dtype
         pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
-        # A plain slab is itself, and isn't cast here: `unpack_whole` casts, leaf by leaf.
+        # A plain slab is not cast here, because `unpack_whole` casts leaf by leaf.
         if len(pairs) == 1:
             ((segment, own),) = pairs
             return own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
@@ -166,11 +165,11 @@ class Layout:
         return jnp.concatenate(rows, axis=1).reshape(-1)
 
     def parts(self, i: int) -> tuple[Part, ...]:
-        """The arrays that stand for leaf `i` at rest."""
+        """The arrays at rest that encode leaf `i`."""
         return self.segment_of(i)[0].codec.parts(self.dtype)
 
     def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a slab of gradients, in which they lie as the leaves do."""
+        """Shape and dtype of a slab of gradients, with the same offsets as the leaves."""
         return jax.ShapeDtypeStruct((self.size,), jnp.dtype(dtype))
 
     def unpack(self, slab: jax.Array, i: int) -> jax.Array:
@@ -182,8 +181,8 @@ class Layout:
     ) -> list[jax.Array]:
         """Some leaves of a slab, whole on every device; for use inside jit.
 
-        Cast first, so that devices send each other no more than is computed on, and all together,
-        so that they do it once.
+        The slab is cast first, so that devices exchange the narrower dtype, and the leaves are
+        gathered together, in one collective.
 
         Args:
             slab: The slab.
@@ -210,16 +209,15 @@ class Layout:
         Args:
             leaves: The leaves.
             spread: Divides an array over the devices along its first axis.
-            order: Numbers of the leaves in the order in which they are written, which is best the
-                order in which they are computed: a leaf has to wait for those before it. None
-                writes them as they lie.
+            order: Numbers of the leaves in the order of writing; None for the order of offsets. The
+                best order is that of their computation, because a write waits for all earlier ones.
         """
         slab, size = None, self.size // self.num_shards
-        # Written one by one, as they are copied: of a concatenation, a GPU computes where each
-        # element comes from, which takes several times as long.
+        # Leaves are written one by one, as copies. In a concatenation, a GPU computes the source of
+        # each element, which takes several times as long.
         for offset, part in self._parts(leaves, spread, order):
             if slab is None:
-                # What no leaf fills is zeros: reductions over whole slabs don't see it.
+                # Padding is zero, so that it does not change reductions over whole slabs.
                 behind = size - offset - part.shape[-1]
                 slab = jnp.pad(part, [(0, 0)] * len(self._rows) + [(offset, behind)])
             else:
@@ -229,7 +227,7 @@ class Layout:
     def add(
         self, slab: jax.Array, leaves: Sequence[jax.Array | None], spread: Spread = _as_it_is
     ) -> jax.Array:
-        """The sum of a slab and of these leaves, which are as `pack` takes them."""
+        """The sum of a slab and the slab of these leaves; see `pack`."""
         rows, end, size = [], 0, self.size // self.num_shards
         for offset, part in (*self._parts(leaves, spread), (size, None)):
             if offset > end:
@@ -237,7 +235,7 @@ class Layout:
             if part is not None:
                 rows.append(part)
                 end = offset + part.shape[-1]
-        # Concatenated for the sum alone, they are in no array of their own.
+        # XLA fuses a concatenation into the sum, so that it allocates no array.
         return slab + jnp.concatenate(rows, axis=-1).reshape(-1)
 
     def _parts(
@@ -246,8 +244,8 @@ class Layout:
         spread: Spread,
         order: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, jax.Array]]:
-        """The leaves as rows of a slab's shards, each with its first column, as they lie."""
-        if order is None:  # as they lie: in the order of their codecs, not of their numbers
+        """The leaves as rows of a slab's shards, each with its first column, by `order`."""
+        if order is None:  # by offset: leaves are placed by codec, not by number
             order = sorted(range(len(leaves)), key=lambda i: (self.offsets[i], self.shares[i]))
         for i in order:
             leaf, share, offset = leaves[i], self.shares[i], self.offsets[i]
@@ -255,8 +253,8 @@ class Layout:
                 flat = leaf.reshape(-1).astype(self.dtype)
                 if missing := self.num_shards * share - math.prod(self.shapes[i]):
                     flat = jnp.pad(flat, (0, missing))
-                # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
-                # others' shares, nor a whole slab to cut its own from.
+                # Each leaf is divided where its gradient is computed. So a device sums only its own
+                # share, and needs no whole slab.
                 yield offset, spread(flat.reshape(*self._rows, share))
 
     @property
@@ -265,7 +263,7 @@ class Layout:
         return (self.num_shards,) if self.num_shards > 1 else ()
 
     def _leaf(self, rows: Array, i: int, start: int) -> Array:
-        """Leaf `i`, whose shares begin at `start` of each row."""
+        """Leaf `i`, with shares that begin at column `start` of each row."""
         shape, share = self.shapes[i], self.shares[i]
         flat = jax.lax.slice_in_dim(rows, start, start + share, axis=-1).reshape(-1)
         return flat[: math.prod(shape)].reshape(shape)
@@ -273,28 +271,28 @@ class Layout:
     def by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
         """The arrays at rest of each segment."""
         row = iter(arrays)
-        # In the order of `at_rest`: segment by segment, of each its codec's parts.
+        # The order of `at_rest`: for each segment, the parts of its codec.
         return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
 
     def segment_of(self, i: int) -> tuple[Segment, int]:
-        """The segment that leaf `i` is in, and its number."""
+        """The segment that contains leaf `i`, and the segment's number."""
         number = self.segment_at(self.offsets[i])
         return self.segments[number], number
 
     def segment_at(self, column: int) -> int:
-        """The number of the segment that a column of each shard is in."""
+        """The number of the segment that contains a column of each shard."""
         return next(n for n, s in enumerate(self.segments) if column < s.stop)
 
     def _without_padding(
         self, rows: jax.Array, segment: Segment, start: int | jax.Array
     ) -> jax.Array:
-        """Columns of a segment with zeros for padding, which would count in scales."""
+        """Columns of a segment with padding set to zero, so that it does not affect scales."""
         shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
         at = at + start
         for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
             size, block = math.prod(shape), segment.codec.block
-            # Only padding that shares a block with a leaf counts in a scale that is read: blocks
-            # behind the leaf's last one are nobody's.
+            # Only padding in the same block as a leaf affects a scale that is read. Blocks behind
+            # the leaf's last block are never read.
             whole = share * self.num_shards == size and share % block == 0
             if segment.start <= offset < segment.stop and not whole:
                 inside = at - (offset - segment.start)

@@ -1,4 +1,4 @@
-"""Layouts of leaves of several dtypes, as in optimizer state: a sequence of slabs."""
+"""Layouts of leaves with several dtypes, such as optimizer state: a sequence of slabs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatrain_jax._src.state.offsets import layout_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedLayout:
-    """The layout of leaves of several dtypes: several slabs, whose arrays at rest stand in a row.
+    """The layout of leaves with several dtypes: one or more slabs, with all their arrays at rest.
 
     Attributes:
         layouts: Layout of each slab.
@@ -43,13 +43,13 @@ class MixedLayout:
     def encode(
         self, slabs: Sequence[Array], draws: Sequence[Draw | None] | None = None
     ) -> tuple[Array, ...]:
-        """The arrays at rest of all slabs, of which each has a draw; see `Layout.encode`."""
+        """The arrays at rest of all slabs; `draws` has one entry per slab. See `Layout.encode`."""
         draws = [None] * len(self.layouts) if draws is None else draws
         rows = zip(self.layouts, slabs, draws, strict=True)
         return tuple(x for layout, slab, draw in rows for x in layout.encode(slab, draw))
 
     def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The slabs that these arrays at rest stand for; see `Layout.decode`."""
+        """The slabs decoded from their arrays at rest; see `Layout.decode`."""
         rows = zip(self.layouts, self.by_slab(arrays), strict=True)
         return tuple(layout.decode(own) for layout, own in rows)
 
@@ -59,7 +59,7 @@ class MixedLayout:
         return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
 
     def parts(self, i: int) -> tuple[Part, ...]:
-        """The arrays that stand for leaf `i` at rest."""
+        """The arrays at rest that encode leaf `i`."""
         slab, at = self.places[i]
         return self.layouts[slab].parts(at)
 
@@ -83,12 +83,13 @@ def mixed_layout_of(
     order: Sequence[int] | None = None,
     unit: int = 1,
 ) -> MixedLayout:
-    """Lays leaves of any dtypes out: AdamW's moments as the masters lie, other state together.
+    """Lays out leaves of any dtypes: moments like the masters, the rest of the state together.
 
-    Leaves in a row whose shapes are `mirrored`, as a moment of each parameter has them, get a slab
-    of their own, in which they lie as the parameters do. The others share one for each dtype.
+    Consecutive leaves with the shapes in `mirrored`, such as one moment of all parameters, get
+    their own slab, with the same offsets as the parameters. The remaining leaves share one slab per
+    dtype.
 
-    A worked example: AdamW's state for parameters of shapes (3, 2) and (5,), which are `mirrored`::
+    Example: AdamW's state for parameters of shapes (3, 2) and (5,), given as `mirrored`::
 
         leaf     count   mu 0     mu 1   nu 0     nu 1
         shape    ()      (3, 2)   (5,)   (3, 2)   (5,)
@@ -99,15 +100,15 @@ def mixed_layout_of(
         mirrored: Shapes of the parameters, in the order of their slab.
         num_shards: Number of equal parts that each slab is divided into.
         codecs: Codec of each leaf; None for plain ones.
-        order: The parameters in the order that they lie in; see `layout_of`.
-        unit: The number of elements that are coded together; see `layout_of`.
+        order: The order of the parameters in their slab; see `layout_of`.
+        unit: Number of elements that are encoded together; see `layout_of`.
     """
     codecs = codecs or [PLAIN] * len(avals)
     kinds: dict[tuple[str, int], list[int]] = {}
     places = []
     for start, count in rows_like(avals, mirrored):
         for i in range(start, start + max(count, 1)):
-            # The row's start tells its slab from those of other rows; -1 is the slab of the rest.
+            # A row's start identifies its slab; -1 is the slab of the remaining leaves.
             kind = jnp.dtype(avals[i].dtype).name, start if count else -1
             rows = kinds.setdefault(kind, [])
             places.append((list(kinds).index(kind), len(rows)))
@@ -118,7 +119,7 @@ def mixed_layout_of(
             dtype,
             num_shards,
             [codecs[i] for i in rows],
-            # As the masters lie: only then can an update compute on whole slabs.
+            # In the masters' order, so that an update can compute on whole slabs.
             order if start >= 0 else None,
             unit,
         )
@@ -130,10 +131,10 @@ def mixed_layout_of(
 def rows_like(
     avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, int]]:
-    """Finds leaves in a row that are one for each parameter, of its shape and all of one dtype.
+    """Finds rows of consecutive leaves that have the parameters' shapes and one dtype.
 
     Returns:
-        The first position of each row and the number of its leaves; 0 for a leaf in no such row.
+        The first position of each row and the number of its leaves; 0 for a leaf outside all rows.
     """
     found, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
     while at < len(avals):

@@ -1,8 +1,8 @@
-"""Laying leaves out in a slab: their order, their shares and their offsets.
+"""Lays out leaves in a slab: their order, their shares and their offsets.
 
-A worked example, leaves of shapes (3, 2), (5,) and (70,) over two shards, aligned to 64 elements::
+Example: leaves of shapes (3, 2), (5,) and (70,) over two shards, aligned to 64 elements::
 
-    shares     3, 3 and 35 elements of each shard; one of the second leaf's is padding
+    shares     3, 3 and 35 elements of each shard; the second leaf has one element of padding
     offsets    0, 64 and 128, in both shards
     size       2 * 192
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.layout import ALIGNMENT, PLAIN, Layout, Segment
 
-# The most padding that a leaf's shares may add, as a part of its size.
+# The maximum padding that a leaf's shares may add, as a fraction of its size.
 _PADDING = 1 / 16
 
 
@@ -28,18 +28,18 @@ def layout_of(
     order: Sequence[int] | None = None,
     unit: int = 1,
 ) -> Layout:
-    """Lays leaves of one dtype back to back, each aligned, in each of so many shards.
+    """Lays out leaves of one dtype back to back, each aligned, in each shard.
 
     Args:
         shapes: Shape of each leaf.
-        dtype: Dtype that they are computed on in.
+        dtype: Compute dtype of the leaves.
         num_shards: Number of equal parts that the slab is divided into.
         codecs: Codec of each leaf; None for plain ones.
-        order: The leaves in the order that they lie in; None for those of one codec together.
-        unit: The number of elements that are coded together: leaves and their shares begin at
+        order: The leaves in the order of their offsets; None puts leaves of one codec together.
+        unit: Number of elements that are encoded together: leaves and their shares begin at
             multiples of it.
     """
-    # Leaves of one codec lie together, so that a slab is few segments, each a few arrays at rest.
+    # Leaves of one codec are adjacent, so that a slab has few segments and few arrays at rest.
     codecs = codecs or [PLAIN] * len(shapes)
     order = in_order(codecs) if order is None else order
     shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)
@@ -47,9 +47,9 @@ def layout_of(
     segments: list[Segment] = []
     for i in order:
         offsets[i] = start = end
-        # A leaf without elements takes room, too, so that no slab and no segment is empty.
+        # A leaf without elements also takes space, so that no slab and no segment is empty.
         end += max(1, -(-shares[i] // step)) * step
-        # Neighbours of one codec are one segment, alignment between them included.
+        # Neighbours with one codec form one segment, including the padding between them.
         if segments and segments[-1].codec == codecs[i]:
             start = segments.pop().start
         segments.append(Segment(codec=codecs[i], start=start, stop=end))
@@ -65,19 +65,19 @@ def layout_of(
 
 
 def in_order(kinds: Sequence[Hashable]) -> list[int]:
-    """Positions of leaves with those of one kind together: [a, b, a] gives [0, 2, 1]."""
+    """Positions of leaves, sorted so that equal kinds are adjacent: [a, b, a] gives [0, 2, 1]."""
     first = {kind: n for n, kind in reversed(list(enumerate(kinds)))}
     return sorted(range(len(kinds)), key=lambda i: first[kinds[i]])
 
 
 def _share(shape: tuple[int, ...], num_shards: int, unit: int) -> int:
-    """Elements of a leaf in each of so many shards.
+    """Elements of a leaf in each shard.
 
-    They are whole rows along its first axis, so that a shard of the leaf is a box of it. Where too
-    much of that would be padding, more leading axes count as one: (8, 3, 64) over 4 shards gives
-    each two rows of 192 elements, but (3, 3, 64) would have three rows for four shards, and nine of
-    64 elements are no better; so each gets 144 of its 576 elements. Elements that are coded
-    together, a `unit`, are never divided: they are the same ones over any number of shards.
+    A share consists of whole rows along the leaf's first axis. If that adds too much padding, more
+    leading axes are merged. For example, (8, 3, 64) over 4 shards gives each shard two rows of 192
+    elements. But (3, 3, 64) has three rows for four shards, and nine rows of 64 elements are no
+    better, so each shard gets 144 of the 576 elements. A `unit` of elements that are encoded
+    together is never divided, so that units are the same for any number of shards.
     """
     size = inner = math.prod(shape)
     share = size

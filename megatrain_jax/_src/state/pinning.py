@@ -1,7 +1,8 @@
-"""A machine's ways of pinning host memory: in which pages, and how much of it in all.
+"""The system's page size for pinned host memory, and its limits on pinning.
 
-`RLIMIT_MEMLOCK` refuses nothing by itself: CUDA's driver on Linux itself is not known to obey it,
-and it is small in most containers. Where pinning fails, the error names it as a possible reason.
+A low `RLIMIT_MEMLOCK` is no reason to refuse a run: it is small in most containers, and CUDA's
+driver on native Linux is not known to obey it. If pinning fails, the error names it as a possible
+reason.
 """
 
 import resource
@@ -10,38 +11,38 @@ from pathlib import Path
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import read_text
 
-# A pool is pinned in shared memory, which has a setting of its own.
+# Pools are pinned in shared memory, which has its own setting.
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _KERNEL = Path("/proc/sys/kernel/osrelease")
 _GIB = 2**30
-# As users report, whatever the machine's memory.
+# Reported by users, regardless of the machine's memory.
 _PINNED_BY_WSL = _GIB
-# 1 to 2 GiB a second were measured, with huge pages two to three times as much or more.
+# Measured: 1 to 2 GiB per second; with huge pages two to three times as much or more.
 _SMALL_PAGES_PER_SECOND = 1.5 * _GIB
 # A shorter wait needs no advice.
 _SECONDS_TO_EXPLAIN = 10.0
 
 
 def pins_small_pages(setting: Path = _HUGE_PAGES) -> bool:
-    """Whether the kernel pins memory in its smallest pages though it has huge ones.
+    """Whether the kernel pins memory in small pages although it supports huge ones.
 
     Args:
-        setting: The kernel's file of the choices, with the one that is in force in brackets.
+        setting: The kernel's file of choices, with the current choice in brackets.
     """
     text = read_text(setting) or ""
-    # Who takes the memory, the GPU's driver, gives no advice.
+    # With "advise" the allocating code, the GPU's driver, would have to ask for huge pages.
     return any(f"[{word}]" in text for word in ("never", "advise", "deny"))
 
 
 def advice_on_pages(num_bytes: int, setting: Path = _HUGE_PAGES) -> str | None:
-    """Returns the sentences that huge pages deserve before so much memory is pinned.
+    """Returns advice to enable huge pages before a large amount of memory is pinned.
 
     Args:
         num_bytes: Bytes that are about to be pinned.
         setting: See `pins_small_pages`.
 
     Returns:
-        The sentences; None if the wait is short or the pages are huge already.
+        The advice; None if the wait is short or huge pages are enabled.
     """
     seconds = num_bytes / _SMALL_PAGES_PER_SECOND
     if seconds < _SECONDS_TO_EXPLAIN or not pins_small_pages(setting):
@@ -54,19 +55,19 @@ def advice_on_pages(num_bytes: int, setting: Path = _HUGE_PAGES) -> str | None:
 
 
 def pinnable_bytes(kernel: Path = _KERNEL) -> int | None:
-    """Returns the memory that this system pins in all, as far as it is known to be little.
+    """Returns the known limit of memory that this system can pin in total.
 
     Args:
         kernel: The kernel's file with its release, which names Windows' subsystem for Linux.
 
     Returns:
-        Bytes; None if nothing is known to limit it.
+        Bytes; None if no limit is known.
     """
     return _PINNED_BY_WSL if "microsoft" in (read_text(kernel) or "").lower() else None
 
 
 def warning_of_little(num_bytes: int, kernel: Path = _KERNEL) -> str | None:
-    """Returns a warning if training has to pin more memory than this system is known to pin."""
+    """Returns a warning if training pins more than `pinnable_bytes`; None otherwise."""
     limit = pinnable_bytes(kernel)
     if limit is None or num_bytes <= limit:
         return None
@@ -78,11 +79,11 @@ def warning_of_little(num_bytes: int, kernel: Path = _KERNEL) -> str | None:
 
 
 def refusal(num_pinned: int, num_refused: int, needed: int, kernel: Path = _KERNEL) -> str:
-    """Returns the sentences on a system that refuses to pin as much as training needs.
+    """Returns an error message for a system that refuses to pin all the memory training needs.
 
     Args:
-        num_pinned: Bytes that it has pinned.
-        num_refused: Bytes that it then refused.
+        num_pinned: Bytes that the system has pinned.
+        num_refused: Bytes that the system then refused to pin.
         needed: Bytes that training needs.
         kernel: See `pinnable_bytes`.
     """

@@ -1,7 +1,7 @@
-"""The placement of a run's arrays: its devices, and how each kind of array is laid over them.
+"""The placement of a run's arrays: its devices, and the sharding of each kind of array.
 
-A `Placement` is made once, where a run begins, and passed down to whoever makes or moves an array.
-Nothing else asks JAX which devices there are.
+A `Placement` is made once, when a run begins, and passed to all code that makes or moves arrays.
+Only this file asks JAX for its devices.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ _NO_LIMIT = str(2**40)
 class Placement:
     """The devices of a run and the sharding of each kind of array.
 
-    Slabs are flat and divided evenly; along the same shardings travel batches, and activations
-    whose first axis is of examples. Small arrays are the same on every device: variables, scalars,
-    keys, and the leaves that a slab is made of before they are packed.
+    Slabs are flat and divided evenly. Batches have the same sharding, and so do activations with
+    examples along their first axis. Small arrays are replicated on every device: variables,
+    scalars, keys, and leaves before they are packed into a slab.
 
     Attributes:
         devices: The devices; none in a plan.
         num_devices: Number of devices.
-        platform: JAX's name of their platform: "cpu", "gpu", ...; "" in a plan.
-        processes: The processes that own them.
+        platform: JAX's name of the devices' platform: "cpu", "gpu", ...; "" in a plan.
+        processes: The processes that own the devices.
         slabs_at_rest: Sharding of slabs in pinned host memory.
         slabs_on_device: Sharding of slabs in the devices' own memory.
         small_at_rest: Sharding of small arrays in pinned host memory.
@@ -61,16 +61,16 @@ class Placement:
 
     @property
     def local_devices(self) -> tuple[Any, ...]:
-        """The devices that this process computes on; none in a plan."""
+        """The devices of this process; none in a plan."""
         here = jax.process_index() if self.devices else None
         return tuple(device for device in self.devices if device.process_index == here)
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options of XLA's for kernels that compute here.
+        """XLA options for kernels on these devices.
 
-        XLA joins collectives of one kind up to a size of its own choice; a kernel's gradients, each
-        of which is summed over the devices where it is made, are to travel together.
+        XLA combines collectives of one kind up to a threshold. A kernel sums each gradient over the
+        devices where it is computed; without a threshold, they are combined into one collective.
         """
         if self.platform != "gpu" or self.num_devices == 1:
             return {}
@@ -78,48 +78,47 @@ class Placement:
 
     @contextmanager
     def outside_meshes(self) -> Iterator[None]:
-        """Leaves a mesh that the caller has set (`jax.set_mesh`) for the body.
+        """Removes the caller's mesh (`jax.set_mesh`) for the body of a `with` statement.
 
-        JAX counts the mesh around a call among what a function is compiled for, and a run's
-        functions are compiled without one. A mesh of one device stays around a run on one device,
-        whose loss may compute in it.
+        JAX compiles a function once per ambient mesh, and a run's functions are compiled without
+        one. A run on one device keeps a mesh of one device, because its loss may compute in it.
         """
         ambient = jax.sharding.get_abstract_mesh()
         if ambient.empty or ambient.size == self.num_devices == 1:
             yield
             return
-        # One without axes, as there is outside of all meshes.
+        # A mesh without axes is the default.
         with jax.set_mesh(Mesh(np.empty((), object), ())):
             yield
 
     def values(self, batched: bool) -> Sharding:
-        """The sharding of an activation, divided along its first axis if that is of examples."""
+        """The sharding of an activation; `batched` ones are divided along their first axis."""
         return self.slabs_on_device if batched else self.small_on_device
 
     def batch(self, num_examples: int) -> Sharding:
-        """The sharding of a batch; one that doesn't divide is whole on every device."""
+        """The sharding of a batch; it is replicated if the devices can't divide it evenly."""
         return self.values(num_examples % self.num_devices == 0)
 
     def put(self, tree: Any, sharding: Sharding) -> Any:
         """Puts values that all processes have, or arrays of this run, in one of these shardings.
 
-        Random keys of several processes stay on the devices.
+        In a run of several processes, random keys stay on the devices.
         """
         if self.processes.count == 1:
             return jax.device_put(tree, sharding)
-        with jax.transfer_guard("allow"):  # as `device_put` is, where it can be used
+        with jax.transfer_guard("allow"):  # explicit transfers, like `device_put`
             return jax.tree.map(lambda x: self._put_one(x, sharding), tree)
 
     def move(self, arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Array]:
-        """Copies of arrays in the same shards, in the memory of another of these shardings.
+        """Copies arrays to another kind of memory, with the same shards.
 
-        Of several processes each moves its own shards: given whole arrays, `device_put` would have
-        the devices compute an identity (JAX 0.11.2), and no copy would pass beside a computation.
+        With several processes, each process moves its own shards. For whole arrays, `device_put`
+        would run an identity on the devices (JAX 0.11.2), and copies could not overlap computation.
         """
         if self.processes.count == 1:
             return jax.device_put(arrays, sharding)
         kind = sharding.memory_kind
-        # One call for all shards of all arrays, as a call takes far longer than an array in it.
+        # One call for all shards of all arrays, because calls are far slower than arrays in them.
         shards = [shard.data for x in arrays for shard in x.addressable_shards]
         targets = [_on_one(x.device, kind) for x in shards]
         copies = iter(jax.device_put(shards, targets))
@@ -132,7 +131,7 @@ class Placement:
 
     @property
     def shards_here(self) -> tuple[int, ...]:
-        """The numbers of the shards that this process's devices have of a slab."""
+        """The numbers of a slab's shards on this process's devices."""
         if not self.devices:
             return (0,)
         return tuple(self.devices.index(device) for device in self.local_devices)
@@ -140,7 +139,7 @@ class Placement:
     def put_shards(
         self, arrays: Sequence[Mapping[int, np.ndarray]], sharding: Sharding
     ) -> list[jax.Array]:
-        """Flat arrays, of which each process gives the shards of its devices, by their numbers."""
+        """Flat arrays made of shards; each process gives its devices' shards by number."""
         if self.num_devices == 1:
             return jax.device_put([shards[0] for shards in arrays], sharding)
         numbers, kind = self.shards_here, sharding.memory_kind
@@ -157,13 +156,13 @@ class Placement:
         ]
 
     def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
-        """The array whose parts, one a process in their order, lie end to end along its first axis.
+        """The concatenation of one part per process, in order, along the first axis.
 
         Args:
-            part: This process's part; all have one shape.
-            sharding: The whole array's sharding.
+            part: This process's part; all parts have the same shape.
+            sharding: The sharding of the whole array.
         """
-        # What doesn't divide over the devices is whole on each, so every process needs all parts.
+        # A replicated array is whole on each device, so every process needs all parts.
         if sharding.is_fully_replicated:
             return self.put(self.processes.concatenated(np.asarray(part)), sharding)
         shape = (part.shape[0] * self.processes.count, *part.shape[1:])
@@ -171,13 +170,13 @@ class Placement:
             return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
     def readable(self, slab: jax.Array) -> jax.Array | np.ndarray:
-        """A slab at rest that this process can read all of: itself, or a copy in several processes.
+        """A slab at rest that this process can read whole: itself, or a copy of all shards.
 
-        All processes have to ask for it. The devices hold all of it meanwhile.
+        Every process has to call this. Meanwhile each device holds the whole slab.
         """
         if self.processes.count == 1:
             return slab
-        # Processes can't read each other's memory: devices gather the slab, and each has a copy.
+        # Processes can't read each other's memory, so the devices gather the slab.
         (on_device,) = self.move([slab], self.slabs_on_device)
         return np.asarray(_identity(self.small_on_device)(on_device))
 
@@ -193,11 +192,11 @@ class Placement:
         """One array of several processes; see `put`."""
         is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            # Of this run, in the same shards already: only its memory may change.
+            # An array of this run already has the same shards; only its memory may change.
             return x if is_key else self.move([x], sharding)[0]
         if is_key:
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-            # A key is made of its data by a computation, which gives its results on devices.
+            # Wrapping key data is a computation, so its result is on the devices.
             placed = sharding.with_memory_kind("device")
             return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
         value = np.asarray(x)
@@ -207,7 +206,7 @@ class Placement:
         return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
-# Cached, so that it is compiled once for a sharding and not for each slab that is read.
+# Cached, so that it is compiled once per sharding and not once per slab.
 @functools.cache
 def _identity(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=sharding)
@@ -219,7 +218,7 @@ def _on_one(device: Any, memory_kind: str) -> Sharding:
 
 
 def on_several(devices: Sequence[Any]) -> str:
-    """The devices as progress bars say what they work on: " on 4 GPUs"; nothing for one."""
+    """The devices in words for progress bars: " on 4 GPUs"; "" for one device."""
     return f" on {len(devices)} {devices[0].platform.upper()}s" if len(devices) > 1 else ""
 
 
@@ -234,9 +233,9 @@ def num_local_devices() -> int:
 
 
 def default_mesh() -> Mesh:
-    """All GPUs that JAX sees, of all processes, or its first device where there is no GPU.
+    """All GPUs of all processes, or JAX's first device if there is no GPU.
 
-    Several processes share all of their devices, whatever these are. Starts JAX's backend.
+    Several processes share all devices, of any platform. Starts JAX's backend.
     """
     first, *others = jax.devices()
     shared = first.platform == "gpu" or jax.process_count() > 1
@@ -246,8 +245,8 @@ def default_mesh() -> Mesh:
 def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
     """The placement of a run on the devices of a mesh, taken as one row."""
     devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
-    # Whatever shape the user's mesh has, slabs are divided over all of its devices, as one row; its
-    # axis is automatic, as the loss is a function of whole arrays that XLA's partitioner divides.
+    # Slabs are divided over all devices of the user's mesh, as one row. Its axis is automatic,
+    # because the loss is a function of whole arrays, and XLA's partitioner divides it.
     if mesh.size > 1:
         automatic = {"axis_types": (AxisType.Auto,)}
         row = (
@@ -259,7 +258,7 @@ def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
             functools.partial(NamedSharding, row, spec)
             for spec in (PartitionSpec(_AXIS), PartitionSpec())
         )
-    else:  # no mesh of ours, since a loss may enter one of its own
+    else:  # without a mesh, because the loss may enter its own
         divided = whole = functools.partial(SingleDeviceSharding, *devices or (default_device(),))
     return Placement(
         devices=devices,
@@ -274,7 +273,7 @@ def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
 
 
 def _processes_of(devices: Sequence[Any]) -> Processes:
-    """The processes that own some devices; this one alone where they are all its own, or none."""
+    """The processes that own some devices; a single process if it owns all, or in a plan."""
     indices = sorted({device.process_index for device in devices})
     return Processes() if len(indices) < 2 else _all_processes()
 
@@ -288,7 +287,7 @@ def _all_processes() -> Processes:
             "several processes need JAX's CPU devices, too, to tell each other where they are: "
             "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
         ) from error
-    # The first processor of each process, as the last one to be written stays.
+    # The first CPU device of each process: in reversed order, it overwrites later ones.
     first = {processor.process_index: processor for processor in reversed(processors)}
     processes = Processes([first[i] for i in sorted(first)])
     processes.find_hosts()

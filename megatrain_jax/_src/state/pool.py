@@ -1,9 +1,9 @@
-"""The pinned-host pool: its limit, and reserving it from the system in a few large allocations.
+"""Reserves JAX's pools of pinned host memory in a few large allocations.
 
-JAX serves `pinned_host` on GPUs from a pool for each device whose limit must be set before its
-backend starts, and which fragments when it grows on demand; a process that takes too much is
-killed without a message. So the limit is set on import, and the need is checked before anything is
-allocated.
+On GPUs, JAX allocates `pinned_host` arrays from one pool per device. A pool fragments if it grows
+on demand, and the kernel kills a process that takes too much memory, without a message. So
+`reserve` first checks the need against the available memory, and then grows the pools at once. The
+pools' limit must be set before JAX's backend starts; see `pool_limit`.
 """
 
 import gc
@@ -31,13 +31,13 @@ from megatrain_jax._src.state.pool_limit import (
 )
 
 _GIB = 2**30
-# How often what was taken is shown.
+# Seconds between updates of the progress display.
 _SECONDS_AT_A_TIME = 0.2
-# Memory that has to be available once all is pinned, for compilation and the system.
+# Memory that must remain available after pinning, for compilation and the system.
 _LEAST_LEFT = _GIB
-# JAX's own limit of a pool, unless the variable says otherwise.
+# JAX's default limit of a pool, unless the variable sets another.
 _DEFAULT_LIMIT = 64 * _GIB
-# A fresh pool's size is found to so many binary places.
+# Number of significant bits in a fresh pool's size.
 _PIECE_BITS = 9
 # JAX's pool grows by regions of 2 MiB times a power of two.
 _SMALLEST_REGION_BITS = 21
@@ -45,24 +45,24 @@ _SMALLEST_REGION_BITS = 21
 
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
-    """The size of one device's pool, in bytes: what was shown to fit, and what likely fits."""
+    """The size of one device's pool in bytes: a proven lower bound, and the likely size."""
 
     proven_bytes: int = 0
     likely_bytes: int = 0
 
 
-# Pools belong to the process and can't be asked for their sizes, so their sizes are kept here.
+# Pools belong to the process and don't report their sizes, so the sizes are recorded here.
 _pools: dict[Any, _Pool] = {}
 
 
 def free_device_bytes(placement: Placement) -> int | None:
-    """Returns the memory of each device that JAX can still get.
+    """Returns the memory that JAX can still allocate on each device.
 
     Args:
-        placement: The devices; of several, the fullest one counts.
+        placement: The devices; the fullest one counts.
 
     Returns:
-        Bytes; None where JAX doesn't tell, as on a CPU.
+        Bytes; None if JAX doesn't report it, as on a CPU.
     """
     free = []
     for device in placement.local_devices:
@@ -80,46 +80,44 @@ def reserve(
     array_bytes: int = 0,
     shown: Callable[[int, int], object] = lambda taken, of: None,
 ) -> None:
-    """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
+    """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
 
-    On a GPU each device's pool takes its share of the memory from the system here, in few large
-    pieces, as one that grows array by array can't be filled; finding the pages takes up to a second
-    per GiB, and half of that for two devices at once. Room that earlier arrays have left in a pool
-    is used first. On a CPU nothing is taken.
+    On a GPU, each device's pool takes its share from the system in few large pieces, because a pool
+    that grows array by array can't be filled. Finding the pages takes up to a second per GiB, and
+    half of that for two devices at once. Memory that is free in a pool is used first. On a CPU this
+    does nothing.
 
     Args:
-        placement: Placement of the slabs that are to rest there.
-        num_bytes: Bytes that this process is about to allocate there: its state and the arrays it
-            has in flight.
-        array_bytes: The largest part that one device has of these arrays: it lies in one piece,
-            whose end may stay empty.
-        shown: Is told before the wait, and now and then within it, how many bytes were taken from
-            the system, and of how many.
+        placement: Placement of the slabs.
+        num_bytes: Bytes that this process is about to allocate: its state and arrays in flight.
+        array_bytes: Bytes of the largest array on one device. An array lies within one piece, and
+            the end of a piece may stay empty.
+        shown: Called before and during the wait with the bytes taken so far and their total.
 
     Raises:
-        MemoryError: If the machine, or the limit of JAX's pools, has less.
+        MemoryError: If the machine has less memory, or JAX's pools have a lower limit.
     """
     if placement.platform == "cpu":
         return
-    gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
+    gc.collect()  # frees an earlier run's arrays that are held by a reference cycle
     devices = placement.local_devices
     share = -(-num_bytes // len(devices))
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
-    # All ask each other, also those that need nothing: one that didn't would hold up the others.
+    # Every process takes part, even if it needs nothing, because its peers wait for it.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
-    # All look before any takes, and what processes of one host need adds up.
+    # Every process checks before any takes memory, and the needs of one host's processes add up.
     number = placement.processes.num_here
-    # JAX's lists and the driver's notes come with the pages.
+    # JAX's free lists and the driver's records grow with the pages.
     beside = growth // POOLS_OF_A_LIST + driver_bytes(growth)
     _check(number * num_bytes, number * growth, share, number * beside)
     placement.processes.gather("taking host memory")
     shown(0, growth)
-    # JAX doesn't say how far it is; the pages that this process has do.
+    # JAX reports no progress, so the pages of this process are counted.
     before = resident_bytes()
     with ThreadPoolExecutor(max(1, len(wanting))) as threads:
         waited = [
@@ -142,7 +140,7 @@ def reserve(
 
 
 def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[list[int], int]:
-    """Returns the sizes to take from a pool for so many bytes more, and by how much it grows."""
+    """Returns the sizes to allocate for `num_bytes` more bytes, and the growth of the pool."""
     limit = limit_in_force()
     if num_bytes <= pool.likely_bytes - in_use:
         return [num_bytes], 0
@@ -152,9 +150,9 @@ def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[l
 
 
 def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:
-    """Returns the host memory a process takes once `reserve` has made room in fresh pools.
+    """Returns the host memory of a process after `reserve` has grown fresh pools.
 
-    That is the pools, with the ends of their pieces that stay empty, and what the process needs
+    It consists of the pools, including the unused ends of their pieces, and the process's memory
     beside them.
 
     Args:
@@ -175,7 +173,7 @@ def pool_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices:
 
 
 def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1) -> int:
-    """Returns the most host memory that a process can take by `process_bytes` on such a machine.
+    """Returns the maximum of `process_bytes` on a machine with `total` bytes of host memory.
 
     Args:
         total: The machine's host memory.
@@ -189,7 +187,7 @@ def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1)
 def usable_bytes(
     budget: int | None, total: int | None, num_devices: int = 1, num_processes: int = 1
 ) -> int | None:
-    """Returns the host memory that a process may take: its budget, and at most its share.
+    """Returns the host memory that a process may take: the lesser of its budget and its share.
 
     Args:
         budget: The user's limit for the process; None if there is none.
@@ -205,24 +203,24 @@ def usable_bytes(
 
 
 def available_process_bytes(num_processes: int = 1) -> int | None:
-    """Returns the host memory that this process may take in all, from what is available now.
+    """Returns the total host memory that this process may take, given the available memory.
 
     Args:
-        num_processes: Number of processes on this machine that are about to take as much.
+        num_processes: Number of processes on this machine that are about to take equal amounts.
     """
     total = total_bytes()
     if total is None:
         return None
-    # What this process has is at its disposal, such as a pool that an earlier run has left.
+    # The process can reuse its own memory, such as the pool of an earlier run.
     return process_budget(min(total, num_processes * resident_bytes() + available_bytes())) // (
         num_processes
     )
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
-    """Returns the sizes to take from a fresh pool, and the bytes it takes from the system for them.
+    """Returns the sizes to allocate in a fresh pool, and the bytes that it takes from the system.
 
-    For 40 GiB in arrays of at most 1 GiB these are pieces of 1, 8 and 32 GiB, 41 in all; one
+    For 40 GiB in arrays of at most 1 GiB these are pieces of 1, 8 and 32 GiB, 41 in total; one
     region would take 64 GiB.
     """
     growth = _region_bytes(num_bytes, 0, limit)
@@ -231,11 +229,12 @@ def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int
 
 
 def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
-    """Returns sizes that a fresh pool takes exactly: powers of two, each larger than the last.
+    """Returns sizes that a fresh pool takes exactly: powers of two in ascending order.
 
-    No array lies across two pieces, so a piece holds a whole number of the largest arrays, and its
-    end may stay empty. One array more than needed has room, as arrays of several sizes leave gaps.
-    Returns the fewest bytes that will do, to an eighth of a percent; none if the limit is lower.
+    An array never spans two pieces, so a piece is counted as a whole number of the largest arrays,
+    and its end may stay empty. The pieces have space for one more array than needed, because arrays
+    of several sizes leave gaps. The total is minimal to an eighth of a percent; the list is empty
+    if the limit is too low.
     """
     granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - _PIECE_BITS)
     needed, unit = num_bytes + array_bytes, max(1, array_bytes)
@@ -247,14 +246,14 @@ def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
-    """Returns the bytes that the pool will take from the system for one piece of this size."""
+    """Returns the bytes that the pool takes from the system for one piece of `num_bytes`."""
     region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
-    # Regions double: the next is as large as all before it together, but stays in the limit.
+    # Regions double: the next one is as large as all earlier ones together, up to the limit.
     return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))
 
 
 def _check(num_bytes: int, growth: int, share: int, beside: int = 0) -> None:
-    """Refuses what the machine has no memory for; a `share` of it is each device's."""
+    """Refuses a need that exceeds the available memory; each device needs `share` bytes."""
     available = available_bytes()
     if growth + beside <= available:
         return
@@ -276,18 +275,18 @@ def _check(num_bytes: int, growth: int, share: int, beside: int = 0) -> None:
 
 
 def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> None:
-    """Has a pool of so many bytes take these pieces from the system."""
+    """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
     held, taken = [], 0
     target = SingleDeviceSharding(device, memory_kind="pinned_host")
     try:
-        # All are held until the last one is there: a piece that was given back would be taken again
-        # in place of new memory.
+        # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
+        # piece and not grow.
         for size in pieces:
-            # Pages of zeros that were never written cost no memory of their own.
+            # Untouched pages of zeros take no memory.
             held.append(jax.device_put(np.zeros(size, np.uint8), target))
             held[-1].block_until_ready()
             taken += size
-    # NumPy's error where the process has no room for the zeros, JAX's where there is none to pin.
+    # NumPy's error if the zeros can't be allocated, JAX's error if memory can't be pinned.
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -301,7 +300,7 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
             "Python starts, with room for other pinned arrays."
         ) from error
     finally:
-        # Only the arrays go: the pool keeps what it has taken from the system.
+        # Frees the arrays; the pool keeps the memory.
         for piece in held:
             piece.delete()
 

@@ -1,19 +1,19 @@
-"""The limit of JAX's pinned-host pools, and the host memory that a process takes for them.
+"""The limit of JAX's pinned-host pools, and the host memory that a process takes with them.
 
-JAX reads the limit when its backend starts, so the package sets it on import. This file needs no
-JAX for that: the rest of the package is imported when it is asked for.
+JAX reads the limit when its backend starts, so the package sets it on import. This file does not
+import JAX, because the rest of the package is imported lazily.
 
-A worked example, pools of 234 GiB on a host of 251.8 GiB with an H100, as measured:
+Example: pools of 234 GiB on a host with 251.8 GiB and an H100, as measured:
 
     pools                                                      234.0 GiB
-    JAX's lists of what is free in them, 1/32 of their size      7.3
+    JAX's lists of free memory in them, 1/32 of their size       7.3
     interpreter, CUDA, XLA, compiled functions                   1.7
     the process                                                243.0
-    the driver's notes on pinned pages, 1/80 of the pools        2.9 GiB, beside the process
-    the system, other programs, the driver                       2.3
+    the driver's records of pinned pages, 1/80 of the pools      2.9 GiB, beside the process
+    the system, unrelated programs, the driver                   2.3
     still available                                              3.6
 
-JAX makes its lists after the pages are pinned. Where pinning leaves less than they take, the kernel
+JAX makes its lists after it has pinned the pages. If too little memory is left for them, the kernel
 kills the process without a message.
 """
 
@@ -39,29 +39,29 @@ _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
 
 
 def set_limit() -> None:
-    """Lets JAX's pinned-host pools grow to what this machine can give a process.
+    """Sets the limit of JAX's pinned-host pools to the maximum on this machine.
 
-    Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
+    Has an effect only before JAX's backend starts, and keeps a limit that the user has set.
     """
     if (total := total_bytes()) is not None:
         os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total) // _GIB))
 
 
 def limit_in_force() -> int:
-    """Returns the limit of each of JAX's pools in this process, in bytes: the user's or ours."""
+    """Returns the limit of each of JAX's pools in bytes, set by the user or by `set_limit`."""
     given = os.environ.get(LIMIT_VARIABLE, "")
     return int(given) * _GIB if given.isdecimal() else sys.maxsize
 
 
 def limit_bytes(total: int | None) -> int:
-    """Returns the bytes that `set_limit` allows the pool on a machine with so much memory."""
+    """Returns the limit in bytes that `set_limit` chooses on a machine with `total` bytes."""
     if total is None:
         return sys.maxsize
     return max(1, pools_within(process_budget(total)) // _GIB) * _GIB
 
 
 def process_budget(total: int) -> int:
-    """Returns the bytes of a machine's memory that processes can take in all.
+    """Returns the total bytes of a machine's memory that processes can take.
 
     Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
     """
@@ -71,21 +71,21 @@ def process_budget(total: int) -> int:
 
 
 def pools_within(budget: int) -> int:
-    """Returns the largest pools of a process that takes so many bytes in all."""
+    """Returns the maximum bytes of pools in a process that takes `budget` bytes in total."""
     by_lists = int((budget - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST))
     return max(0, min(by_lists, budget - _LEAST_BESIDE))
 
 
 def driver_bytes(pools: int) -> int:
-    """Returns the memory that the driver takes outside of the process for such pools."""
+    """Returns the bytes that the driver takes outside of the process for these pools."""
     return pools // _POOLS_OF_THE_DRIVER
 
 
 def machine_bytes(total: int | None, num_devices: int) -> int | None:
-    """Returns a machine's memory, or as much of it as pools of the limit in force make use of.
+    """Returns a machine's memory, or less if the limit in force keeps pools from using it all.
 
     Args:
-        total: Its memory; None if unknown.
+        total: The machine's memory in bytes; None if unknown.
         num_devices: Number of the process's devices, each with a pool.
     """
     if total is None or limit_in_force() >= limit_bytes(total):
@@ -95,5 +95,5 @@ def machine_bytes(total: int | None, num_devices: int) -> int | None:
 
 
 def beside_bytes(pools: int) -> int:
-    """Returns the host memory that a process takes beside its pools of so many bytes."""
+    """Returns the host memory that a process takes in addition to its pools, in bytes."""
     return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOLS_OF_A_LIST)

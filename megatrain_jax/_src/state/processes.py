@@ -1,11 +1,11 @@
-"""The processes that share a run, and the short messages that keep them in step.
+"""The processes that share a run, and the short messages that synchronise them.
 
-Each process runs the same script, and each step, evaluation and checkpoint needs all of them. So
-before they begin one, they tell each other where they are; and one that has to end, by a signal or
-an error that the others know nothing of, says so at that point instead. Messages travel between the
-hosts' processors, beside what the devices compute and without waiting for it.
+All processes run the same script, and each step, evaluation and checkpoint needs all of them.
+Before each of these points, every process sends its position to its peers. A process that has to
+end, after a signal or an error that its peers can't see, sends that instead. Messages travel
+between the hosts' CPUs, in parallel with the devices' computation.
 
-A worked example, two processes of which the second one's data fails after step 3:
+Example: in a run of two processes, the second one's data fails after step 3.
 
     process 0                           process 1
     gather("step 3", ...)               gather("step 3", ...)       both go on
@@ -26,16 +26,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _AXIS = "process"
-# Bytes of a message that takes one turn, and of its length, which stands at its beginning. Arrays
-# that are exchanged have one size, so a longer message takes a second turn, of the longest's size.
+# Bytes of a message that one exchange carries, and of the length at its beginning. Exchanged arrays
+# have equal sizes, so longer messages take a second exchange with the size of the longest.
 _SHORT, _PREFIX = 512, 4
 
 
 class PeerEndedError(RuntimeError):
-    """The error that another process of the run has ended, or can't be reached.
+    """Raised when another process of the run has ended or can't be reached.
 
     Attributes:
-        signal: Name of the signal that ended it, such as "SIGTERM"; None after an error.
+        signal: Name of the signal that ended that process, such as "SIGTERM"; None after an error.
     """
 
     def __init__(self, message: str, signal: str | None = None):
@@ -45,21 +45,21 @@ class PeerEndedError(RuntimeError):
 
 
 class Processes:
-    """The processes of a run; of one process alone, all of this does nothing.
+    """The processes of a run; with a single process, all methods return at once.
 
     Attributes:
         count: Number of processes.
-        index: Number of this one among them, from 0.
-        num_here: Number of those on this one's host.
-        unreachable: The reason why the others can't be reached any more; None while they can.
+        index: Number of this process, from 0.
+        num_here: Number of processes on this host.
+        unreachable: The reason why the peers can't be reached any more; None while they can.
     """
 
     def __init__(self, devices: Sequence[Any] = ()):
         """Makes the record of a run's processes.
 
         Args:
-            devices: A processor ("cpu" device) of each process, in the order of their numbers;
-                empty for this process alone.
+            devices: One CPU device of each process, in the order of the processes' numbers; empty
+                for a single process.
         """
         self.count, self.num_here = max(1, len(devices)), 1
         self.index = [d.process_index for d in devices].index(jax.process_index()) if devices else 0
@@ -71,26 +71,26 @@ class Processes:
             self._gathered = jax.jit(lambda rows: rows, out_shardings=whole)
 
     def find_hosts(self) -> None:
-        """Finds out which of them share this one's host; all of them have to do so."""
+        """Counts the processes on this host; every process has to call this."""
         here = socket.gethostname()
         self.num_here = self.gather("the first run of several processes", here).count(here)
 
     @property
     def spread(self) -> tuple[int, int]:
-        """The number of processes, and of those on a host."""
+        """The number of processes, and the number of processes on this host."""
         return self.count, self.num_here
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that prints and writes what is written once."""
+        """Whether this is the process that prints, and writes the files that exist once."""
         return self.index == 0
 
     def gather(self, where: str, value: Any = None) -> list[Any]:
-        """Waits until all processes are here, and returns each one's value, in their order.
+        """Waits until all processes reach this point, and returns their values in order.
 
         Args:
-            where: The point of the run that all processes have to be at.
-            value: A value as JSON has it.
+            where: Name of the point of the run that all processes have to reach.
+            value: A JSON value.
 
         Raises:
             PeerEndedError: If another process has left, or can't be reached.
@@ -116,32 +116,32 @@ class Processes:
 
         Args:
             where: See `gather`.
-            facts: Gives values with a `repr` that tells different ones apart, by name; not asked
-                for them where there is nobody to compare them with.
+            facts: Returns values by name; different values must have different `repr`s. Not called
+                in a run of one process.
 
         Raises:
-            ValueError: If they differ; the names of those that do are listed.
+            ValueError: If values differ; lists their names.
         """
         if self.count == 1:
             return
-        # Facts may be long, as the text of a jaxpr is; 64 bits tell as much of them.
+        # Values may be long, such as the text of a jaxpr; 64 bits of a hash suffice to compare.
         digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts().items()}
         first, *others = self.gather(where, digests)
         if names := [k for k in digests if any(row[k] != first[k] for row in others)]:
             raise ValueError(f"{', '.join(names)} must be the same in each process, but differ")
 
     def leave(self, why: str, signal: str | None = None) -> None:
-        """Tells the others, instead of what they wait for, that this process has to end.
+        """Tells the waiting peers that this process has to end.
 
         Args:
-            why: The reason, for their error's message.
+            why: The reason, for their error message.
             signal: Name of the signal that ended it; None after an error.
         """
         if self.count > 1 and self.unreachable is None:
             self._exchange({"left": why, "signal": signal})
 
     def concatenated(self, part: np.ndarray) -> np.ndarray:
-        """Joins all processes' arrays, of one shape, along their first axis."""
+        """Concatenates the processes' arrays, of equal shapes, along their first axis."""
         if self.count == 1:
             return part
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
@@ -150,8 +150,7 @@ class Processes:
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         text = json.dumps(message).encode()
-        # The length stands at the beginning, little end first; then as much of the text as there is
-        # room.
+        # The length comes first, in little-endian order, then as much of the text as fits.
         first = np.zeros(_SHORT, np.uint8)
         first[:_PREFIX] = np.frombuffer(len(text).to_bytes(_PREFIX, "little"), np.uint8)
         head = np.frombuffer(text[: _SHORT - _PREFIX], np.uint8)
@@ -159,7 +158,7 @@ class Processes:
         rows = self._rows(first)
         sizes = [int.from_bytes(row[:_PREFIX].tobytes(), "little") for row in rows]
         found = [row[_PREFIX:].tobytes() for row in rows]
-        # All have all sizes, so all take the second turn or none does.
+        # Every process knows all sizes, so either all of them make the second exchange or none.
         if max(sizes) > _SHORT - _PREFIX:
             whole = np.zeros(max(sizes), np.uint8)
             whole[: len(text)] = np.frombuffer(text, np.uint8)
@@ -167,7 +166,7 @@ class Processes:
         return [json.loads(text[:size]) for text, size in zip(found, sizes, strict=True)]
 
     def _rows(self, row: np.ndarray) -> np.ndarray:
-        """Each process's array of bytes, of one size."""
+        """The processes' byte arrays, which have equal sizes."""
         if self.unreachable is not None:
             raise PeerEndedError(self.unreachable)
         shape = (self.count, row.size)
