@@ -2,24 +2,14 @@
 
 On a GPU, three threads work in parallel:
 
-<<<<<<< HEAD
     main thread                         one thread
     compiles functions                  reads files of parameters
     pins host memory, shown in a bar    reads
     fills the store                     -
 
-Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
-would grow for it.
-=======
-    main thread            reader                   pinning thread
-    compiles functions     reads files              pins host memory, if its size is known by then
-    waits for pinning      reads files              pins, with a progress bar
-    fills the store        -                        -
+No large array is sent to a device before the pool is reserved, because its copy goes through the
+pool and would make it grow in small steps.
 
-If the size is not known early, the main thread pins after it has compiled. No large array is sent
-to a device before the pool is reserved, because its copy goes through the pool and would make it
-grow in small steps.
->>>>>>> lang2
 """
 
 import contextlib
@@ -192,18 +182,10 @@ def _started(
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
-<<<<<<< HEAD
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
-=======
-        # Most runs know only now how many bytes wait in the host, and so how much to pin.
-        with phases.phase("pinning"):
-            if pinned is not None:
-                pinned.result()
-            _pin(spec, placement, progress, phases)
->>>>>>> lang2
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -235,35 +217,6 @@ def _compiled(
     return spec
 
 
-<<<<<<< HEAD
-=======
-def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
-    """Whether to pin memory while functions are compiled, because that saves time.
-
-    With an explicit budget, the bytes that wait in the host are known before, unless blocks have to
-    be divided further. With small pages, pinning locks the process's memory map for minutes, and
-    the compiler would have to wait.
-    """
-    processes, free = placement.processes, pool.free_device_bytes(placement)
-    return (
-        processes.count == 1
-        and free is not None
-        and 2 * spec.first.schedule.smallest_bytes <= free
-        and spec.options.device_budget is not None
-        and not spec.first.schedule.left_out
-        and not pins_small_pages()
-        and fits_host(spec, *processes.spread)
-    )
-
-
-def _pin(spec: RunSpec, placement: Placement, progress: bool, phases: Phases) -> None:
-    """Pins the missing memory of a run, with a progress bar."""
-    num_bytes = peak_bytes(spec.first) // placement.processes.count
-    with _pinning_bar(placement, progress, phases) as show:
-        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
-
-
->>>>>>> lang2
 @contextlib.contextmanager
 def _pinning_bar(
     placement: Placement, progress: bool, phases: Phases
