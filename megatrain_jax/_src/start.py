@@ -1,6 +1,6 @@
 """Starts a run: compiles functions, pins host memory, and fills the store with initial values.
 
-On a GPU, three threads work in parallel:
+On a GPU, two threads work in parallel:
 
     main thread                         one thread
     compiles functions                  reads files of parameters
