@@ -10,8 +10,8 @@ Example: a block `y = sin(x @ up) @ down` with its own group, its two leaves in 
     backward([masters], [x], [dy], [], [])      -> [], [gradient], [dx]
     backward([masters], [x], [dy], [sum], [])   -> [], [sum + gradient], [dx]    # accumulates
 
-`masters` are the slab's arrays at rest. `gradient` is a slab with `d_up` and `d_down` at the offsets
-of `up` and `down`.
+`masters` are the slab's arrays at rest. `gradient` is a slab with `d_up` and `d_down` at the same
+offsets as `up` and `down`.
 """
 
 import dataclasses
