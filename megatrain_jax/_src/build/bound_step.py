@@ -1,16 +1,17 @@
-"""A step of one batch shape as pure data: the cut loss, bound to groups, and its schedule.
+"""A step of one batch shape as pure data: the cut loss, bound to groups, with its schedule.
 
-Derived once per batch shape, for training or evaluation: which slabs and activations each stage
-takes, which cotangents arrive where, when an activation is last read, and what moves when.
+Each batch shape is bound once, for training or evaluation. Binding gives every stage the slabs of
+its groups, and its backward the cotangents and gradients that it takes and adds to. From their
+bytes and times, the schedule then decides when each part moves.
 
-A worked example: an embedding (group 0), two blocks (groups 1 and 2), and a head that is tied to
-the embedding, in bf16, with one microbatch. Stages are bound from the last to the first::
+Example: an embedding (group 0), two blocks (groups 1 and 2), and a head that is tied to the
+embedding, in bf16, with one microbatch. Stages are bound from the last to the first::
 
     stage   groups   gradient             its backward
-    3       (0,)     fp32: two add up     gives the loss, too: this stage has no forward
-    2       (2,)     bf16: complete       makes it
-    1       (1,)     bf16: complete       makes it
-    0       (0,)     fp32                 accumulates: stage 3 has made one
+    3       (0,)     fp32: sum of two     also returns the loss: this stage has no forward
+    2       (2,)     bf16: complete       creates it
+    1       (1,)     bf16: complete       creates it
+    0       (0,)     fp32                 adds to the gradient of stage 3
 
 With two microbatches all gradients are fp32 sums, and every backward accumulates.
 """
@@ -44,20 +45,18 @@ class BoundStep:
     """One step of one batch shape, for training or evaluation; compared by identity.
 
     Attributes:
-        key: Key that tells batch shapes and kinds of step apart.
+        key: Key of the batch shape and kind of step.
         program: The loss, traced and cut.
         stages: The program's stages, bound to groups.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
-        narrow_sums: Rounding of sums of gradients, which wait in bfloat16 then; None in fp32.
-        collectives: For each stage, bytes that each device receives from the others in its forward
-            and in its backward, of all microbatches.
+        narrow_sums: Rounding of sums of gradients stored in bfloat16; None stores fp32.
+        collectives: For each stage, bytes that a device receives in forward and in backward.
         metrics: Names of the metrics that the loss returns.
-        workload: The step as its schedule sees it, with all residuals that stages can keep.
-        lean: The same with the costliest residuals alone; None if no stage has any.
-        schedule: The step's instructions: what moves and is computed when.
-        last_read: By task, ids of the values that nothing reads after its stage, or nothing before
-            they are made again.
+        workload: The step's workload with all residuals that stages can save.
+        lean: The workload with only the costliest residuals; None if no stage has any.
+        schedule: The step's instructions, in order.
+        last_read: For each task, ids of the values that its stage reads for the last time.
     """
 
     key: Hashable
@@ -75,7 +74,7 @@ class BoundStep:
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
-        """Dtype in which each group's gradient waits; fp32 if no backward computes one."""
+        """Dtype in which each group's gradient is stored; fp32 if no backward computes one."""
         dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
         for bound in self.stages:
             if bound.mode is not None:
@@ -101,33 +100,30 @@ class BoundStep:
 
     @functools.cached_property
     def keeping(self) -> tuple[BoundStage, ...]:
-        """The stages with the residuals that they keep by the schedule, if it has them keep any."""
+        """The stages with all residuals, or only the costliest if the schedule is lean."""
         if not self.schedule.lean:
             return self.stages
         return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:
-        """Ids of the values that a stage or the step's end reads after they are made."""
+        """Ids of the values that a later stage or the step's end reads."""
         return frozenset(self.program.outputs).union(*self.last_read.values())
 
     @functools.cached_property
     def kept_once(self) -> frozenset[int]:
-        """Ids of kept values read of the first microbatch alone: the variables' new values."""
+        """Ids of values kept for the first microbatch only: the variables' new values."""
         read = {i for bound in self.stages for i in bound.stage.inputs}
         return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
 
     @functools.cached_property
     def taken_over(self) -> frozenset[int]:
-        """Ids of the values whose cotangents one backward makes and a later one adds to."""
+        """Ids of the values with a cotangent that one backward makes and a later one adds to."""
         return frozenset().union(*(bound.sent for bound in self.stages))
 
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
-        """Ids of new values that stages compute, by the number of the model's variable.
-
-        The others' new values are known after the prologue.
-        """
+        """Ids of the variables' new values that stages compute, not the prologue, by variable."""
         new, early = (
             self.program.outputs[1 + len(self.metrics) :],
             set(self.program.prologue_values),
@@ -165,10 +161,9 @@ def bind_step(
         metrics: Names of the metrics that the loss returns.
         deferred: Whether updates wait for the next step's forward.
         reduce_reads: Kinds of state that the optimizer's *reduce* reads besides gradients.
-        device_budget: Bytes that state, activations and residuals may take of the device; None
-            for the least.
-        hardware: Machine whose rates the schedule is made for.
-        host_room: Bytes that the host of each device has beside the state at rest.
+        device_budget: Device bytes for state, activations and residuals; None for the minimum.
+        hardware: The machine; its rates determine the schedule.
+        host_room: Host bytes per device that are available in addition to the state at rest.
         waves: Number of equal parts of the microbatches that go through the stages one by one.
         narrow_sums: See `BoundStep`.
         training: Whether it is a training step; an evaluation has no backward.
@@ -176,7 +171,7 @@ def bind_step(
     if program.examples.number % num_devices:  # every device computes all of it
         program = dataclasses.replace(program, examples=program.examples.undivided())
     stages = program.stages
-    # If the last stage makes the loss, its backward follows at once, and computes the loss as well.
+    # If the last stage makes the loss, its backward follows at once and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     coded = [layout.num_coded for layout in layouts]
@@ -198,7 +193,7 @@ def bind_step(
         makes=makes,
         reads=reads,
         residuals=bytes_of([b.residuals for b in bound]),
-        may_travel=num_devices == 1,  # some residuals may be the same on all devices
+        may_travel=num_devices == 1,  # some residuals may be replicated on all devices
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -210,12 +205,12 @@ def bind_step(
         costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
     )
     lean = None
-    # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
-    # or the costliest of many.
+    # The search for a schedule chooses between two workloads: all residuals of some stages, or the
+    # costliest of many.
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
-    # Up to here everything is of all microbatches.
+    # Up to here, bytes and times are for all microbatches.
     workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
     schedule = find_schedule(workload, device_budget, lean, host_room)
     instructions = schedule.cold if training else schedule.evaluation
@@ -238,10 +233,10 @@ def bind_step(
 def _gradient_dtypes(
     stages: Sequence[Stage], grouping: Grouping, microbatches: int
 ) -> tuple[str | None, ...]:
-    """The dtype of each group's gradient: fp32 for sums, else what the backward computes it in.
+    """The dtype of each group's gradient: fp32 for sums, else the backward's own dtype.
 
-    A gradient that is complete after one backward is as exact in the stage's own dtype as in
-    fp32, and half as large where that is bf16. Frozen groups have none.
+    A gradient that is complete after one backward is as exact in that dtype as in fp32, and half as
+    large in bf16. Frozen groups have no gradient.
     """
     group_of = grouping.group_of
     dtypes: list[set[str]] = [set() for _ in grouping.leaves]
@@ -264,17 +259,17 @@ def _gradient_dtypes(
 
 
 def _summed(stages: Sequence[BoundStage]) -> frozenset[int]:
-    """The groups whose gradients are sums, over microbatches or stages."""
+    """The groups with gradients that are sums over microbatches or stages."""
     return frozenset(group for bound in stages for group in bound.accumulated)
 
 
 def _bind(
     stages, grouping, layouts, gradients, fused, accumulate, hardware: Hardware | None
 ) -> tuple[BoundStage, ...]:
-    """Binds stages to groups, from the last to the first, as backward goes through them.
+    """Binds stages to groups, from the last to the first, in the order of the backward.
 
-    A backward adds to the gradients and cotangents that the backwards before it have made. Stages
-    of an evaluation, which has no `hardware`, keep no residuals.
+    A backward adds to gradients and cotangents that earlier backwards have made. An evaluation,
+    without `hardware`, saves no residuals.
     """
     group_of = grouping.group_of
     # Position of each leaf in its group.
@@ -292,7 +287,7 @@ def _bind(
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
         mode, known, residuals, lean = None, (), None, None
         if stage.has_backward:
-            # A cotangent that was sent is added once, also to a value that the stage takes twice.
+            # An existing cotangent is added only once, even if the stage takes the value twice.
             existing = tuple(
                 active and i in sent and i not in stage.inputs[:n]
                 for n, (i, active) in enumerate(zip(stage.inputs, stage.active, strict=True))

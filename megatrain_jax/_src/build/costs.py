@@ -1,18 +1,18 @@
-"""The costs of a step, used to choose its schedule: seconds of computations and of transfers.
+"""Estimates the costs of a step for its schedule: seconds of computations and transfers.
 
-A worked example: four devices whose links carry 50 GB/s each way, a host's memory of 160 GB/s,
-250 GB/s into each device from the others, and a stage of 268M parameters, fp32 in the host (1 GiB)
-and bf16 where it computes (512 MiB), in one microbatch::
+Example: four devices have links of 50 GB/s each way, a host memory of 160 GB/s, and each receives
+250 GB/s from its peers. A stage has 268M parameters, in fp32 in the host (1 GiB) and in bf16 for
+computation (512 MiB). With one microbatch::
 
-    fetch       each device's 256 MiB take 5.4 ms over its link alone; all four, which fetch at
-                once, 4 * 256 MiB / 160 GB/s = 6.7 ms of the host's memory
-    gather      of 512 MiB, 384 MiB come from the others: 1.6 ms, in the stage's forward and again
-                in its backward
-    gradient    of 512 MiB, each device receives 384 MiB to sum up: 1.6 ms of the backward
+    fetch       each device's 256 MiB take 5.4 ms over its link; since all four fetch at once, they
+                take 4 * 256 MiB / 160 GB/s = 6.7 ms of the host's memory
+    gather      of 512 MiB, 384 MiB come from peers: 1.6 ms in the forward, and again in the
+                backward
+    gradient    of 512 MiB, each device receives 384 MiB to sum: 1.6 ms in the backward
 
-Where only links connect the devices, these 384 MiB take 20 ms, at min(50, 160 / (2 * 4)) GB/s, in
-which nothing else passes over the links. A forward of f operations, at g operations a second on one
-device, takes f / 4g + 20 ms then.
+If only links connect the devices, these 384 MiB take 20 ms at min(50, 160 / (2 * 4)) GB/s, and the
+links carry nothing else meanwhile. A forward of f operations, at g operations per second on one
+device, then takes f / 4g + 20 ms.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -25,24 +25,25 @@ from megatrain_jax._src.program.loss.gradients import leaves_read
 from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.state.hardware import Hardware
 
-# What Python needs for one instruction, measured on the host of an H200.
+# Python's time per instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
-# What an update takes for a number that it decodes and encodes again, measured on an H200 for both
-# of Adam's moments in 8 bits: 16 times as long as to read and write its code.
+# An update's time per coded number, measured on an H200 with both of Adam's moments in 8 bits:
+# decoding and encoding take 16 times as long as reading and writing the code.
 _SECONDS_PER_CODE = 7e-12
 
 
 def collective_bytes(
     bound: Sequence[BoundStage], microbatches: int, num_devices: int
 ) -> tuple[tuple[int, int], ...]:
-    """Counts what devices send each other for parameters: gathered, and summed as gradients.
+    """Counts the bytes of collectives for parameters: gathered leaves and summed gradients.
 
-    Gradients travel in the dtype of the equations that make them. What XLA adds by itself is not
-    counted: for examples that a loss compares, for an optimizer that needs whole leaves, scalars.
+    Gradients are sent in the dtype of the equations that make them. Further collectives of XLA are
+    not counted: for a loss that compares examples, for an optimizer that needs whole leaves, and
+    for scalars.
 
     Args:
         bound: The stages.
-        microbatches: Number of parts that the batch is split into; each gathers and sums anew.
+        microbatches: Number of parts of the batch; each part gathers and sums again.
         num_devices: Number of devices.
 
     Returns:
@@ -50,7 +51,7 @@ def collective_bytes(
     """
     if num_devices == 1:
         return ((0, 0),) * len(bound)
-    # Each of the others sends its share.
+    # Each peer sends its share.
     received = microbatches * (num_devices - 1)
     known: dict[Hashable, tuple[bool, ...]] = {}
     found = []
@@ -80,15 +81,15 @@ def find_costs(
 ) -> Costs:
     """Estimates the seconds that stages, updates and transfers take.
 
-    Stages by their floating-point operations, for all microbatches, those of attention's kernels at
-    a rate of their own, by the kernels of their loops, by the sums that gradients are added to, and
-    by what devices send each other within; updates by the bytes that they read and write in the
-    device's memory, and by the numbers that they decode and encode.
+    The time of a stage comes from its floating-point operations in all microbatches, with a
+    separate rate for attention kernels, from the kernels of its loops, from the sums that its
+    gradients are added to, and from its collectives. The time of an update comes from the bytes
+    that it reads and writes in device memory, and from the numbers that it decodes and encodes.
 
     Args:
         bound: The stages.
         sizes: For each group, bytes of its parts on one device.
-        coded: For each group, numbers of these that are held in codes.
+        coded: For each group, count of its numbers that are stored as codes.
         collectives: See `collective_bytes`.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
@@ -144,10 +145,10 @@ def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> 
 
 
 def _link(hardware: Hardware, num_devices: int) -> Link:
-    """One device's link to the host, with its part of the host's memory if that is too slow."""
+    """One device's link to the host; it includes the host's memory if that can limit it."""
     own = 1 / hardware.link_bytes_per_s
     of_host = num_devices / hardware.host_bytes_per_s
-    # All links, both ways: where the host's memory carries these, no byte waits for it.
+    # If the host's memory can serve all links in both directions, it never limits a transfer.
     return Link(name="host", inward=own, outward=own, shared=of_host if 2 * of_host > own else 0.0)
 
 
@@ -158,18 +159,18 @@ def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
 def seconds_saved(
     kept: Sequence[Residuals | None], factor: float, hardware: Hardware
 ) -> tuple[float, ...]:
-    """The seconds that each stage's backward saves where its forward keeps residuals.
+    """The seconds that each stage's backward saves if its forward saves residuals.
 
     Args:
         kept: The residuals of each stage.
-        factor: Number of microbatches over that of devices.
+        factor: Number of microbatches divided by number of devices.
         hardware: The rates.
     """
 
     def saved(residuals: Residuals | None) -> float:
         if residuals is None:
             return 0.0
-        # Products run near the device's rate, and what they give is written and read once more.
+        # Products run near the device's rate; saved results are written and read once more.
         moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
         return max(0.0, saved_work(residuals).seconds(hardware) - moved)
 

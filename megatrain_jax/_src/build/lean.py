@@ -1,19 +1,19 @@
-"""Lean residuals: among a stage's results, those most expensive to recompute per byte.
+"""Lean residuals: the results of a stage that are the most expensive to recompute per byte.
 
-On long sequences attention's output takes thousands of times longer to compute again, for its
-bytes, than a product of an MLP. Where not all stages have room for everything, keeping the
-costliest results of many may save more than keeping all results of a few; the clock decides.
+On long sequences, recomputing attention's output takes far longer per byte than recomputing a
+product of an MLP. If memory can't hold all residuals of all stages, saving the costliest results of
+many stages may save more time than saving all results of a few; the clock decides.
 
-A worked example, a layer of Qwen2.5-7B on 131,072 tokens in bfloat16, by an H200's rates::
+Example: a layer of Qwen2.5-7B on 131,072 tokens in bfloat16, with an H200's rates::
 
-    result                 GiB    ms to compute again    ms a GiB
+    result                 GiB        ms to recompute    ms a GiB
     attention with its    0.89                    232         260    lean
       statistics
     queries               0.87                    4.6         5.3
     gate, up              9.25                     49         5.3
-    all that is kept      12.1                    292          24
+    all residuals         12.1                    292          24
 
-Attention's are kept alone: a GiB of them saves more than twice what a GiB of all does.
+Only attention's results are lean: a GiB of them saves more than twice the time of an average GiB.
 """
 
 from collections import Counter
@@ -27,23 +27,23 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
 
-# Results are costly that save so many times the seconds a byte of all that is kept.
+# A result is costly if it saves this many times the average seconds per byte.
 _COSTLY = 2.0
-# Equations that hand a kept result on, rounded as it is stored.
+# Equations that pass a saved result on, possibly rounded.
 _HANDS_ON = ("copy", "name", "reduce_precision")
 
 
 def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) -> Residuals | None:
-    """The residuals of a stage that keeps its costliest results alone; None if no few stand out.
+    """The residuals of a stage that saves only its costliest results; None if none stand out.
 
     Args:
         stage: The stage.
-        every: Its residuals where it keeps all results that are worth it.
-        hardware: The machine whose rates tell what is costly.
+        every: All its residuals that are worth saving.
+        hardware: The machine; its rates determine the costs.
     """
     costs = {} if every is None else seconds_per_byte(stage, every, hardware)
     costly = {kind for kind, (_, is_costly) in costs.items() if is_costly}
-    # Nothing stands out: the costliest are all, or there are none.
+    # Nothing stands out if all results are costly, or none.
     if not costly or len(costly) == len(costs):
         return None
 
@@ -56,9 +56,10 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
 def seconds_per_byte(
     stage: Stage, every: Residuals, hardware: Hardware
 ) -> dict[Hashable, tuple[float, bool]]:
-    """Seconds that a byte of each kind of result saves, and whether that is much.
+    """Seconds that a saved byte of each kind of result saves, and whether that is costly.
 
-    Results are of one kind if one primitive makes them of operands of the same shapes and dtypes.
+    Results have the same kind if the same primitive makes them from operands of the same shapes and
+    dtypes.
     """
     num_bytes = _bytes_by_kind(every)
     seconds: dict[Hashable, float] = {}
@@ -69,7 +70,7 @@ def seconds_per_byte(
 
         flops = count_flops(stage.jaxpr, is_made)
         attention = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_attention(e))
-        # All equations of a kind together: their bytes are counted together, too.
+        # All equations of a kind are counted together, like their bytes.
         seconds[kind] = hardware.compute_seconds(flops, attention)
     least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
     found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
@@ -80,7 +81,7 @@ def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
     """The bytes of residuals by the kind of the equation that made them."""
     jaxpr = residuals.traced.jaxpr
     found: Counter[Hashable] = Counter()
-    # A set, since an array may be in the pullback several times, and is kept once.
+    # A set, because an array may appear in the pullback several times but is saved once.
     for v in set(jx.variables(jaxpr.outvars[residuals.num_outputs :])):
         maker = _maker(jaxpr, v)
         if maker is not None and is_kept(
@@ -91,7 +92,7 @@ def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
 
 
 def _maker(jaxpr: Any, result: Any) -> Any | None:
-    """The equation that makes a variable, also within calls; None if it is given."""
+    """The equation that makes a variable, also inside calls; None if it is an input."""
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     while not jx.is_literal(result) and result in makers:
         eqn = makers[result]
@@ -108,5 +109,5 @@ def _kind_of(eqn: Any) -> Hashable:
 
 
 def _kind(primitive: Any, avals: Any) -> Hashable:
-    """The kind of a result: its parameters don't count, as a forward's differ from a gradient's."""
+    """The kind of a result, without parameters, which differ between forward and gradient."""
     return primitive.name, tuple((a.shape, a.dtype) for a in avals)

@@ -19,15 +19,14 @@ def spanning(
     host_room: float,
     num_bytes: float = math.inf,
 ) -> BoundStep:
-    """A training step for a host that can't hold all residuals, or what all blocks hand on.
+    """A training step for a host that can't hold all residuals or all blocks' activations.
 
     Args:
         step: The step.
-        span: Number of blocks of which all but one are computed again before their backward, since
-            the host can't hold what all of them hand on.
+        span: Of each `span` blocks, all but one run their forward again before their backward.
         device_budget: See `bind_step`.
         host_room: See `bind_step`.
-        num_bytes: Bytes of what they hand on that need not be held; see `computed_again`.
+        num_bytes: Bytes of activations to save; see `computed_again`.
     """
     workload = workload_spanning(step, span, num_bytes)
     lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
@@ -35,11 +34,11 @@ def spanning(
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
-    """A training step in another number of waves.
+    """A training step in a different number of waves.
 
     Args:
         step: The step.
-        waves: Number of waves, which divides the microbatches.
+        waves: Number of waves, a divisor of the microbatches.
         device_budget: See `bind_step`.
     """
     workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
@@ -53,10 +52,10 @@ def _rescheduled(
     device_budget: int | None,
     host_room: float,
 ) -> BoundStep:
-    """A training step with another workload."""
+    """A training step with a new schedule for a new workload."""
     schedule = find_schedule(workload, device_budget, lean, host_room)
     stages = [bound.stage for bound in step.stages]
-    # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
+    # Cold and steady steps have the same tasks, except for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
@@ -64,14 +63,14 @@ def _rescheduled(
 
 
 def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
-    """Returns the workload of such a step, which takes no search; see `spanning`."""
+    """Returns the workload of `spanning` without a search for its schedule."""
     stages = [bound.stage for bound in step.stages]
     again = computed_again(step.workload, stages, span, num_bytes)
     return dataclasses.replace(step.workload, again=again)
 
 
 def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
-    """A step with the instructions of all its waves, of which its schedule may leave some out.
+    """A step with the instructions of all waves; a searched schedule may omit some.
 
     Args:
         step: The step.

@@ -1,4 +1,4 @@
-"""The kernels that a step runs, and compiling all of them before the first step."""
+"""The kernels of a step, and their compilation before the first step."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -35,20 +35,20 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     else:
         make = stages.backward_of_kept if keeps else stages.backward
         kernel = make(bound, program, placement, step.wave_microbatches)
-        if step.narrow_sums:  # which are widened while it adds to them
+        if step.narrow_sums:  # sums are in fp32 while the backward adds to them
             layouts = (step.stages[number].binding.layouts[i] for i in _adding(bound))
             wide = sum(layout.gradient_aval("float32").size for layout in layouts)
             beside = kernel.beside_bytes + 4 * wide // placement.num_devices
             kernel = dataclasses.replace(kernel, beside_bytes=beside)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):
         kernel = with_narrow_attention(kernel, placement.num_devices)
-    # By name, since a stage's kernels with residuals and without may differ in their tiles.
+    # By name, because kernels with and without residuals may have different tiles.
     tiling = bound.tiles.get(kernel.name)
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
 
 
 def _adding(bound: BoundStage) -> list[int]:
-    """The slabs of a stage to whose gradients its backward adds, by position."""
+    """The positions of a stage's slabs with existing gradients that its backward adds to."""
     assert bound.mode is not None
     return [i for i, adds in enumerate(bound.mode.accumulate) if adds]
 
@@ -74,9 +74,9 @@ def step_kernels(
     *,
     training: bool = True,
 ) -> Iterator[Kernel]:
-    """The kernels that grow with the model: of each stage and each group, in their order."""
+    """The kernels of all stages and groups, in order; small kernels are not included."""
     lists = step.schedule
-    # Between them, the first two have everything that a steady step computes.
+    # Together, the cold list and the flush have all computations of a steady step.
     instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
@@ -95,19 +95,19 @@ def compile_ahead(
     *,
     training: bool = True,
 ) -> int:
-    """Compiles a step's functions and asks how much memory they need beside state and activations.
+    """Compiles a step's functions, and returns the memory they need beside state and activations.
 
     Args:
-        cache: Cache that gets the functions, in which the step finds them compiled.
-        step: The step whose kernels are compiled.
+        cache: Cache that receives the compiled functions.
+        step: The step.
         layouts: Layouts of the groups.
         cut: The optimizer.
         placement: Placement of the arrays that the kernels take.
         training: Whether it is a training step, not an evaluation.
 
     Returns:
-        Bytes on the device: what a function needs within, and for a backward the cotangents it
-        takes and gives.
+        Bytes on the device: the maximum of a function's temporaries plus, for a backward, its
+        cotangents.
     """
     return cache.compile(step_kernels(step, layouts, cut, placement, training=training))
 
@@ -119,5 +119,5 @@ def estimate_ahead(
     cut: OptimizerCut,
     placement: Placement,
 ) -> int:
-    """Estimates what `compile_ahead` would say, on shapes alone: for a device that isn't here."""
+    """Estimates the result of `compile_ahead` from shapes alone, for an absent device."""
     return cache.estimate(step_kernels(step, layouts, cut, placement))

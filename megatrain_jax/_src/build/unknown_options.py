@@ -1,10 +1,10 @@
-"""The error of an unknown keyword: it says which option was meant, or which function has it."""
+"""The error for an unknown keyword, with the intended option or the function that takes it."""
 
 from collections.abc import Iterable, Mapping
 
 from megatrain_jax._src.common.suggestions import did_you_mean
 
-# Names that Keras, Lightning, Transformers and Flax's examples use for options of this library.
+# Names in Keras, Lightning, Transformers and Flax's examples for options of this library.
 _ELSEWHERE = {
     "steps": "max_steps num_steps total_steps train_steps num_train_steps max_iters iterations",
     "epochs": "num_epochs max_epochs n_epochs num_train_epochs nb_epoch",
@@ -53,7 +53,7 @@ def unknown_option(
         takers: The functions that take an option, in words, by the option's name.
 
     Returns:
-        Python's own sentence, and after it what to write instead, if that is known.
+        Python's own sentence, followed by a suggestion if there is one.
     """
     hint = _hint(name, list(allowed), takers)
     return f"{function}() got an unexpected keyword argument {name!r}{hint}"

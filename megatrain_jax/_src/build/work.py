@@ -1,17 +1,17 @@
-"""The floating-point operations of stages, those of attention counted separately.
+"""The floating-point operations of stages, with attention counted separately.
 
-Kernels of attention run at a rate of their own and have no parameters: their backward takes 2.5
-times their forward whatever is trained, that of other operations twice their forward where all is.
+Attention kernels have their own rate and no parameters: their backward always takes 2.5 times their
+forward. The backward of a product takes twice its forward, or less if parameters are frozen.
 
-A worked example, a stage of 100 operations in products, half of whose parameters are trained, and
-20 in a kernel of attention::
+Example: a stage has 100 operations in products, with half of the parameters trained, and 20 in an
+attention kernel::
 
     forward       100 + 20
-    backward      100 + 20 computed again, (1 + 0.5) * 100 + 2.5 * 20 to differentiate: 250 + 70
-    with its products and its attention kept, the backward does 150 + 50
+    backward      100 + 20 recomputed, (1 + 0.5) * 100 + 2.5 * 20 to differentiate: 250 + 70
+    with saved results of products and attention, the backward takes 150 + 50
 
 Loops of short kernels take longer than their operations (`program/loop_kernels.py`). The kernels of
-a forward's loops, and what they copy, count as often as its operations.
+a forward's loops, and the bytes they copy, are repeated as often as its operations.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,22 +24,22 @@ from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
 
-# Computed once more, and five products of a query and a key or value instead of two.
+# The forward once more, then five products of queries with keys or values instead of two.
 _ATTENTION_BACKWARD = 1 + 2.5
-# Between two kernels of a loop, from two measured steps of a mixture of experts on an H200:
-# docs/less_memory.md has them.
+# Time per kernel of a loop, from two measured steps of a mixture of experts on an H200; see
+# docs/less_memory.md.
 _SECONDS_PER_KERNEL = 6e-6
 
 
 class Work(NamedTuple):
-    """Floating-point operations, and kernels of loops.
+    """Numbers of floating-point operations, and of kernels in loops.
 
     Attributes:
         flops: All operations.
-        attention: Those of attention among them.
-        looped: Those of loops among them.
+        attention: Operations in attention, included in `flops`.
+        looped: Operations in loops, included in `flops`.
         kernels: Kernels that loops start.
-        copied: Bytes that loops copy as they are.
+        copied: Bytes that loops copy unchanged.
     """
 
     flops: float
@@ -49,11 +49,11 @@ class Work(NamedTuple):
     copied: float = 0.0
 
     def plus(self, other: "Work", factor: float = 1.0) -> "Work":
-        """This work and `factor` times other work."""
+        """This work plus `factor` times the given work."""
         return Work(*(own + factor * more for own, more in zip(self, other, strict=True)))
 
     def seconds(self, hardware: Hardware, sustained: float = 1.0, num_devices: int = 1) -> float:
-        """Seconds that it takes devices; all but attention reach the share `sustained`."""
+        """Seconds on the devices; operations outside attention reach the share `sustained`."""
         computing = hardware.compute_seconds(self.flops, self.attention, sustained) / num_devices
         return computing + self.loop_seconds(hardware, sustained, num_devices)
 
@@ -62,8 +62,8 @@ class Work(NamedTuple):
     ) -> float:
         """Seconds by which loops take longer than their operations.
 
-        Each device starts them all, and copies weights for its own examples. What it copies takes
-        its memory's time, unless it waits for kernels anyway.
+        Each device starts all kernels, and copies weights for its own examples. Copies count only
+        if they take longer than the wait for kernels.
         """
         computing = hardware.compute_seconds(self.looped, 0, sustained) / num_devices
         copying = 2 * self.copied / hardware.memory_bytes_per_s  # read and written
@@ -82,9 +82,9 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
 
 
 def backward_work(stage: Stage, forward: Work) -> Work:
-    """Operations of a stage's backward, which computes its forward again and differentiates it.
+    """Operations of a stage's backward: the recomputed forward and its differentiation.
 
-    A product has two factors to differentiate, of which one may be frozen.
+    A product is differentiated by two factors, and one of them may be frozen.
     """
     attention = _ATTENTION_BACKWARD * forward.attention
     times = 2 + stage.trainable_share
@@ -94,7 +94,7 @@ def backward_work(stage: Stage, forward: Work) -> Work:
 
 
 def saved_work(residuals: Residuals | None) -> Work:
-    """Operations that a stage's backward need not do again if its forward keeps residuals."""
+    """Operations that a stage's backward need not repeat if its forward saves residuals."""
     if residuals is None:
         return Work(flops=0, attention=0)
     return Work(flops=residuals.saved_flops, attention=residuals.saved_attention)

@@ -12,10 +12,10 @@ from megatrain_jax._src.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The place of one leaf of a stage among the slabs that the stage takes.
+    """The place of one leaf of a stage in the stage's slabs.
 
     Attributes:
-        slab: Position of the slab among those the stage takes.
+        slab: Position of the slab in the stage's arguments.
         leaf: Position of the leaf in that slab's layout.
     """
 
@@ -25,17 +25,17 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binding:
-    """The places of a stage's leaves in the slabs of the groups it reads.
+    """The places of a stage's leaves in the slabs of its groups.
 
-    A worked example: an embedding of 10 x 4 is tied to the head, whose stage reads it after a norm
-    of its own. The norm's scale and bias are leaves 5 and 6 of the model and form group 3; the
-    embedding is leaf 0 and alone in group 0. The head's jaxpr reads leaves 5, 6 and 0, in this
-    order. It takes the masters of groups 3 and 0, hence::
+    Example: an embedding of 10 x 4 is tied to the head. The head's stage has a norm, and reads the
+    embedding after it. The norm's scale and bias are leaves 5 and 6 of the model and form group 3;
+    the embedding is leaf 0, alone in group 0. The head's jaxpr reads leaves 5, 6 and 0, in this
+    order, and the stage takes the masters of groups 3 and 0::
 
         layouts = (<shapes (4,), (4,)>, <shape (10, 4)>)
         slots = (Slot(slab=0, leaf=0), Slot(slab=0, leaf=1), Slot(slab=1, leaf=0))
 
-    Nothing here names a group, so that equal blocks have equal bindings.
+    A binding has no group numbers, so that equal blocks have equal bindings.
 
     Attributes:
         layouts: Layout of each slab of masters that the stage takes.
@@ -48,14 +48,14 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backward:
-    """The mode of a stage's backward: what it takes besides slabs and inputs, and what it gives.
+    """The mode of a stage's backward: its further arguments, and its results.
 
     Attributes:
         gradients: For each slab, the dtype of its gradient; None if the group is frozen.
-        accumulate: For each slab, whether a gradient exists to be added to.
+        accumulate: For each slab, whether a gradient exists already and is added to.
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
-        give_outputs: Whether to return the outputs, too: the stage has no separate forward.
+        give_outputs: Whether to return the outputs as well, because the stage has no forward.
     """
 
     gradients: tuple[str | None, ...]
@@ -71,13 +71,13 @@ class BoundStage:
 
     Attributes:
         stage: The stage.
-        groups: Numbers of the groups whose masters the stage takes.
+        groups: Numbers of the groups that the stage reads.
         binding: Places of the stage's leaves in their slabs.
         mode: Mode of the stage's backward; None without a backward.
-        sent: Ids of inputs whose cotangent another stage has already sent, in input order.
-        residuals: Residuals that the forward can keep; None if there are none worth keeping.
-        tiles: By name of a kernel, the tiles that it is computed in; the others are left whole.
-        lean: The costliest of them alone; None if none stand out.
+        sent: Ids of inputs with a cotangent from another stage already, in input order.
+        residuals: Residuals that the forward can save; None if none are worth saving.
+        tiles: The tiles of a kernel, by its name; kernels that are missing here are not tiled.
+        lean: Only the costliest residuals; None if none stand out.
     """
 
     stage: Stage
@@ -98,14 +98,14 @@ class BoundStage:
 
     @property
     def key(self) -> Hashable:
-        """Key of the stage's forward: equal for bound stages that share a compiled one."""
+        """Key of the stage's forward, equal for bound stages that share a compiled function."""
         return self.stage.key, self.binding
 
     @functools.cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """The stage's leaves by slab and dtype, as their positions: those that travel together."""
-        # Equations may take leaves of one slab in several dtypes, as norms in fp32 beside products
-        # in bf16.
+        """The positions of leaves, grouped by slab and dtype; each group is gathered together."""
+        # Equations may take leaves of one slab in several dtypes, such as norms in fp32 and
+        # matrices in bf16.
         rows: dict[Hashable, list[int]] = {}
         pairs = zip(self.binding.slots, self.stage.leaf_dtypes, strict=True)
         for i, (slot, dtype) in enumerate(pairs):
@@ -113,7 +113,7 @@ class BoundStage:
         return tuple(map(tuple, rows.values()))
 
     def share_bytes(self, positions: Sequence[int]) -> int:
-        """Bytes of some of its leaves that one device has, in the dtypes of the equations."""
+        """Bytes of one device's share of some leaves, in the dtypes of the equations."""
         slots, dtypes = self.binding.slots, self.stage.leaf_dtypes
         return sum(
             self.binding.layouts[slots[i].slab].shares[slots[i].leaf] * dtypes[i].itemsize
@@ -130,7 +130,7 @@ class BoundStage:
 
     @property
     def arriving(self) -> tuple[int, ...]:
-        """Ids of the outputs whose cotangents its backward takes."""
+        """Ids of the outputs with a cotangent that the backward takes."""
         if self.mode is None:
             return ()
         pairs = zip(self.stage.outputs, self.mode.arriving, strict=True)
@@ -138,7 +138,7 @@ class BoundStage:
 
     @property
     def accumulated(self) -> tuple[int, ...]:
-        """Numbers of the groups whose gradients its backward takes and adds to."""
+        """Numbers of the groups with a gradient that the backward adds to."""
         if self.mode is None:
             return ()
         pairs = zip(self.groups, self.mode.accumulate, strict=True)
@@ -146,6 +146,6 @@ class BoundStage:
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Ids of the inputs whose cotangents its backward gives."""
+        """Ids of the inputs that get a cotangent from the backward."""
         pairs = zip(self.stage.inputs, self.stage.active, strict=True)
         return tuple(i for i, active in pairs if active)

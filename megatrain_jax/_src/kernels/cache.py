@@ -1,6 +1,6 @@
-"""Compiled functions by what they compute, and the memory they need.
+"""A cache of compiled functions, with the memory that they need.
 
-Stages and groups that are alike share one function, so a model of any depth compiles a handful.
+Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -13,9 +13,9 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 
-# With memory pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU
-# were free, and 7 GiB while 33 of 67 were in use. So kernels with as much are dispatched one by
-# one: each then reaches the device some milliseconds late.
+# With frees pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU were
+# free, and 7 GiB while 33 of 67 were in use. So kernels with large temporaries are dispatched one
+# by one, which delays each by some milliseconds.
 _LARGE_TEMPORARIES = 4 * 2**30
 
 
@@ -26,7 +26,7 @@ class KernelCache:
         """Makes an empty cache.
 
         Args:
-            compiler_options: Options of XLA's that all kernels are compiled with.
+            compiler_options: XLA options for all kernels.
         """
         self._options = dict(compiler_options or {})
         self._functions: dict[tuple[str, Hashable], Callable] = {}
@@ -41,7 +41,7 @@ class KernelCache:
         return self._functions[key]
 
     def _built(self, kernel: Kernel) -> Any:
-        # Said where callers count on shardings that XLA need not choose by itself.
+        # Given if callers rely on shardings that XLA might not choose by itself.
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
         return jax.jit(
             kernel.build(),
@@ -55,14 +55,14 @@ class KernelCache:
         return len(self._functions)
 
     def compile(self, kernels: Iterable[Kernel]) -> int:
-        """Compiles kernels for what they take; their later calls find them compiled.
+        """Compiles kernels ahead of time for the arguments in `takes`.
 
         Returns:
-            Bytes that they need on each device besides arguments and results. The device runs one
-            function after another, so the largest counts.
+            The maximum bytes per device that a kernel needs besides arguments and results; kernels
+            run one after another.
         """
         different = _different(kernels)
-        # Tracing needs Python's lock, and comes first for all, so that threads only compile.
+        # Tracing holds Python's lock, so it comes first for all kernels, and threads only compile.
         lowered = [self.get(k).lower(*k.takes or ()) for k in different]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
@@ -71,18 +71,18 @@ class KernelCache:
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
 
     def has_large_temporaries(self, kernel: Kernel) -> bool:
-        """Whether a kernel is only dispatched once the device is through with large ones before it.
+        """Whether a kernel must wait for earlier large kernels before it is dispatched.
 
-        Until then, the memory that they give back is pending.
+        Until these have run, the memory that they free is pending.
         """
         return self._temporaries.get((kernel.name, kernel.key), 0) >= _LARGE_TEMPORARIES
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
-        """Estimates what `compile` would return, on shapes alone: for a device not here."""
+        """Estimates the result of `compile` from shapes alone, for an absent device."""
         return max(self._estimate(k, self.get) for k in _different(kernels))
 
     def estimate_trial(self, kernel: Kernel) -> int:
-        """Estimates what one kernel would need that is only tried: its function isn't kept."""
+        """Estimates the bytes of one kernel without keeping its function in the cache."""
         return self._estimate(kernel, self._built)
 
     def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
@@ -98,7 +98,7 @@ def _estimated_bytes(function: Any, kernel: Kernel) -> int:
     jaxpr = jx.opened(function.trace(*takes).jaxpr)
     shardings = [x.sharding for x in jax.tree.leaves(takes)]
     rows = zip(jaxpr.invars, shardings, strict=True)
-    # Whatever is divided at all, slabs and examples alike, is divided along its first axis.
+    # Slabs and examples are divided along their first axis.
     divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
     num_devices = max((sharding.num_devices for sharding in shardings), default=1)
     return temporary_bytes(jaxpr, divided, num_devices) + kernel.beside_bytes

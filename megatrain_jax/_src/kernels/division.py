@@ -1,15 +1,15 @@
-"""The arrays of a function that several devices divide, read off its equations.
+"""Predicts which arrays of a function XLA divides over several devices, from its equations.
 
-XLA's partitioner decides that when it compiles; where nothing is compiled, this foretells it: an
-array is divided along the axis that its operands are, until an equation sums over that axis or is
-told to make the array whole.
+XLA's partitioner decides this during compilation; these rules predict it without compiling. An
+array is divided along the same axis as its operands, until an equation sums over that axis or a
+constraint makes the array whole.
 
-A worked example, the backward of `y = x @ w` with x and dy divided along their examples::
+Example: the backward of `y = x @ w`, with x and dy divided along their examples::
 
     w_slab   f32[n]     divided: a shard on each device
-    w        bf16[d,f]  whole, as a sharding constraint says
+    w        bf16[d,f]  whole, by a sharding constraint
     dx       dy @ w.T   divided: its first axis is dy's
-    dw       x.T @ dy   whole: examples are summed over, so each device has a term of all of it
+    dw       x.T @ dy   whole: sums over examples, so each device has a term of the whole array
     d_slab   bf16[n]    divided again, by a constraint
 """
 
@@ -21,11 +21,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, REDUCTIONS
 
 Axes = Mapping[Any, int]
-"""By variable of a jaxpr, the axis along which it is divided; the others are whole."""
+"""The divided axis of each divided variable of a jaxpr; missing variables are whole."""
 
 
 def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
-    """Finds the arrays of an open jaxpr that devices divide, from those among its inputs."""
+    """Finds the divided arrays of an open jaxpr, given its divided inputs."""
     axes = dict(given)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
@@ -45,7 +45,7 @@ def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
 
 
 def divided_within(eqn: Any, axes: Axes) -> list[tuple[Any, dict[Any, int]]]:
-    """The jaxprs within an equation, each with its own arrays that are divided."""
+    """The inner jaxprs of an equation, each with its divided arrays."""
     if eqn.primitive.name == "scan":
         return [_divided_in_scan(eqn, axes)]
     found = []
@@ -67,7 +67,7 @@ def makes_whole(eqn: Any) -> bool:
 
 
 def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
-    """The arrays that a loop goes along on the axis they are divided on: each device needs all."""
+    """The arrays that a loop reads along their divided axis: each device needs them whole."""
     if eqn.primitive.name != "scan":
         return []
     rows = eqn.invars[sum(jx.scan_parts(eqn)) :]
@@ -75,10 +75,10 @@ def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
 
 
 def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
-    """The body of a loop, and its arrays that are divided.
+    """The body of a loop, and its divided arrays.
 
-    An element that it takes of an array has one axis less. A carry is divided if any round makes
-    it so.
+    An array that is read row by row loses its first axis. A carry is divided if any iteration
+    divides it.
     """
     (body,) = jx.inner_jaxprs(eqn)
     num_consts, num_carry = jx.scan_parts(eqn)
@@ -89,8 +89,8 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
             axis = axes[v] - (at >= carried.stop)
             if axis >= 0:
                 given[inner] = axis
-    # An array that one round divides may divide others in the next. Each pass adds a carry, so
-    # this ends.
+    # A carry that one iteration divides may divide further carries in the next. Each pass adds a
+    # carry, so this ends.
     while True:
         found = divided_axes(body, given)
         carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)
@@ -101,7 +101,7 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
 
 
 def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
-    """The arrays around an equation that are divided because some within it are."""
+    """The operands and results of an equation that are divided because inner arrays are."""
     pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
     if eqn.primitive.name != "scan":
         return {v: within[r] for v, r in pairs if _is_in(r, within)}
@@ -109,7 +109,7 @@ def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
     carried = slice(num_consts, num_consts + num_carry)
     stacked = set(eqn.outvars[num_carry:])
     results = {v: within[r] + (v in stacked) for v, r in pairs if _is_in(r, within)}
-    # A carry starts where it stays: zeros, for example, are made in parts.
+    # A carry's initial value is divided like the carry: zeros, for example, are made in parts.
     starts = zip(eqn.invars[carried], body.invars[carried], strict=True)
     return results | {v: within[r] for v, r in starts if not jx.is_literal(v) and r in within}
 
@@ -119,7 +119,7 @@ def _is_in(atom: Any, axes: Axes) -> bool:
 
 
 def _operands(eqn: Any, body: Any) -> Sequence[Any]:
-    """The operands that a jaxpr within an equation takes, in its order; none if unknown."""
+    """The operands of an equation's inner jaxpr, in order; empty if unknown."""
     name = eqn.primitive.name
     if name == "cond":
         return eqn.invars[1:]
@@ -134,8 +134,8 @@ def _operands(eqn: Any, body: Any) -> Sequence[Any]:
 def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
     """The axis along which a result is divided; None if it is whole."""
     name, found = eqn.primitive.name, None
-    # The first operand along which the result can be divided decides; the partitioner brings the
-    # others in line.
+    # The first divided operand that determines an axis decides; the partitioner moves the
+    # remaining operands.
     for at, v in enumerate(eqn.invars):
         if not _is_in(v, axes):
             continue
@@ -146,7 +146,7 @@ def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
             summed = eqn.params["axes"]
             found = None if axis in summed else axis - sum(other < axis for other in summed)
         elif name == "conv_general_dilated":
-            # Of two divided arrays it is the gradient of a kernel: examples are summed over.
+            # With two divided arrays it is the gradient of a kernel, which sums over examples.
             found = axis if at == 0 and eqn.invars[1] not in axes else None
         elif name.startswith("scatter") or name == "dynamic_update_slice":
             found = axis if at == 0 else None
@@ -158,7 +158,7 @@ def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
             found = _axis_of_reshaped(shape, axis, result.aval.shape)
         else:
             found = min(axis, result.aval.ndim - 1) if result.aval.shape else None
-        # A product over the divided axis is whole on each device, whatever its other operand is.
+        # A product over the divided axis is whole on each device, for any second operand.
         if found is not None or name in ("dot_general", "conv_general_dilated"):
             break
     return found
@@ -179,7 +179,7 @@ def _axis_of_product(eqn: Any, at: int, axis: int) -> int | None:
 
 
 def _axis_of_reshaped(shape: Iterable[int], axis: int, new: Sequence[int]) -> int:
-    """The axis of a new shape that begins where one of the old shape did; the first if none."""
+    """The axis of the new shape that begins at the same place as the old axis; 0 if none does."""
     outer = math.prod(list(shape)[:axis])
     begins = [i for i, n in enumerate(new) if n > 1 and math.prod(new[:i]) == outer]
     return begins[0] if begins else 0

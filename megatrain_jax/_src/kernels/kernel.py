@@ -10,11 +10,11 @@ from jax.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A compiled function before it is compiled: how it is built, called, and told from others.
+    """A function to be compiled: its Python function, its calling convention and its identity.
 
-    A function that makes one (`stages.forward`, `updates.update`) is the only place that knows how
-    the function is called: those who call it pass what its docstring says, in that order, and
-    those who compile it ahead read `takes`. A kernel of a group's update, for example::
+    Each kernel is made by one function, such as `stages.forward` or `updates.update`, and only that
+    function defines the calling convention. Callers pass the arguments in its docstring, in order;
+    ahead-of-time compilation reads `takes`. Example: a kernel of a group's update::
 
         kernel = updates.update(cut, layout, group, "bfloat16")
         kernel.takes    # ((fp32[n],), (fp32[n], fp32[n]), bf16[n], [fp32[]], bool[])
@@ -22,20 +22,20 @@ class Kernel:
         cache.get(kernel)(masters, state, gradient, messages, ok)
 
     Attributes:
-        name: Name of what the function does, in a word.
-        key: Key, equal for kernels of one name that compute the same: these share one function.
-        build: Makes the Python function that is compiled; called once for all of one key.
-        takes: Shapes, dtypes and shardings of its arguments; None for small functions, which their
-            first call compiles.
-        donated: Positions of the arguments whose memory its results may take.
-        beside_bytes: Bytes on the device, other than state and the values that a schedule counts,
-            that live while it runs and that it does not allocate for itself alone.
-        gives: Shardings of the results, one for each subtree of them as `jax.jit` has it; None
-            where they follow from the arguments'.
+        name: A short name of the operation.
+        key: Key of the computation; kernels with equal names and keys share one function.
+        build: Makes the Python function to compile; called once per key.
+        takes: Shapes, dtypes and shardings of the arguments; None for small functions, which are
+            compiled at their first call.
+        donated: Positions of the arguments with memory that results may reuse.
+        beside_bytes: Bytes on the device that live while the kernel runs, but are neither its own
+            temporaries nor counted by the schedule.
+        gives: Shardings of the results, like `out_shardings` of `jax.jit`; None if they follow from
+            the arguments.
     """
 
-    # Shapes and the Python function follow from the key, and functions are never equal: what tells
-    # kernels apart is the name, the key and how memory and results are handed over.
+    # Shapes and the Python function follow from the key, and functions never compare equal. So
+    # kernels compare by name, key and memory handling.
     name: str
     key: Hashable = ()
     build: Callable[[], Callable] = dataclasses.field(compare=False)
@@ -46,7 +46,7 @@ class Kernel:
 
 
 def placed(avals: Any, sharding: Sharding) -> Any:
-    """Arguments of a kernel, a tree of shapes and dtypes, as shapes that have a sharding."""
+    """A tree of shapes and dtypes with a sharding, for a kernel's `takes`."""
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         weak = getattr(aval, "weak_type", False)  # without it, a call would compile again

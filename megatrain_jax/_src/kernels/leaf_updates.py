@@ -1,12 +1,11 @@
-"""Updates leaf by leaf, for optimizers that look at a leaf as a whole.
+"""Updates leaf by leaf, for optimizers that need a whole leaf at a time.
 
-Adafactor's means over rows, or Muon's products, need a whole matrix, but no other matrix of the
-block. If a compiler may compute leaves in any order, it keeps the temporaries of several of them at
-a time, and a second slab beside the old one. Here each turn updates one large leaf, or several
-small ones, and writes the results where the old values were; a barrier keeps the next turn from
-starting earlier.
+Adafactor's means over rows, or Muon's products, need a whole matrix, but only one at a time. If a
+compiler chooses the order of leaves, it keeps temporaries of several leaves at once, and a second
+slab beside the old one. Here each turn updates one large leaf, or several small ones, in place; a
+barrier keeps the next turn from starting early.
 
-A worked example, Adafactor for an MLP's `up` and `down`, both large, and the norm before it::
+Example: Adafactor for an MLP's `up` and `down`, both large, and the norm before it::
 
     turn 1    norm and its second moments
     turn 2    up, the means of its squared gradient over rows and over columns
@@ -29,16 +28,16 @@ from megatrain_jax._src.state.draws import Draw
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
-# Elements that small leaves of one turn have at most together.
+# Maximum total elements of the small leaves in one turn.
 _TOGETHER = 1 << 24
 
 Place = tuple[int, int]
-"""A leaf's slab, 0 for masters and from 1 for those of state, and the leaf's number in it."""
+"""A leaf's slab (0 for masters, 1 and up for state), and the leaf's number in it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """A part of an update, which needs the results of the turns before it.
+    """A part of an update, which may use the results of earlier turns.
 
     Attributes:
         reads: Positions of the leaves that no earlier turn has read, among the fragment's inputs.
@@ -57,11 +56,11 @@ def update_by_leaf(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Ca
     Args:
         fragment: The group's part of the optimizer's *apply*.
         layout: Layout of the group.
-        guarded: Whether nothing changes where `ok` is false.
+        guarded: Whether nothing changes if `ok` is false.
     """
     jaxpr, first, count = fragment.jaxpr, len(fragment.consts), len(layout.master.shapes)
     # The fragment takes constants, gradients, masters, state and messages, in this order, and
-    # gives masters and state.
+    # returns masters and state.
     places: list[Place] = [*((0, i) for i in range(count))]
     places += [(1 + slab, i) for slab, i in layout.state.places]
     old_of = dict(enumerate(places, first + count))
@@ -77,7 +76,7 @@ def update_by_leaf(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Ca
             if at < first + count:
                 return layout.master.unpack(gradient, at - first).astype(layout.master.dtype)
             number, i = old_of[at]
-            # A leaf that an earlier turn has written is still read as it was before the update.
+            # If an earlier turn has written a leaf, its old value is read.
             arrays = given if (number, i) in written else slabs
             return _read(layout.slabs[number], i, arrays[number])
 
@@ -95,10 +94,10 @@ def update_by_leaf(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Ca
 
 
 def _turns(fragment: Fragment, layout: GroupLayout) -> list[_Turn]:
-    """The turns of a group's update, in the order in which its leaves lie."""
+    """The turns of a group's update, in the order of its leaves' offsets."""
     jaxpr, first, count = fragment.jaxpr, len(fragment.consts), len(layout.master.shapes)
     turn_of = _together(layout.master)
-    # An array of state belongs to the last of the leaves that it is computed from.
+    # An array of state belongs to the last leaf that it depends on.
     leaf_of = {jaxpr.invars[first + at]: at % count for at in range(2 * count)}
     behind = groups_behind(jaxpr, leaf_of)
     of_outputs = [turn_of[at] for at in range(count)]
@@ -150,7 +149,7 @@ def _value(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def _columns(layout: Layout, i: int) -> Columns:
-    """The columns of a slab's shards that a leaf fills, up to a whole block of its code."""
+    """The columns of a leaf in a slab's shards, rounded up to whole blocks of its code."""
     segment, number = layout.segment_of(i)
     block = segment.codec.block
     length = max(1, -(-layout.shares[i] // block)) * block
@@ -173,7 +172,7 @@ def _written(
     draws: Sequence[Draw | None],
     ok: Array | None,
 ) -> list[tuple[Array, ...]]:
-    """The slabs with new leaves; where `ok` is false, with the old ones."""
+    """The slabs with new leaves, or with the old ones if `ok` is false."""
     coded = {}
     for (number, i), leaf in new.items():
         slab = layout.slabs[number]
@@ -184,11 +183,11 @@ def _written(
         row = jnp.pad(row, ((0, 0), (0, columns.length - slab.shares[i])))
         encoded = columns.encode(row, draws[number])
         if ok is not None:
-            # Chosen as they are at rest: where nothing is to change, nothing is rounded again.
+            # Selects among arrays at rest, so that unchanged state is not rounded again.
             old = columns.read(slabs[number])
             encoded = jax.tree.map(lambda n, o: jnp.where(ok, n, o), encoded, old)
         coded[number, i] = encoded
-    # All is read before a part of an array is written: else the whole array would be copied first.
+    # All reads come before the first write; otherwise the compiler would copy the whole array.
     parts = {at: x for at, x in coded.items() if not _columns(layout.slabs[at[0]], at[1]).is_whole}
     coded |= jax.lax.optimization_barrier(parts)
     slabs = list(slabs)

@@ -1,7 +1,6 @@
-"""An estimate of a function's temporary memory, from its equations.
+"""Estimates a function's temporary memory from its equations.
 
-Where it can't be compiled for the device that it is to run on, this stands in for the compiler's
-own figure.
+The estimate replaces the compiler's figure if a function can't be compiled for its device.
 """
 
 from collections import Counter
@@ -22,34 +21,34 @@ _ADDITIONS = ("add", "add_any")
 
 
 def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) -> int:
-    """Estimates the bytes that a jaxpr's own values take at most at one time.
+    """Estimates the peak bytes of a jaxpr's intermediate values.
 
-    Its equations are gone through in order. A value takes its bytes from the equation that makes
-    it to the last one that reads it; arguments and results count nothing, since they belong to the
-    caller. While an equation runs that has jaxprs within, the largest of their own needs counts.
-    A compiler makes no array of an elementwise result that one elementwise equation or reduction
-    reads, nor of what only renames, converts or repeats one for such: what these are made from
-    stays instead. What is elementwise from there up to the results is one pass that writes these
-    alone, as the update of a slab. A product that is only added to something is written where the
-    sum will be. What a loop carries stays in one place, and so does an array of which a part is
-    replaced.
+    The estimate goes through the equations in order. A value takes its bytes from the equation that
+    makes it to the last one that reads it. Arguments and results don't count, because they belong
+    to the caller. An equation with inner jaxprs adds the largest of their peaks.
 
-    A worked example, with arrays of 4 bytes::
+    Rules imitate the compiler's fusion. An elementwise result gets no array if a single elementwise
+    equation or reduction reads it, possibly after a reshape, conversion or broadcast; its operands
+    stay alive instead. Equations that are elementwise all the way to the results form one pass,
+    such as the update of a slab. A product that is only added to a value is written into the sum.
+    A loop's carry stays in one place, and so does an array that is partly overwritten.
+
+    Example, with arrays of 4 bytes::
 
         a = dot x y      # a: 4
         b = sin a        # one elementwise equation reads b: a stays
-        c = mul b a      # a, c: 8, the most; then a is free
+        c = mul b a      # a, c: 8, the peak; then a is free
         d = dot c c      # d is the result
 
     Args:
         jaxpr: A jaxpr, open or closed.
-        axes: By input that devices divide, the axis along which they do.
-        num_devices: Number of devices; the bytes are of each.
+        axes: For each input that devices divide, the divided axis.
+        num_devices: Number of devices; the result is per device.
     """
     jaxpr = jx.opened(jaxpr)
     axes = divided_axes(jaxpr, axes or {})
 
-    # A gathered array is cut into leaves, which lie in arrays of their own: both count.
+    # A gathered array is cut into leaves with their own arrays, so it counts twice.
     twice = {eqn.outvars[0] for eqn in jaxpr.eqns if makes_whole(eqn)}
 
     def size(v: Any) -> int:
@@ -57,7 +56,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
         return 2 * num_bytes if v in twice else num_bytes
 
     results = set(jx.variables(jaxpr.outvars))
-    readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
+    readers: dict[Any, list[bool]] = {}  # whether each reader can be fused with the producer
     added: set[Any] = set()  # the values that an addition reads
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
@@ -65,7 +64,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
             if eqn.primitive.name in _ADDITIONS:
                 added.add(v)
     passed = _passed(jaxpr)
-    # The arrays of the function's own that each value is read from.
+    # For each value, the allocated arrays that it is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
         behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
@@ -79,15 +78,15 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
             once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
             fused = summed or v in passed or once and (_renames(eqn) or all(read))
-            # Such results are written where they started, if nothing else reads the start.
+            # A changed operand is overwritten in place if it has no further reader.
             start = changed.get(v)
             if start in roots and len(readers[start]) == 1 and v not in results:
                 roots[v] = roots[start]
             else:
                 roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
-    # An array is free after the last equation that reads it, under whichever value's name.
+    # An array is free after the last equation that reads it through any value.
     uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
-    # An equation reads its operands while it writes its results, so both count in `most`.
+    # An equation reads its operands while it writes its results, so both count.
     live = most = 0
     for eqn in jaxpr.eqns:
         made = [v for v in eqn.outvars if v in roots[v]]
@@ -107,7 +106,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
 
 
 def _passed(jaxpr: Any) -> set[Any]:
-    """The elementwise values from which all that is computed is elementwise, up to the results."""
+    """The elementwise values with only elementwise equations between them and the results."""
     mixed: set[Any] = set()  # an equation that is not elementwise depends on these
     passed: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -119,18 +118,18 @@ def _passed(jaxpr: Any) -> set[Any]:
 
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
-    """Whether an equation has one of these names, or calls such equations alone (`jnp.where`)."""
+    """Whether an equation has one of these names, or only calls such equations (`jnp.where`)."""
     if eqn.primitive.name in CALLS:
         return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return eqn.primitive.name in names
 
 
 def _changed(eqn: Any) -> dict[Any, Any]:
-    """The results that are changed operands, as a loop's carry is, with these operands."""
+    """Results that are modified operands, such as a loop's carry, with these operands."""
     if eqn.primitive.name == "dynamic_update_slice":
         return {} if jx.is_literal(eqn.invars[0]) else {eqn.outvars[0]: eqn.invars[0]}
-    # The operands of either are constants, then the carry, then, of a scan, the arrays it takes
-    # row by row; its first results are the carry again.
+    # The operands of both loops are constants, then the carry, then, for a scan, the arrays that it
+    # reads row by row. The first results are the final carry.
     if eqn.primitive.name not in ("scan", "while"):
         return {}
     if eqn.primitive.name == "scan":
@@ -143,7 +142,7 @@ def _changed(eqn: Any) -> dict[Any, Any]:
 
 
 def _renames(eqn: Any) -> bool:
-    """Whether a result is the bytes of its operand: no product needs an array of its own for it."""
+    """Whether a result has its operand's bytes, so that a product can read the operand."""
     return eqn.primitive.name in FREE and eqn.primitive.name not in (
         "convert_element_type",
         "broadcast_in_dim",

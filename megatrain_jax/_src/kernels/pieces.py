@@ -1,15 +1,15 @@
-"""Updates of coded slabs piece by piece, so that no decoded slab lies in device memory.
+"""Updates coded slabs piece by piece, so that no decoded slab lies in device memory.
 
-A scale is found from all numbers of a block before the first of them is coded, so that a compiler
-writes the numbers in between: both moments of a slab, decoded. A loop over pieces writes as much
-for one piece at a time.
+A block's scale depends on all its numbers, so a compiler writes the numbers to memory before it
+encodes them: both moments of a slab, decoded. A loop over pieces needs this memory for one piece at
+a time.
 
-A worked example, a slab of 6 blocks in pieces of 2 blocks; the last block is that of a norm, whose
-state is not coded::
+Example: a slab of 6 blocks in pieces of 2 blocks; the last block belongs to a norm with uncoded
+state::
 
-    regions    [0, 5) and [5, 6): a region is coded alike in each slab
+    regions    [0, 5) and [5, 6): each slab has one codec per region
     loop       blocks 0 and 1, then 2 and 3
-    by itself  block 4, and then block 5
+    separate   block 4, and then block 5
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout, Segment
 
 PIECE = 1 << 23
-"""Elements of each shard that are updated at once: an array of them takes 32 MiB in fp32."""
+"""Elements of each shard in one piece; an array of them takes 32 MiB in fp32."""
 
 Compute = Callable[[Sequence[jax.Array], jax.Array, Sequence[jax.Array]], list[jax.Array]]
 """`([gradient, masters, *state], columns, messages) -> [masters, *state]` of some elements, (n,)
@@ -38,11 +38,11 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
 
     Args:
         compute: The update of some elements.
-        layout: Layout of the group, whose slabs of state lie as its masters do.
-        guarded: Whether nothing changes where `ok` is false.
+        layout: Layout of the group; its state has the same offsets as its masters.
+        guarded: Whether nothing changes if `ok` is false.
     """
     slabs = layout.slabs
-    # Between two edges every slab has one codec, since masters and state lie alike.
+    # Between two edges every slab has one codec, because masters and state have equal offsets.
     edges = sorted({edge for slab in slabs for s in slab.segments for edge in (s.start, s.stop)})
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
@@ -59,10 +59,10 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
             rows = compute(rows, columns.reshape(-1), messages)
             new = [p.encode(row, own) for p, row, own in zip(pieces, rows, draws, strict=True)]
             if guarded:
-                # As in `updates`: what is not to change is not rounded again either.
+                # Selects among arrays at rest, so that unchanged state is not rounded again.
                 new = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
             if not in_loop:
-                # All is read before any of it is written: else whole arrays would be copied first.
+                # All reads come before the first write; otherwise whole arrays would be copied.
                 new = jax.lax.optimization_barrier(new)
             return [p.write(own, x) for p, own, x in zip(pieces, arrays, new, strict=True)]
 
@@ -74,12 +74,11 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
                 return [Columns(s, n, start, length) for s, n in zip(slabs, numbers, strict=True)]
 
             def step(i, arrays, first=first, at=at):
-                # Segments begin at multiples of their blocks, and a piece is whole blocks: none is
-                # cut.
+                # Segments begin at whole blocks, and a piece has whole blocks, so none is cut.
                 return update(at(first + i * PIECE, PIECE), arrays, in_loop=True)
 
             coded = any(s.segments[n].codec.block > 1 for s, n in zip(slabs, numbers, strict=True))
-            # One pass reads and writes what is not coded: it needs no room for numbers in between.
+            # Uncoded regions are updated in one pass, which needs no temporary numbers.
             count = (last - first) // PIECE if coded else 0
             arrays = jax.lax.fori_loop(0, count, step, arrays) if count else arrays
             if left := last - first - count * PIECE:
@@ -91,12 +90,12 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Some columns of a segment, the same ones of each shard.
+    """A range of columns of a segment, in every shard.
 
     Attributes:
         layout: Layout of the slab.
         number: Number of the segment.
-        start: First column, counted from its shard's; a multiple of the codec's block.
+        start: First column within the shard; a multiple of the codec's block.
         length: Number of columns.
     """
 
@@ -106,7 +105,7 @@ class Columns:
     length: int
 
     def read(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """Their part of each array at rest of their segment; all arrays are the slab's."""
+        """These columns of the segment's arrays, given all arrays of the slab."""
         own = self._own(arrays)
         if self.is_whole:
             return own
@@ -115,11 +114,11 @@ class Columns:
         )
 
     def decode(self, arrays: Sequence[Array]) -> Array:
-        """The numbers that their arrays stand for, of shape (shards * length,)."""
+        """The numbers decoded from the columns' arrays, of shape (shards * length,)."""
         return self._segment.codec.decode(arrays, self.layout.dtype)
 
     def encode(self, row: Array, draw: Draw | None) -> tuple[Array, ...]:
-        """The columns' arrays that stand for these numbers."""
+        """The columns' arrays that encode these numbers."""
         row = row.astype(self.layout.dtype).reshape(self.layout.num_shards, -1)
         return self.layout.encode_columns(row, self.number, self.start - self._segment.start, draw)
 
@@ -154,8 +153,8 @@ class Columns:
     def _sliced(self, x: Array, at: Any, length: int) -> Array:
         if not isinstance(at, int):
             return jax.lax.dynamic_slice_in_dim(self._rows(x), at, length, axis=1).reshape(-1)
-        # A slab that isn't divided is sliced as `Layout.unpack` does: with other equations around
-        # it, a compiler would round an update otherwise.
+        # An undivided slab is sliced like in `Layout.unpack`, because with different equations a
+        # compiler might round an update differently.
         rows = x if self.layout.num_shards == 1 else self._rows(x)
         return jax.lax.slice_in_dim(rows, at, at + length, axis=-1).reshape(-1)
 

@@ -1,15 +1,15 @@
 """Reductions of a group's slabs: the optimizer's *reduce*, and the norm of a gradient.
 
-Large leaves and slabs are read in pieces. Given whole, a compiler may convert a gradient in
-bfloat16 to an fp32 array twice as large, of which one number is left.
+Large leaves and slabs are read in pieces. Otherwise a compiler may convert a whole bfloat16
+gradient to an fp32 array, twice as large, only to reduce it to one number.
 
-A worked example: a leaf of 40M elements in pieces of 16M, hence 64 MiB in fp32::
+Example: a leaf of 40M elements in pieces of 16M, which take 64 MiB in fp32::
 
-    reduced(0, 16M)                    # the first piece, converted, squared and added up
-    + reduced(16M, 16M)                # a loop over all other whole pieces
-    + reduced(32M, 8M)                 # what is left
+    reduced(0, 16M)                    # the first piece, converted, squared and summed
+    + reduced(16M, 16M)                # a loop over further whole pieces
+    + reduced(32M, 8M)                 # the rest
 
-Over several devices each takes pieces of its own shard, and their numbers meet at the end.
+With several devices, each reduces pieces of its own shard, and their results are combined last.
 """
 
 import math
@@ -27,9 +27,9 @@ from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
-# Elements of a device's share of a leaf or slab: one with more is read in pieces of as many.
+# Elements per piece. A leaf or slab with a larger share per device is read in pieces.
 _PIECE = 1 << 24
-# Pieces are found by their first element, an unsigned number of 32 bits.
+# The start of a piece is an unsigned 32-bit number.
 _LONGEST = 1 << 32
 
 _Sums = tuple[jax.Array, jax.Array]
@@ -42,13 +42,13 @@ Place = tuple[int, Layout, int]
 def measured(
     gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool, num_shards: int
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if all of it is finite.
+    """The squared norm of a gradient in fp32, and `ok`; if guarded, false for non-finite elements.
 
-    The elements decide: of finite ones above 1.8e19 the squared norm is infinite.
+    The elements are checked, because the squared norm of finite elements above 1.8e19 is infinite.
     """
 
-    # Two sums of one shape, so that a GPU finds both in one pass, and several devices exchange them
-    # together. Padding in a gradient's slab is zeros and adds nothing.
+    # Two sums of one shape, so that a GPU computes both in one pass, and devices exchange them
+    # together. Padding in a gradient's slab is zero and adds nothing.
     def sums(x: jax.Array, axis: int | None) -> _Sums:
         wide = x.astype(jnp.float32)
         return jnp.sum(wide * wide, axis), jnp.sum(~jnp.isfinite(x), axis, jnp.float32)
@@ -66,8 +66,8 @@ def measured(
         square, not_finite = jnp.sum(by_shard[0]), jnp.sum(by_shard[1])
     else:
         square, not_finite = sums(gradient, None)
-    # The count would be enough. But what is not read here, or is read once, XLA computes within the
-    # update's kernel (the norm on a GPU, the count on a CPU), whose results are rounded otherwise.
+    # The count would suffice. But XLA fuses values with at most one reader into the update's kernel
+    # (the norm on a GPU, the count on a CPU), and that changes how updates are rounded.
     spoiled = jnp.where(not_finite == 0, 0.0, square + not_finite)
     return square, ok & jnp.isfinite(spoiled) if guarded else ok
 
@@ -82,7 +82,7 @@ def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax
         layout: Layout of the group.
     """
     first, leaves = len(fragment.consts), range(len(layout.master.shapes))
-    # The fragment takes constants, gradients, masters, state and others, in this order.
+    # The fragment takes constants, gradients, masters, state and scalars, in this order.
     places: list[Place] = [
         *((0, layout.master, i) for i in leaves),
         *((1, layout.master, i) for i in leaves),
@@ -118,7 +118,7 @@ def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax
 def _reduced(
     found: Reduction, places: Sequence[Place], slabs: Sequence[Any], others: Mapping[int, Any]
 ) -> jax.Array:
-    """A reduction of leaves that lie alike, in pieces."""
+    """A reduction of leaves with equal layouts, in pieces."""
     _, layout, i = places[0]
 
     def piece(place: Place, start: Any, size: int) -> jax.Array:
@@ -143,7 +143,7 @@ def _in_pieces(
     Args:
         reduced: Reduces a piece, given its first element and its length, to one number per shard,
             or to two.
-        size: Number of all elements of a shard, of one piece at least.
+        size: Number of elements of a shard, at least one piece.
         together: Joins the results of two pieces.
     """
 
@@ -159,14 +159,14 @@ def _in_pieces(
 
 
 def _piece(rows: jax.Array, start: Any, size: int) -> jax.Array:
-    """Some elements of each row, from a number on that a loop may give."""
+    """`size` elements of each row, from a start that may be a loop's variable."""
     # Without the barrier a compiler may convert all rows once, before the loop.
     rows, start = jax.lax.optimization_barrier((rows, jnp.uint32(start)))
     return jax.lax.dynamic_slice_in_dim(rows, start, size, axis=1)
 
 
 def _is_large(size: int) -> bool:
-    """Whether so many elements of a shard are read in pieces."""
+    """Whether a shard of this size is read in pieces."""
     return _PIECE < size < _LONGEST
 
 

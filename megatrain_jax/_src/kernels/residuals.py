@@ -1,9 +1,9 @@
-"""A stage differentiated in two halves: its backward reuses residuals instead of recomputing all.
+"""A stage differentiated in two halves: its backward reuses residuals saved by its forward.
 
-The forward keeps the results of matrix products and attention kernels, which cost the most to
-compute again for the bytes they take; what is elementwise between them is computed again.
+The forward saves the results of matrix products and attention kernels, which are the most expensive
+to recompute per byte. The backward recomputes the elementwise operations between them.
 
-A worked example: a stage with leaves `up` and `down` and the input `x`::
+Example: a stage with leaves `up` and `down` and the input `x`::
 
     h = x @ up       # a residual
     y = sin(h) @ down
@@ -11,8 +11,8 @@ A worked example: a stage with leaves `up` and `down` and the input `x`::
     # backward(up, down, x; h; dy)    -> d_up = x.T @ dh, d_down = sin(h).T @ dy, d_x = dh @ up.T
     #                                    with dh = cos(h) * (dy @ down.T): no h = x @ up
 
-The pullback holds `up`, `down` and `x`, which the backward is given anyway, and `h`. Only `h` is
-kept: `Residuals.sources` says of each array in the pullback which one of all of these it is.
+The pullback holds `up`, `down` and `x`, which are arguments of the backward anyway, and `h`. Only
+`h` is saved. `Residuals.sources` maps each array in the pullback to one of these values.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
 
 Keeps = Callable[..., bool]
-"""Whether to keep the results of a primitive; a policy of `jax.checkpoint`."""
+"""A policy of `jax.checkpoint`: whether to save the results of a primitive."""
 
 
 def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Whether a primitive's results are worth keeping, where there is room for all of them.
+    """Whether a primitive's results are worth saving if there is memory for all of them.
 
-    Products with batch axes are left out: their results, such as attention's scores, are large
-    for the work in them. So are complex ones: what `jax.checkpoint` keeps it rounds to its own
-    dtype (`reduce_precision`), which no complex number can be.
+    Products with batch axes are not: their results, such as attention scores, are large for the
+    work in them. Complex results are not either, because `jax.checkpoint` applies
+    `reduce_precision` to saved values, which does not support complex numbers.
     """
     if any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
         return False
@@ -52,19 +52,19 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """The residuals of a stage: what its forward keeps, and how its backward uses that.
+    """The residuals of a stage: the values its forward saves, and their use in its backward.
 
     Attributes:
         traced: `(leaves, inputs) -> (outputs, all arrays in the pullback)`.
-        num_outputs: Number of `traced`'s first outputs that are the stage's.
-        pullback: Structure of the function that maps cotangents of the outputs that have some to
-            those of trainable leaves and active inputs.
+        num_outputs: Number of `traced`'s first outputs, which are the stage's outputs.
+        pullback: Structure of the function that maps the outputs' cotangents to the cotangents of
+            trainable leaves and active inputs.
         sources: For each array in the pullback, its position among the traced constants, leaves,
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals of one microbatch.
-        saved_flops: Floating-point operations a microbatch that the backward need not do again.
-        saved_attention: Those of attention's kernels among them.
-        lean: Whether these are the costliest of the results that a stage could keep.
+        saved_flops: Floating-point operations per microbatch that the backward does not repeat.
+        saved_attention: The part of `saved_flops` in attention kernels.
+        lean: Whether only the costliest results are saved.
     """
 
     traced: jx.Traced
@@ -85,9 +85,9 @@ class Residuals:
         """Computes outputs and residuals of leaves and inputs."""
         out = jx.evaluate(self.traced.jaxpr, [*self.traced.consts, *values])
         outputs, needed = out[: self.num_outputs], out[self.num_outputs :]
-        # Numbers below are constants, leaves and inputs, which the backward gets anyway.
+        # Smaller numbers are constants, leaves and inputs, which the backward gets anyway.
         first = len(self.traced.jaxpr.invars)
-        # Sorted by number, which is the order in which `find_residuals` has met them.
+        # Sorted by number, the order in which `find_residuals` found them.
         kept = {s: x for s, x in zip(self.sources, needed, strict=True) if s >= first}
         return outputs, [kept[s] for s in sorted(kept)]
 
@@ -101,14 +101,14 @@ class Residuals:
 
 
 def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> Residuals | None:
-    """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
+    """Traces a stage's two halves; None if it has no result worth saving, or has effects.
 
-    An effect that both halves compute would fire twice.
+    An effect in both halves would fire twice.
 
     Args:
         stage: The stage.
-        keeps: Which results to keep.
-        lean: Whether these are the costliest of all that it could keep.
+        keeps: The policy that selects the results to save.
+        lean: Whether the policy selects only the costliest results.
     """
     if fires(stage.jaxpr):
         return None
@@ -123,7 +123,7 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[first:]]
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
-    # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
+    # The halves are compiled separately, so the compiler can't undo the recomputation anyway.
     keeping = functools.partial(jax.checkpoint, policy=keeps, prevent_cse=False)
 
     def halves(leaves, inputs):
@@ -135,8 +135,7 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     number = {v: i for i, v in enumerate(traced.jaxpr.invars)}
     sources, avals = [], []
     for atom in traced.jaxpr.outvars[count:]:
-        # What the backward has anyway is not kept, and an array that is in the pullback twice is
-        # kept once.
+        # Arguments of the backward are not saved, and an array that appears twice is saved once.
         known = None if jx.is_literal(atom) else number.get(atom)
         if known is None:
             known = len(traced.jaxpr.invars) + len(avals)

@@ -1,17 +1,17 @@
 """The kernels of stages: functions that all stages with equal equations share.
 
-Such a template is stateless: slabs of parameters and live values go in, live values or gradients
-and cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
-trace instead of written by hand.
+Such a template is stateless: it takes slabs of parameters and live values, and returns live values,
+or gradients and cotangents. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut
+from a trace instead of written by hand.
 
-A worked example: a block `y = sin(x @ up) @ down` in a group of its own, its two leaves one slab::
+Example: a block `y = sin(x @ up) @ down` with its own group, its two leaves in one slab::
 
     forward([masters], [x])                     -> [y]
     backward([masters], [x], [dy], [], [])      -> [], [gradient], [dx]
     backward([masters], [x], [dy], [sum], [])   -> [], [sum + gradient], [dx]    # accumulates
 
-`masters` are the arrays at rest of the slab, `gradient` is a slab in which `d_up` and `d_down` lie
-as `up` and `down` do in the masters.
+`masters` are the slab's arrays at rest. `gradient` is a slab with `d_up` and `d_down` at the same
+offsets as `up` and `down`.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel
     """The kernel `(masters, inputs) -> outputs`.
 
     Args:
-        bound: The stage. `masters` are its groups' arrays at rest, `inputs` the values it takes.
-        program: The program that the stage is of.
+        bound: The stage. `masters` are its groups' arrays at rest, `inputs` its input values.
+        program: The program of the stage.
         placement: Placement of its arrays.
     """
     stage, binding = bound.stage, bound.binding
@@ -64,7 +64,7 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
 
     return Kernel(
         name=keeping_names(residuals.lean)[0],
-        # Which residuals exist follows from what is differentiated: these say so, beside the name.
+        # The residuals depend on the differentiated values, so the key includes these flags.
         key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
@@ -80,16 +80,16 @@ def backward(
 ) -> Kernel:
     """The kernel `(masters, inputs, cotangents, gradients, sent) -> (outputs, gradients, back)`.
 
-    It computes the stage again and differentiates it.
+    It recomputes the stage and differentiates it.
 
     Args:
-        bound: The stage. The kernel takes the cotangents of `bound.arriving`, the gradients of
-            `bound.accumulated` and the cotangents of `bound.sent` that exist already; it gives the
+        bound: The stage. The kernel takes the cotangents of `bound.arriving`, and the existing
+            gradients of `bound.accumulated` and cotangents of `bound.sent`. It returns the
             gradients of `bound.trained`, laid out like the masters, and the cotangents of
-            `bound.leaving`, with what existed added. Outputs are empty unless its mode gives them.
-        program: The program that the stage is of.
+            `bound.leaving`, with existing values added. Outputs are empty if a forward gives them.
+        program: The program of the stage.
         placement: Placement of its arrays.
-        microbatches: Number of cotangents of each output that wait beside it.
+        microbatches: Number of cotangents per output that are on the device during the kernel.
     """
     stage, binding, mode = bound.stage, bound.binding, bound.mode
     assert mode is not None
@@ -103,8 +103,8 @@ def backward(
         return (outputs if mode.give_outputs else []), new, summed
 
     def build() -> Callable:
-        # What the recomputed forward prints has been printed by the forward's own kernel, if there
-        # is one.
+        # If the stage has a forward kernel, that has printed already, and the recomputation must
+        # not print again.
         if fires(stage.jaxpr):
             return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
         return backward_stage
@@ -125,8 +125,8 @@ def backward(
             placement.slabs_on_device,
             shardings(program, placement, bound.leaving),
         ),
-        # Gradients and cotangents that it adds to become the sums. Masters and inputs stay: other
-        # microbatches, and other stages, read them after this call.
+        # The sums reuse the memory of the existing gradients and cotangents. Masters and inputs are
+        # not donated, because later microbatches and stages read them.
         donated=(3, 4),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
@@ -137,7 +137,7 @@ def backward_of_kept(
 ) -> Kernel:
     """The kernel `(masters, inputs, residuals, cotangents, gradients, sent)`; see `backward`.
 
-    The forward has kept its residuals, so only what is elementwise is computed again.
+    The forward has saved residuals, so only elementwise operations are recomputed.
     """
     stage, binding, mode, residuals = bound.stage, bound.binding, bound.mode, bound.residuals
     assert mode is not None and residuals is not None and not mode.give_outputs
@@ -166,7 +166,7 @@ def backward_of_kept(
 
 
 def keeping_names(lean: bool) -> tuple[str, str]:
-    """The names of the two kernels of a stage that keeps residuals: all, or the costliest."""
+    """The names of the two kernels of a stage that saves all residuals, or the costliest."""
     if lean:
         return "forward keeping the costliest", "backward of the costliest"
     return "forward keeping", "backward of kept"
@@ -180,7 +180,7 @@ def shardings(program: Program, placement: Placement, ids: Iterable[int]) -> lis
 def _values(
     program: Program, placement: Placement, ids: Sequence[int]
 ) -> list[jax.ShapeDtypeStruct]:
-    """Values that a kernel takes, by their ids."""
+    """Shapes and shardings of values, by their ids."""
     rows = zip(ids, shardings(program, placement, ids), strict=True)
     return [placed(program.values[i], sharding) for i, sharding in rows]
 
@@ -188,7 +188,7 @@ def _values(
 def _residuals(
     residuals: Residuals, program: Program, placement: Placement
 ) -> list[jax.ShapeDtypeStruct]:
-    """Residuals that a kernel takes or gives."""
+    """Shapes and shardings of residuals."""
     return [placed(x, placement.values(program.examples.along(x))) for x in residuals.avals]
 
 
@@ -200,7 +200,7 @@ def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtyp
 def _accumulated(
     binding: Binding, mode: Backward, placement: Placement
 ) -> list[jax.ShapeDtypeStruct]:
-    """The gradients that a backward takes: it adds to them."""
+    """Shapes and shardings of the existing gradients that a backward adds to."""
     rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
     avals = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
     return placed(avals, placement.slabs_on_device)
@@ -209,9 +209,9 @@ def _accumulated(
 def _cotangent_bytes(
     bound: BoundStage, program: Program, placement: Placement, microbatches: int
 ) -> int:
-    """Bytes on each device of the cotangents beside a backward, which no schedule counts.
+    """Bytes per device of a backward's cotangents, which the schedule does not count.
 
-    Those it takes, for all microbatches, and those it gives for one.
+    Incoming cotangents count for all microbatches, outgoing ones for one microbatch.
     """
     ids = (*bound.arriving * microbatches, *bound.leaving)
     return sum(program.num_bytes(i, placement.num_devices) for i in ids)
@@ -220,12 +220,12 @@ def _cotangent_bytes(
 def _finish(
     stage: Stage, binding: Binding, placement: Placement, mode: Backward, pulled, gradients, sent
 ):
-    """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
+    """Packs a stage's gradients, and adds existing gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
     slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
     order = [slots[i] for i in _as_computed(stage)]
     new = _pack_gradients(binding, placement, slots, order, mode, leaf_gradients, gradients)
-    # Only active inputs get a cotangent; `sent` has what existed of these, in their order.
+    # Only active inputs get a cotangent; `sent` has their existing cotangents, in order.
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
     summed = [
@@ -238,11 +238,10 @@ def _finish(
 def _unpack(
     bound: BoundStage, placement: Placement, masters: Sequence[Sequence[jax.Array]]
 ) -> list[jax.Array]:
-    """The leaves that a stage reads, whole, in the dtypes that its equations were traced with."""
+    """The leaves that a stage reads, whole, in the dtypes of its traced equations."""
     binding, dtypes = bound.binding, bound.stage.leaf_dtypes
     leaves: dict[int, jax.Array] = {}
-    # Leaves of one slab and dtype are gathered from all devices together: one collective, not one
-    # for each leaf.
+    # All leaves of one slab and dtype are gathered from the devices in one collective.
     for positions in bound.alike:
         slab, dtype = binding.slots[positions[0]].slab, dtypes[positions[0]]
         layout, rows = binding.layouts[slab], [binding.slots[i].leaf for i in positions]
@@ -257,8 +256,8 @@ def _as_computed(stage: Stage) -> list[int]:
     """The stage's trainable leaves, in the order in which a backward completes their gradients."""
     first = len(stage.consts)
     leaves = stage.jaxpr.invars[first : first + len(stage.leaves)]
-    # Backward goes through the equations from the last to the first: what reads a leaf first is
-    # the last to add to its gradient.
+    # Backward goes through the equations in reverse, so a leaf's first reader completes its
+    # gradient.
     first_read: dict[Any, int] = {}
     for at, eqn in enumerate(stage.jaxpr.eqns):
         for v in jx.variables(eqn.invars):
@@ -278,12 +277,12 @@ def _pack_gradients(
 ) -> list[jax.Array]:
     """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros.
 
-    `order` are the slots in the order in which the gradients are computed.
+    `order` has the slots in the order of their gradients' computation.
     """
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
     for slot, gradient in zip(slots, leaf_gradients, strict=True):
         rows[slot.slab][slot.leaf] = gradient
-    # A gradient that waited for others to be written would lie beside the slab until then.
+    # In the order of computation, no gradient waits beside the slab for an earlier write.
     written = [[slot.leaf for slot in order if slot.slab == i] for i in range(len(rows))]
     earlier = iter(gradients)
     packed = []
@@ -291,8 +290,7 @@ def _pack_gradients(
         binding.layouts, mode.gradients, rows, mode.accumulate, written, strict=True
     ):
         if dtype is not None:
-            # Laid out as the masters are, whatever its dtype: updates read both by the same
-            # offsets.
+            # Laid out like the masters in any dtype, because updates read both at the same offsets.
             lying = dataclasses.replace(layout, dtype=dtype)
             if adds:
                 packed.append(lying.add(next(earlier), row, placement.spread))

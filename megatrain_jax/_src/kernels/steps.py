@@ -29,9 +29,9 @@ def begin(
     to microbatch; the rest changes once a step, as in the first of them.
 
     Args:
-        key: Key that tells programs apart.
-        program: The cut loss. `values` are those of its prologue, for each microbatch, and `seed`
-            is the cotangent of each microbatch's loss.
+        key: Key of the program.
+        program: The cut loss. `values` are its prologue's values for each microbatch, and `seed` is
+            the cotangent of each microbatch's loss.
         microbatches: Number of parts that the batch is split along its first axis.
         num_metrics: Number of metrics that the loss returns.
         placement: Placement of its arrays.
@@ -43,8 +43,8 @@ def begin(
     drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 
-    # Keys are folded with the step's number instead of split from one to the next, so that a run
-    # that is restored at some step draws what it would have drawn.
+    # Keys are folded with the step's number, not split step by step, so that a restored run draws
+    # the same numbers.
     def begin_step(variables, batch, key, step):
         step_key = jax.random.fold_in(key, step)
         rows, once = [], None
@@ -58,11 +58,11 @@ def begin(
                 values[place[i]] if i in place else v
                 for i, v in zip(new_ids, variables, strict=True)
             ]
-            # As in one call on the whole batch, a counter goes up by one; but microbatches must not
-            # draw from the same keys.
+            # A counter increases once per step, as in one call on the whole batch. But microbatches
+            # must not draw from the same keys.
             once = new if once is None else once
             variables = _chosen(drawn, new, variables)
-        # The loss is the mean over microbatches: gradients that are seeded so add up to its own.
+        # The loss is the mean over microbatches, so with these seeds gradients sum to its gradient.
         return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
 
     gives = [row] * microbatches, small, small
@@ -74,7 +74,7 @@ def _chosen(mask, yes, no):
 
 
 def _slice(x, m, microbatches):
-    # It divides: batches that don't were refused.
+    # The division is exact, because other batches were refused.
     size = x.shape[0] // microbatches
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
@@ -92,7 +92,7 @@ def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
     def build() -> Callable:
         return lambda: jnp.zeros(size, dtype)
 
-    # These say all, so that groups of one size share the function.
+    # The key has only size and dtype, so that groups of one size share the function.
     return Kernel(name="zeros", key=(size, dtype), build=build, gives=placement.slabs_on_device)
 
 
@@ -158,7 +158,7 @@ def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
 def _mean(column, weights):
     if weights is None:
         return sum(column) / len(column)
-    # Without a weight, a row's loss is the mean of nothing: it may well be 0 / 0.
+    # A row with weight 0 has the mean of nothing as its loss, which may be 0 / 0.
     parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
     return sum(parts) / sum(weights)
 

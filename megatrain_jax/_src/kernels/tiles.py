@@ -1,10 +1,10 @@
-"""Kernels in tiles: a stage whose temporaries don't fit in memory computes its rows in parts.
+"""Tiled kernels: if a stage's temporaries don't fit in memory, it computes its rows in parts.
 
-A kernel's equations are traced whole and divided where they treat every row alike; see
-`program/tiling/tiled.py`. Arguments and results are those of the whole kernel.
+A kernel is traced whole, and equations that treat all rows alike are divided; see
+`program/tiling/tiled.py`. Arguments and results don't change.
 
-A worked example: the backward of a block with an MLP 4 times as wide as the model, in 16 tiles of
-a batch of 1 x 524,288 tokens. Its key is that of the whole kernel and the number of tiles::
+Example: the backward of a block with an MLP 4 times as wide as the model, in 16 tiles of a batch of
+1 x 524,288 tokens. Its key consists of the whole kernel's key and the number of tiles::
 
     kernel = backward(bound, program, placement, 1)
     divided = in_tiles(kernel, 16)
@@ -28,11 +28,11 @@ from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """The tiles that a kernel is computed in.
+    """The tiles of a kernel.
 
     Attributes:
-        num_tiles: Number of tiles, one after another.
-        num_rows: Rows of each tile: tokens, say, if that is the axis that is divided.
+        num_tiles: Number of tiles, computed one after another.
+        num_rows: Rows per tile along the divided axis, such as tokens.
     """
 
     num_tiles: int
@@ -40,7 +40,7 @@ class Tiling:
 
 
 class Divisible:
-    """A kernel, traced once, to be divided into different numbers of tiles."""
+    """A kernel, traced once, that can be divided into different numbers of tiles."""
 
     def __init__(self, kernel: Kernel):
         """Traces a kernel on the shapes that it takes."""
@@ -52,8 +52,8 @@ class Divisible:
 
     @functools.cached_property
     def counts(self) -> Sequence[int]:
-        """The numbers of tiles that are worth trying, ascending; none if it can't be divided."""
-        # What a callback is shown would come in pieces.
+        """The numbers of tiles that are worth trying, ascending; empty if it can't be divided."""
+        # A callback would get its values in pieces.
         if fires(self._traced.jaxpr):
             return ()
         return tile_counts(self._jaxpr, num_devices=self._num_devices, flow=self._flow)
@@ -67,7 +67,7 @@ class Divisible:
         return flow_of(self._jaxpr)
 
     def into(self, num_tiles: int) -> tuple[Kernel, Tiling] | None:
-        """The kernel in so many tiles; None if it can't be divided into them."""
+        """The kernel in `num_tiles` tiles; None if it can't be divided so."""
         found = tiled(self._jaxpr, num_tiles, num_devices=self._num_devices, flow=self._flow)
         if found is None:
             return None
@@ -82,7 +82,7 @@ class Divisible:
 
 
 def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
-    """A kernel in a number of tiles that it can be divided into; traced where it is built."""
+    """A kernel in a valid number of tiles; it is traced when it is built."""
 
     def build() -> Callable[..., Any]:
         found = Divisible(kernel).into(num_tiles)

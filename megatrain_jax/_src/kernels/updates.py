@@ -1,11 +1,11 @@
 """The kernels of the optimizer: a group's *reduce* and update, and the *combine* between them.
 
-They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
-non-finite numbers. Masters and state come and go as arrays at rest (see `state.layout`).
+They wrap jaxprs, cut by `program.optimizer`, in packing, unpacking and the guard against non-finite
+numbers. Masters and state are passed as arrays at rest (see `state.layout`).
 
-A worked example, clipping by a global norm of 1 with two groups, whose gradients are (3, 0) and
-(0, 4): *reduce* gives 9 and 16; *combine* makes of them the global norm, 5, and sends each group
-what its update reads of that; the updates then take (0.6, 0) and (0, 0.8) for gradients.
+Example: clipping by a global norm of 1, with two groups that have gradients (3, 0) and (0, 4).
+*reduce* gives 9 and 16. *combine* computes the global norm, 5, and sends it to each group's update.
+The updates then use the gradients (0.6, 0) and (0, 0.8).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +43,7 @@ def reduce(
 ) -> Kernel:
     """The kernel `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
-    Scalars of one dtype come as one array, since each array that a function returns takes time to
-    dispatch.
+    Scalars of one dtype are returned as one array, because each result takes time to dispatch.
 
     Args:
         cut: The optimizer. Masters and state are None unless its reduction reads them.
@@ -59,8 +58,8 @@ def reduce(
     def build() -> Callable:
         reduced = reduction(fragment, layout)
 
-        # A fragment takes all arrays of its group, read or not, so that those of equal groups are
-        # equal. Nothing is in the place of what it doesn't read, and no schedule has fetched.
+        # A fragment takes all arrays of its group, so that equal groups have equal fragments.
+        # Arrays that it doesn't read were not fetched and are passed as None.
         def reduce_group(gradient, masters, state, loss, small, ok):
             square, ok = measured(gradient, ok, cut.guarded, layout.master.num_shards)
             masters = layout.master.decode(masters) if Kind.MASTERS in reads else None
@@ -86,7 +85,7 @@ def reduce(
 
 
 def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Puts small values end to end, in one array for each dtype."""
+    """Concatenates small values into one array per dtype."""
     rows: dict[Any, list[jax.Array]] = {}
     for x in values:
         rows.setdefault(x.dtype, []).append(x.reshape(-1))
@@ -94,11 +93,11 @@ def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Array]:
-    """Undoes `_stacked`; `like` are variables of the values' shapes and dtypes, in order."""
+    """Undoes `_stacked`; `like` has variables with the values' shapes and dtypes, in order."""
     rows = {row.dtype: row for row in stacked}
     taken = dict.fromkeys(rows, 0)
     values = []
-    # Within a dtype the order is that of `_stacked`; between dtypes none is needed.
+    # Only the order within each dtype matters; it is the order of `_stacked`.
     for aval in (v.aval for v in like):
         start = taken[aval.dtype]
         taken[aval.dtype] = end = start + aval.size
@@ -124,7 +123,7 @@ def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
-    # A cache serves one optimizer, of which there is one combine: it needs no key.
+    # It needs no key, because a cache serves one optimizer, which has one combine.
     return Kernel(name="combine", build=lambda: combine_groups, gives=placement.small_on_device)
 
 
@@ -137,11 +136,11 @@ def update(
 ) -> Kernel:
     """The kernel `(masters, state, gradient, messages, ok, draw) -> (masters, state)` of one group.
 
-    `draw` is what random bits are drawn from if the layout draws any, else None: the run's key, the
-    number of the step that the gradient is of, and that of the group.
+    `draw` seeds random bits: the run's key, the number of the gradient's step, and the group's
+    number; None if the layout draws no bits.
 
-    Nothing changes where `ok` is false. Where updates are not deferred, so that one call can also
-    measure the gradient it is given, it gives `(masters, state, squared norm, ok)`.
+    If `ok` is false, nothing changes. An immediate update also measures its gradient, and returns
+    `(masters, state, squared norm, ok)`.
 
     Args:
         cut: The optimizer.
@@ -151,7 +150,7 @@ def update(
         placement: Placement of its arrays.
     """
     fragment = cut.apply[group]
-    # A deferred update follows a REDUCE, which has measured the gradient.
+    # A deferred update follows a REDUCE, which has already measured the gradient.
     build = _update if cut.deferred else _update_at_once
     slabs, small = placement.slabs_on_device, placement.small_on_device
     return Kernel(
@@ -190,7 +189,7 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
         masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
         own, *others = layout.slab_draws(draw)
         new = layout.master.encode(masters, own), layout.state.encode(state, others)
-        # Chosen as they are at rest: where nothing is to change, nothing is rounded again either.
+        # Selects among arrays at rest, so that unchanged state is not rounded again.
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
@@ -201,7 +200,7 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
     apply = _update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
-        # Its own gradient is all that can be asked here: those of earlier stages don't exist yet.
+        # Only its own gradient can be checked; gradients of earlier stages don't exist yet.
         square, ok = measured(gradient, ok, guarded, layout.master.num_shards)
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
@@ -209,7 +208,7 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
 
 
 def _update_of_slabs(elements: Compute, layout: GroupLayout) -> Callable:
-    """An update that leaves slabs whole: of all their elements at once."""
+    """An update of all elements of whole slabs at once."""
     size, shards = layout.master.size, layout.master.num_shards
 
     def compute(masters, state, gradient, messages):
@@ -223,12 +222,12 @@ def _update_of_slabs(elements: Compute, layout: GroupLayout) -> Callable:
 
 
 def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | None:
-    """The update of any elements of the slabs, if the optimizer treats those of a leaf alike."""
-    # Each leaf by itself would be cut out of three slabs and put back; one pass over whole slabs
-    # writes where it reads, which is faster and peaks lower (docs/performance.md).
+    """The update of any elements of the slabs; None if the optimizer is not elementwise."""
+    # Updating leaf by leaf would cut each leaf out of three slabs and put it back. One pass over
+    # whole slabs updates in place, which is faster and has a lower peak (docs/performance.md).
     count, first = len(layout.master.shapes), len(fragment.consts)
     slabs = layout.state.layouts
-    # A state that lies otherwise than the masters has no element in line with theirs.
+    # State with different offsets than the masters' can't be updated element by element.
     if any(slab.offsets != layout.master.offsets for slab in slabs):
         return None
     state = [
@@ -249,8 +248,8 @@ def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | No
     def compute(rows, columns, messages):
         others = dict(enumerate(fragment.consts))
         others.update(enumerate(messages, first + sum(map(len, inputs))))
-        # Padding is computed on like the leaves beside it. It may become anything: nobody reads it,
-        # and codes with scales are made without it.
+        # Padding is updated like its neighbours. Its values don't matter: they are never read, and
+        # encoding excludes them from scales.
         results = zip(*(function(rows, others) for function in functions), strict=True)
         return [
             _by_leaf(layout.master, kind_of, columns, [row.astype(slab.dtype) for row in kinds])
@@ -263,16 +262,16 @@ def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | No
 def _by_leaf(
     layout: Layout, kind_of: Sequence[int], columns: jax.Array, kinds: Sequence[jax.Array]
 ) -> jax.Array:
-    """Elements of a slab, those of each leaf from the array of its kind.
+    """Elements of a slab, where each leaf's elements come from the array of its kind.
 
-    With leaves at 0, 64 and 128 of kinds 0, 1 and 0, elements in columns 64 to 127 that leaf 1
-    fills are those of `kinds[1]`, all others those of `kinds[0]`.
+    For example, with leaves of kinds 0, 1 and 0 at offsets 0, 64 and 128, the elements of leaf 1
+    come from `kinds[1]`, and all remaining elements from `kinds[0]`.
 
     Args:
         layout: Layout of the slab.
-        kind_of: For each leaf, which function of those found computes it.
-        columns: Place of each element in its shard.
-        kinds: The elements as each of these functions computes them.
+        kind_of: For each leaf, the number of the function that computes it.
+        columns: Column of each element in its shard.
+        kinds: The results of each function for all elements.
     """
     chosen = kinds[0]
     for kind, values in enumerate(kinds[1:], 1):
