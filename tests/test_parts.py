@@ -1,5 +1,7 @@
 """Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -9,6 +11,7 @@ from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
@@ -93,3 +96,15 @@ def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():
     assert tiled.tiles and tiled.num_parts == 1
     cut = make_plan(fitted(least_of(spec)))
     assert cut.num_parts > 1 and cut.device_bytes < tiled.device_bytes
+    # Like parts of all blocks are one row.
+    parts = {row.name.rpartition("part ")[2] for row in cut.groups if "part" in row.name}
+    assert sum("part" in row.name for row in cut.groups) == len(parts) == cut.num_parts
+
+
+def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+    plan = make_plan(make_spec(case, make, device_budget=least_of(make_spec(case, make)) - 1))
+    assert "blocks cut into 2 parts to fit;" in str(plan)
+    for share, said in ((1, " to fit"), (2, "")):
+        machine = replace(H200, device_bytes=plan.device_bytes // share, device_share=1.0)
+        assert f"blocks cut into 2 parts{said};" in str(replace(plan, hardware=machine))

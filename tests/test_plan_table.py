@@ -175,6 +175,24 @@ def test_equal_groups_fold_only_where_they_follow_each_other():
         fold(names[1:], count, size, [0] * 5, ())
 
 
+def test_blocks_in_parts_fold_part_by_part():
+    parts = [f"layers.{layer}.part {part}" for layer in range(3) for part in (1, 2)]
+    names, blocks = ["embed", *parts, "head"], [None, *"001122", None]
+    count, size, templates = [9, *[1, 2] * 3, 9], [90, *[10, 20] * 3, 90], [0, *[1, 2] * 3, 3]
+    rows = fold(names, count, size, templates, (), blocks)
+    assert [(row.name, row.count, row.num_parameters, row.template) for row in rows] == [
+        ("embed", 1, 9, 0),
+        ("layers.0.part 1 … layers.2.part 1", 3, 1, 1),
+        ("layers.0.part 2 … layers.2.part 2", 3, 2, 2),
+        ("head", 1, 9, 3),
+    ]
+    # A block that is unlike its neighbours ends their rows.
+    count[4] = 7
+    rows = fold(names, count, size, templates, (), blocks)
+    assert [row.count for row in rows] == [1] * 8
+    assert sum(row.count * row.num_parameters for row in rows) == sum(count)
+
+
 def test_a_tied_group_shows_the_template_of_its_first_stage():
     def loss_fn(params: Any, batch: Any) -> Any:
         x = jnp.tanh(batch @ params["ends"])

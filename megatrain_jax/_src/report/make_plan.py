@@ -9,10 +9,12 @@ from megatrain_jax._src.build.host import peak_bytes, pool_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.kernels.stages import keeping_names
 from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.loss.parts import whole_block
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
@@ -47,7 +49,9 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
         frozen_bytes=sum(state[g] for g in grouping.frozen),
-        groups=fold(grouping.names, num_parameters, state, templates, grouping.frozen),
+        groups=fold(
+            grouping.names, num_parameters, state, templates, grouping.frozen, _whole_blocks(spec)
+        ),
         host_bytes=sum(state),
         host_peak_bytes=peak_bytes(step),
         host_gradient_bytes=devices * schedule.passing.gradients,
@@ -205,8 +209,9 @@ def fold(
     state_bytes: Sequence[int],
     templates: Sequence[int | str],
     frozen: Collection[int],
+    blocks: Sequence[Hashable] | None = None,
 ) -> tuple[GroupRow, ...]:
-    """Merges consecutive equal groups into one row each.
+    """Merges consecutive equal groups into one row each; of equal blocks in parts, part by part.
 
     Args:
         names: The groups' names. Each sequence has one entry per group.
@@ -214,21 +219,33 @@ def fold(
         state_bytes: Bytes of the groups' state at rest.
         templates: The template that each group's stage uses.
         frozen: Numbers of the groups that are not trained; their rows come last.
+        blocks: The block that each group is a part of; None for groups outside blocks. Without
+            this argument, no two groups are parts of one block.
     """
     entries = list(zip(names, num_parameters, state_bytes, templates, strict=True))
     # A block may have a trained and a frozen group: sorting brings equal groups together.
     order = sorted(range(len(entries)), key=lambda g: g in frozen)
-    entries = [entries[g] for g in order]
+    # A group outside blocks is by itself.
+    block_of = [g if blocks is None or blocks[g] is None else (blocks[g],) for g in order]
+    found = groupby(zip(block_of, order, strict=True), key=lambda pair: pair[0])
+    units = [[entries[g] for _, g in pairs] for _, pairs in found]
     rows = []
-    for (count, host_bytes, template), run in groupby(entries, key=lambda entry: entry[1:]):
-        alike = [name for name, *_ in run]
-        rows.append(
-            GroupRow(
-                name=_span(alike),
-                count=len(alike),
-                num_parameters=count,
-                host_bytes=host_bytes,
-                template=template,
+    for kinds, run in groupby(units, key=lambda unit: [entry[1:] for entry in unit]):
+        alike = zip(*([name for name, *_ in unit] for unit in run), strict=True)
+        for (count, host_bytes, template), of_kind in zip(kinds, alike, strict=True):
+            rows.append(
+                GroupRow(
+                    name=_span(of_kind),
+                    count=len(of_kind),
+                    num_parameters=count,
+                    host_bytes=host_bytes,
+                    template=template,
+                )
             )
-        )
     return tuple(rows)
+
+
+def _whole_blocks(spec: RunSpec) -> list[ModelPath | None]:
+    """The block of each group, as it is before blocks are cut into parts."""
+    blocks = [spec.leaves[rows[0]].block for rows in spec.grouping.leaves]
+    return [block and whole_block(block) for block in blocks]

@@ -28,7 +28,7 @@ MOVING, REST = "arrays on their way", "the rest of the process"
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRow:
-    """A run of consecutive parameter groups that are alike.
+    """Parameter groups that are alike: consecutive ones, or one part of each of several blocks.
 
     Attributes:
         name: The group's name, or the first and the last one's.
@@ -111,7 +111,8 @@ class Plan:
             their bytes, such as attention's on long sequences.
         num_templates: Templates that are compiled for the stages.
         num_parts: Number of parts that each block is cut into, because a whole block doesn't fit on
-            the device; 1 if it fits.
+            the device: the fewest that fit or, if none does, the number that takes the least; 1 if
+            a whole block fits.
         tiles: The tiled stages, in order.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.

@@ -45,7 +45,9 @@ def title(plan: "Plan") -> str:
     """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
-    parts = "" if plan.num_parts == 1 else f", blocks cut into {plan.num_parts} parts to fit"
+    # A run that doesn't fit has the number of parts that takes the least.
+    purpose = "" if plan.fits_device is False else " to fit"
+    parts = "" if plan.num_parts == 1 else f", blocks cut into {plan.num_parts} parts{purpose}"
     return (
         f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
         f"from {plan.num_templates} templates{parts}; {plan.update_mode} update{devices}"

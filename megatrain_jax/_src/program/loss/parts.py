@@ -24,6 +24,9 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.stages import Program, Stage
 
+# Begins the last word in the path of a block's part.
+_PART = "part "
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cuts:
@@ -65,13 +68,18 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
         if len(parts) > 1:
             cut.add(block)
             for number, part in enumerate(parts, 1):
-                block_of.update((stage.leaves[at], (*block, f"part {number}")) for at in part)
+                block_of.update((stage.leaves[at], (*block, f"{_PART}{number}")) for at in part)
     # A leaf that its stage does not read stays in the first part.
-    firsts: dict[ModelPath | None, ModelPath] = {block: (*block, "part 1") for block in cut}
+    firsts: dict[ModelPath | None, ModelPath] = {block: (*block, f"{_PART}1") for block in cut}
     return tuple(
         dataclasses.replace(leaf, block=block_of.get(i) or firsts.get(leaf.block, leaf.block))
         for i, leaf in enumerate(leaves)
     )
+
+
+def whole_block(block: ModelPath) -> ModelPath:
+    """The block that a part belongs to; a whole block is returned unchanged."""
+    return block[:-1] if str(block[-1]).startswith(_PART) else block
 
 
 def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
