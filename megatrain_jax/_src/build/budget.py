@@ -242,8 +242,8 @@ class _Fitting:
 
     def _with_budget(self, spec: RunSpec, needed: int, *, estimated: bool) -> RunSpec:
         """The run with the budget that functions of `needed` bytes leave."""
-        # Tiles don't change the workload, so equal needs leave the same budget and schedule. Finding
-        # the schedule is slow.
+        # Tiles don't change the workload, so equal needs leave the same budget and schedule; cached
+        # because finding the schedule is slow.
         if needed not in self._budgets:
             found = with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
             self._budgets[needed] = found.budget_bytes, found.first.schedule
