@@ -7,7 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from megatrain_jax._src.build.bound_step import BoundStep, spanning, with_all_waves
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.rescheduled import spanning, with_all_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine

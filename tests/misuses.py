@@ -128,17 +128,29 @@ RUN = {
     "microbatches": Argument((*COUNTS, "auto"), (*NO_COUNTS, None)),
     "waves": Argument((None, 1, np.int64(1)), (*NO_COUNTS, 3)),
     "precision": Argument(
-        (mt.Precision(), mt.Precision(compute=jnp.float32)),
-        ("bf16", "float32", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
+        (mt.Precision(), mt.Precision(compute=jnp.float32), "compact", "float32", "bfloat16"),
+        ("bf16", "Compact", "", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
     ),
     "device_budget": Argument(
         ("least", None, 2**30, np.int64(2**30), "1 GiB", "24g"), ("Least", *NO_BYTES)
     ),
     "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
     "trainable": Argument(
-        (None, "layers", lambda path: True, re.compile("layers").search),
+        (None, "layers", ["layers"], ("0", "w$"), lambda path: True, re.compile("layers").search),
         (
-            *("(", "[", "a**", "(?P<1>x)", "a{99999999999}", 3, b"layers", True, ["layers"]),
+            *(
+                "(",
+                "[",
+                "a**",
+                "(?P<1>x)",
+                "a{99999999999}",
+                3,
+                b"layers",
+                True,
+                [],
+                [3],
+                ["w", "("],
+            ),
             *(re.compile("layers"), lambda: True, lambda path, more: True, object()),
         ),
     ),
@@ -180,6 +192,7 @@ START = {
 LOOP = {
     "data": Argument((batches, lambda: [BATCH] * 8), NO_BATCHES),
     "steps": Argument((None, *COUNTS), NO_COUNTS),
+    "epochs": Argument((None,), NO_COUNTS),
     "eval_data": Argument(
         ([BATCH], lambda: iter([BATCH]), (BATCH,)),
         (

@@ -31,6 +31,7 @@ from megatrain_jax._src.build.options import (
     Options,
     RunArguments,
 )
+from megatrain_jax._src.cli.recipe import precision_of
 from misuses import (
     BATCH,
     DRAWN,
@@ -230,6 +231,7 @@ def call(entry: str, **options: Any) -> None:
         ("Trainer", "learning_rate", "the optimizer has it, as in optax.adamw("),
         ("fit", "max_grad_norm", "the optimizer clips: optax.chain("),
         ("fit", "max_steps", "did you mean `steps`?"),
+        ("fit", "num_epochs", "did you mean `epochs`?"),
         ("Trainer", "max_steps", "`fit` and `train` take `steps`"),
         ("Trainer", "steps", "`fit` and `train` take `steps`"),
         ("train", "precision", "`Trainer` and `fit` take `precision`"),
@@ -255,6 +257,13 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
     with pytest.raises(TypeError, match=re.escape(said)):
         call(entry, **{name: 3})
     assert not TRACED and not DRAWN
+
+
+def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
+    for name in ("float32", "bfloat16"):
+        meant = precision_of("float32", None, None, compute=name)
+        assert Options(precision=name).precision == meant
+    assert Options(precision="compact").precision == precision_of("compact", None, None, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -337,6 +346,20 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"eval_every": 2}, "`eval_every`=2 needs `eval_data`"),
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
         ("fit", {"keep": 5}, "`keep`=5 needs a `checkpoint_dir`"),
+        ("fit", {"steps": 2, "epochs": 3}, "`steps`=2 and `epochs`=3 can't both be given"),
+        (
+            "fit",
+            {"epochs": 3, "data": batches()},
+            "needs `data` with a length .*generator: give `st",
+        ),
+        ("fit", {"epochs": 3, "data": []}, "`data` gave no batch"),
+        (
+            "fit",
+            {"data": (np.ones((4, 3)), np.ones(4, int))},
+            r"tuple of arrays.*\(x\[i : i \+ n\]",
+        ),
+        ("fit", {"loss_fn": lambda model, x, y: 0.0}, "`y` in place of .*as in x, y = batch"),
+        ("plan", {"loss_fn": lambda model, x, y, z: 0.0}, "as in x, y = batch"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("fit", {"optimizer": optax.lion}, r"call it: optax.lion\(1e-3\), not optax.lion"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),

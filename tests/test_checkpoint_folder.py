@@ -386,6 +386,17 @@ def test_what_could_not_be_synced_is_no_checkpoint(number, tmp_path, monkeypatch
         small.trainer().restore(tmp_path / "1")
 
 
+def test_no_step_waits_for_groups_of_a_save_that_failed(tmp_path, monkeypatch):
+    def full(writer, rows):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing.Writer, "write", full)
+    saving = small.trainer().start_saving(tmp_path / "1")
+    assert saving._is_written.wait(60) and saving._left and not any(saving._left.values())
+    with pytest.raises(mt.CheckpointError, match="No space left"):
+        saving.wait()
+
+
 def test_links_in_a_checkpoint_are_not_its_own(tmp_path):
     small.trainer().save(tmp_path / "1")
     assert manifest.strangers(tmp_path / "1") == []

@@ -120,9 +120,10 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
     assert KernelCache().estimate([kernel()]) < 3 * matrix
     # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler
     # may compute all turns at once.
-    takes = jax.tree.leaves(kernel().takes[:2])
-    jaxpr = jax.make_jaxpr(kernel().build())(*kernel().takes).jaxpr
-    gradient = jaxpr.invars[len(takes)]
+    takes = kernel().takes
+    assert takes is not None
+    jaxpr = jax.make_jaxpr(kernel().build())(*takes).jaxpr
+    gradient = jaxpr.invars[len(jax.tree.leaves(takes[:2]))]
     names = [eqn.primitive.name for eqn in jaxpr.eqns]
     readers = [at for at, eqn in enumerate(jaxpr.eqns) if gradient in jx.variables(eqn.invars)]
     written = names.index("dynamic_update_slice")

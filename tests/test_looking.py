@@ -23,6 +23,7 @@ import small
 from megatrain_jax._src.report.curves import running_mean
 from megatrain_jax._src.report.fill import fills
 from megatrain_jax._src.report.run_view import result_cells
+from runs import check_same_bits
 from test_plan_table import GIB, big_plan, small_plan
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -122,6 +123,10 @@ def test_what_does_not_fit_is_red_and_shown_beside_its_limit():
     shown = Shown(page)
     assert [text for text in shown.red if "NOT FIT" in text] == shown.red and len(shown.red) == 2
     assert dict(shown.widths)["masters and optimizer state: 114.00 GiB"] == pytest.approx(97.5, 0.1)
+    assert big_plan().fits is True and small_plan().fits is None
+    for field in ("host_bytes", "device_bytes"):
+        assert big_plan(hardware=replace(machine, **{field: 58})).fits is False
+    assert big_plan(device_temporary_bytes=None).fits is None
     # The limit's line is where 58 of 116.9 GiB are, and no part stands for what is free.
     assert "left:49.6" in page
     assert ("free: 0 B", 0.0) in shown.widths
@@ -256,6 +261,11 @@ def test_a_history_is_a_table():
     assert len({line.rindex("s") for line in lines[1:6]}) == 1, "numbers are lined up"
     assert [" ".join(row).split() for row in shown.rows] == [line.split() for line in lines]
     assert shown.images == 1
+    assert history["loss"] == [1 / n for n in range(1, 31)] and history["step"][-2:] == [29, 30]
+    assert history["eval_loss"] == [None] * 29 + [0.25]
+    assert history[:2] == [history[0], history[1]] and mt.History()["loss"] == []
+    with pytest.raises(KeyError, match="no record has 'los'; there are step, .*mean `loss`"):
+        history["los"]
     assert repr(mt.History()) == "History([])"
     assert in_plain_text(mt.History()) == {"text/plain": "History([])"}
 
@@ -297,6 +307,18 @@ def test_running_means_leave_out_what_is_not_finite():
         windows = [values[max(0, i + 1 - width) : i + 1] for i in range(50)]
         means = [w[np.isfinite(w)].mean() if np.isfinite(w).any() else np.nan for w in windows]
         np.testing.assert_allclose(running_mean(values, width), means)
+
+
+def test_a_result_saves_what_its_trainer_does(tmp_path: Any):
+    result = trained(2)
+    result.save(tmp_path / "all")
+    result.save(tmp_path / "params", params_only=True)
+    other = trained(1).trainer
+    other.restore(tmp_path / "all")
+    assert other.num_steps == 2
+    check_same_bits((other.params, other.opt_state), (result.params, result.trainer.opt_state))
+    with pytest.raises(mt.CheckpointError, match="parameters"):
+        other.restore(tmp_path / "params")
 
 
 def test_a_result_shows_steps_losses_and_why_it_ended():

@@ -151,6 +151,8 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         clip=1.0,
         optimizer="adamw",
         microbatches=1,
+        waves=None,
+        host_budget=None,
         devices=1,
         loss="own",
         steps=MIN_STEPS,
@@ -158,6 +160,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         profile=None,
         master="float32",
         state="float32",
+        sums="float32",
     )
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=8)
     found = measure.measure(args, shape)

@@ -85,6 +85,7 @@ def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():
         return fit_to_machine(spec, KernelCache(), num_bytes, nowhere, lambda spec: spec)
 
     roomy = make_plan(fitted(1 << 30))
+    assert roomy.device_temporary_bytes is not None
     needed = roomy.device_temporary_bytes + roomy.device_other_bytes + least_of(spec)
     assert roomy.num_parts == 1 and make_plan(fitted(needed)).num_parts == 1
     # With less room functions go through their rows in tiles before blocks are cut.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,74 +67,19 @@ def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
     assert starting_from({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A machine whose only GPU is a CPU, with a pool that takes nothing."""
+@pytest.mark.usefixtures("started_once_in_test")
+def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, capsys):
+    """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
+    case, events = CASES["nnx_tied"], []
+    expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
     machine = dataclasses.replace(H200, host_bytes=None)
     monkeypatch.setattr("megatrain_jax._src.trainer.this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "_pools", {})
     monkeypatch.setattr(pool, "total_bytes", lambda: 500 * GIB)
-    monkeypatch.setattr(pool, "available_bytes", lambda: 500 * GIB)
     monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda devices: dict.fromkeys(devices, 0))
     taken = SimpleNamespace(block_until_ready=lambda: None, delete=lambda: None)
     monkeypatch.setattr(pool, "jax", SimpleNamespace(device_put=lambda *_: taken))
-    made = placed_on(Mesh(jax.devices()[:1], "data"))
-    on_gpu = dataclasses.replace(made, platform="gpu")
-    monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
-
-
-@pytest.mark.usefixtures("started_once_in_test", "gpu")
-@pytest.mark.parametrize("small_pages", [False, True])
-def test_memory_of_a_known_size_is_pinned_in_huge_pages_while_functions_are_compiled(
-    small_pages, monkeypatch
-):
-    monkeypatch.setattr(starts, "pins_small_pages", lambda: small_pages)
-    reserve, fit = pool.reserve, starts.fit_to_machine
-    pinning, compiling, order = threading.Event(), threading.Event(), []
-
-    def reserve_beside(*given):
-        order.append("pins")
-        pinning.set()
-        assert small_pages or compiling.wait(60), "functions are compiled meanwhile"
-        reserve(*given)
-
-    def fit_beside(*given):
-        order.append("compiles")
-        compiling.set()
-        assert small_pages or pinning.wait(60), "memory is pinned meanwhile"
-        return fit(*given)
-
-    monkeypatch.setattr(pool, "reserve", reserve_beside)
-    monkeypatch.setattr(starts, "fit_to_machine", fit_beside)
-    case = CASES["nnx_tied"]
-    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], budget="least")
-    assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
-    if small_pages:
-        assert order == ["compiles", "pins"]
-    else:
-        assert sorted(order) == ["compiles", "pins", "pins"], "the second time takes nothing"
-
-
-@pytest.mark.usefixtures("started_once_in_test", "gpu")
-def test_an_error_of_pinning_beside_compiling_ends_the_start(monkeypatch):
-    monkeypatch.setattr(starts, "pins_small_pages", lambda: False)
-
-    def refuses(*given):
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("the system pins no more")
-
-    monkeypatch.setattr(pool, "reserve", refuses)
-    with pytest.raises(MemoryError, match="pins no more"):
-        make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"], budget="least")
-
-
-@pytest.mark.usefixtures("started_once_in_test")
-def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, capsys, request):
-    """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
-    case, events = CASES["nnx_tied"], []
-    expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
-    request.getfixturevalue("gpu")
 
     def noted(module, name):
         real = getattr(module, name)
@@ -151,6 +95,9 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     noted(pool, "reserve")
     for name in ("ReadAhead", "fit_to_machine", "fill_store"):
         noted(starts, name)
+    made = placed_on(Mesh(jax.devices()[:1], "data"))
+    on_gpu = dataclasses.replace(made, platform="gpu")
+    monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
     monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
     monkeypatch.setattr(starts, "pins_small_pages", lambda: True)
     monkeypatch.setattr(starts, "advice_on_pages", lambda of: events.append("advice") or "Advice")

@@ -10,6 +10,7 @@ import pytest
 
 from inside import spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.schedule.instructions import Op
@@ -180,10 +181,14 @@ def test_a_function_chooses_and_mistakes_are_named():
     chosen = make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=choose)
     assert seen == names_of(case)
     assert chosen.plan.num_frozen
+    # A list chooses what its patterns choose, joined as alternatives.
+    paths = adapt(case.build(), case.loss_fn, case.batch(0), 0)[0].paths
+    assert trainable_mask(("bias", "norm"), paths) == trainable_mask("bias|norm", paths)
     for bad, error, message in [
         ("layers/q_proj", ValueError, "chooses no parameter; the model has"),
         ("(", ValueError, "is no regular expression"),
-        (3, TypeError, "must be a regular expression or a function"),
+        (["bias", "q_proj"], ValueError, "'q_proj' chooses no parameter; the model has"),
+        (3, TypeError, "must be a regular expression, a list of them, a function"),
     ]:
         with pytest.raises(error, match=message):
             make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=bad)

@@ -165,6 +165,7 @@ def test_a_backward_writes_each_gradient_as_soon_as_it_is_computed():
     step = spec.first
     bound = next(b for b in step.stages if b.stage.is_block)
     kernel = stages.backward(bound, step.program, on_one_device(), 1)
+    assert kernel.takes is not None
     jaxpr = jax.make_jaxpr(kernel.build())(*kernel.takes).jaxpr
     made = {v: at for at, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
 

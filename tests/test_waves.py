@@ -365,6 +365,18 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
 
 
 @pytest.mark.usefixtures("traced_once")
+def test_waves_are_taken_where_one_has_no_room_in_the_budget():
+    smallest = planned(microbatches=16, waves=16, device_budget="least").device_state_bytes
+    budget = smallest * 11 // 10
+    with pytest.raises(ValueError, match="is too small for this model"):
+        planned(microbatches=16, waves=1, device_budget=budget)
+    found = planned(microbatches=16, device_budget=budget)
+    assert found.waves > 1 and found.device_state_bytes <= budget
+    with pytest.raises(ValueError, match="is too small for this model"):
+        planned(microbatches=16, device_budget=smallest // 2)
+
+
+@pytest.mark.usefixtures("traced_once")
 def test_a_run_on_a_gpu_takes_the_parts_of_its_plan():
     plan, adapted = planned(microbatches="auto"), adapt(build_mlp, mlp_loss, BATCHES[8192], 0)[0]
 

@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import jax
 import optax
-from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.inputs import (
@@ -30,12 +29,13 @@ from megatrain_jax._src.build.options import (
 )
 from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
 from megatrain_jax._src.train.run import Run
 from megatrain_jax._src.train.series import Checkpoints
-from megatrain_jax._src.train.source import Source, numbered, own_position
+from megatrain_jax._src.train.source import Source, in_epochs, numbered, own_position
 from megatrain_jax._src.trainer import Trainer
 
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
@@ -81,17 +81,20 @@ def fit(
             steps.
         steps: Number of batches to train on, including those before a checkpoint; None trains until
             `data` ends.
+        epochs: Number of passes over `data` instead of `steps`. `data` must have a length and be
+            iterable anew, as a list is; otherwise give `steps`.
         microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
             resumes keeps the number that its checkpoint was trained with. See `Trainer`.
         waves: Number of groups of microbatches that are trained on one after another; see
             `Trainer`.
-        precision: The dtypes of masters, of compute and of optimizer state.
+        precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
+            "compact", "bfloat16" or "float32"; see `Trainer`.
         device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
             None for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available; see `Trainer`.
-        trainable: The parameters to train, as a regular expression on their paths or a predicate of
-            the path; None trains all. See `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a list of them,
+            or a predicate of the path; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state unchanged; see `Trainer`.
         max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.
@@ -141,6 +144,7 @@ def fit(
     check_parts(model, loss_fn, optimizer, params)
     check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
+    data, loop = in_epochs(data, loop)
     run = replace(run, mesh=run.mesh or default_mesh())
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes
@@ -194,6 +198,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         trainer: The trainer, new or used.
         data: See `fit`.
         steps: Number of further steps to take; None trains until `data` ends.
+        epochs: Number of passes over `data`, which starts from its beginning; see `fit`.
         eval_data: See `fit`.
         eval_every: See `fit`; steps are counted over the trainer's life. If Ctrl-C cut off an
             evaluation due after the trainer's last step, it is made first.
@@ -216,6 +221,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
     loop = options_of(train, LoopOptions, options)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
+    data, loop = in_epochs(data, loop)
     with handed_over(trainer), _series(loop, trainer.processes, resume=False) as series:
         if series is not None:
             series.begin(trainer)

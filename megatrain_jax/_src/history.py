@@ -8,12 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.report.curves import draw_curves
 from megatrain_jax._src.report.run_view import record_cells
 from megatrain_jax._src.report.table import (
@@ -35,12 +36,13 @@ class History(list[dict[str, Any]]):
     metrics of the loss function, ``"grad_norm"``, the hyperparameters of `optax.inject_hyperparams`
     (``"learning_rate"``), ``"seconds"`` (wall-clock time until the next step began; for the last
     step before an evaluation, a checkpoint or the end, until it was complete) and, if the step was
-    evaluated, the evaluation's means as ``"eval_loss"`` and so on. It prints as a table of the
-    first and the last records, in a notebook with the loss curve.
+    evaluated, the evaluation's means as ``"eval_loss"`` and so on. ``history["loss"]`` is the list
+    of a metric's values, one per record, with None where a record lacks the metric. It prints as a
+    table of the first and the last records, in a notebook with the loss curve.
 
     Examples:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
-        >>> [record["loss"] for record in history]
+        >>> history["loss"]
         [2.0, 1.5]
         >>> history
         step  loss
@@ -53,6 +55,29 @@ class History(list[dict[str, Any]]):
     """
 
     cut_off: int | None = None
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a record by its number, several by a slice, or a metric's values by its name.
+
+        Raises:
+            KeyError: If no record has the metric.
+        """
+        if not isinstance(index, str):
+            return super().__getitem__(index)
+        known = dict.fromkeys(name for record in self for name in record)
+        if self and index not in known:
+            near = did_you_mean(index, known)
+            raise KeyError(f"no record has {index!r}; there are {', '.join(known)}{near}")
+        return [record.get(index) for record in self]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the records to `path` as a JSON array; values that are not finite become null."""

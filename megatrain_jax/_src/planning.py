@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_order, check_parts
@@ -22,6 +21,7 @@ from megatrain_jax._src.build.options import (
     shows,
 )
 from megatrain_jax._src.build.parts import fit_with_parts
+from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import leaving_garbage

@@ -1,43 +1,41 @@
 """Starts a run: compiles functions, pins host memory, and fills the store with initial values.
 
-On a GPU, three threads work in parallel:
+On a GPU, two threads work in parallel:
 
-    main thread            reader                   pinning thread
-    compiles functions     reads files              pins host memory, if its size is known by then
-    waits for pinning      reads files              pins, with a progress bar
-    fills the store        -                        -
+    main thread                         one thread
+    compiles functions                  reads files of parameters
+    pins host memory, shown in a bar    reads
+    fills the store                     -
 
-If the size is not known early, the main thread pins after it has compiled. No large array is sent
-to a device before the pool is reserved, because its copy goes through the pool and would make it
-grow in small steps.
+No large array is sent to a device before the pool is reserved, because its copy goes through the
+pool and would make it grow in small steps.
+
 """
 
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
-from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import (
     check_host,
     fit_to_host,
-    fits_host,
     peak_bytes,
     state_bytes,
 )
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
+from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import estimate_ahead
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.check_device import check_device
@@ -178,20 +176,16 @@ def _started(
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
-    with ReadAhead(initial.files if has_gpu else (), left), ThreadPoolExecutor(1) as thread:
+    with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:
             warn_of([text])
-        pinned = None
-        if has_gpu and _pins_beside_compiling(spec, placement):
-            pinned = thread.submit(_pin, spec, placement, progress, phases)
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
-        # Most runs know only now how many bytes wait in the host, and so how much to pin.
-        with phases.phase("pinning"):
-            if pinned is not None:
-                pinned.result()
-            _pin(spec, placement, progress, phases)
+        # After compiling: only then is it known what waits in the host, and so how much to pin.
+        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
+            num_bytes = peak_bytes(spec.first) // processes.count
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -221,32 +215,6 @@ def _compiled(
     check_host(spec, *processes.spread, temporaries)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
     return spec
-
-
-def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
-    """Whether to pin memory while functions are compiled, because that saves time.
-
-    With an explicit budget, the bytes that wait in the host are known before, unless blocks have to
-    be divided further. With small pages, pinning locks the process's memory map for minutes, and
-    the compiler would have to wait.
-    """
-    processes, free = placement.processes, pool.free_device_bytes(placement)
-    return (
-        processes.count == 1
-        and free is not None
-        and 2 * spec.first.schedule.smallest_bytes <= free
-        and spec.options.device_budget is not None
-        and not spec.first.schedule.left_out
-        and not pins_small_pages()
-        and fits_host(spec, *processes.spread)
-    )
-
-
-def _pin(spec: RunSpec, placement: Placement, progress: bool, phases: Phases) -> None:
-    """Pins the missing memory of a run, with a progress bar."""
-    num_bytes = peak_bytes(spec.first) // placement.processes.count
-    with _pinning_bar(placement, progress, phases) as show:
-        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
-from megatrain_jax._src.build.bound_step import BoundStep, with_all_waves
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
 from megatrain_jax._src.build.inputs import (
@@ -22,6 +22,7 @@ from megatrain_jax._src.build.inputs import (
     check_parts,
 )
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.build.rescheduled import with_all_waves
 from megatrain_jax._src.build.run_spec import (
     RunSpec,
     batch_key,
@@ -88,7 +89,9 @@ class Trainer(RunState):
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
-            precision: The dtypes of masters, of compute and of optimizer state.
+            precision: The dtypes of masters, of compute and of optimizer state, or the name of a
+                `Precision`: "compact" is `Precision.compact()`; "bfloat16", the default, and
+                "float32" compute in this dtype, with masters and optimizer state in fp32.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the
@@ -99,7 +102,8 @@ class Trainer(RunState):
                 reading and saving. None for all that is available when the run starts, less a
                 reserve for the system. With a smaller budget, more is recomputed in backward.
             trainable: The parameters to train: a regular expression to search for in their paths,
-                such as ``"layers/.*/(q|v)_proj"``, a predicate of the path, or None for all. Frozen
+                such as ``"layers/.*/(q|v)_proj"``, a list of them of which any may be found, a
+                predicate of the path, or None for all. Frozen
                 parameters have neither gradients nor optimizer state and are only copied to the
                 device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place.
@@ -302,10 +306,9 @@ class Trainer(RunState):
         """The seconds that making this trainer took, by phase, in order.
 
         "tracing" covers the model, the loss and the optimizer; "compiling" the functions of a step;
-        "pinning" host memory, as far as it was not over with "compiling"; "initialising" the
-        initial state, or reading `params`. Memory is pinned two to three times as fast on huge
-        pages, for which the machine's administrator writes `always` to
-        `/sys/kernel/mm/transparent_hugepage/shmem_enabled`.
+        "pinning" host memory; "initialising" the initial state, or reading `params`. Memory is
+        pinned two to three times as fast on huge pages, for which the machine's administrator
+        writes `always` to `/sys/kernel/mm/transparent_hugepage/shmem_enabled`.
         """
         return dict(self._startup)
 

@@ -15,6 +15,8 @@ import numpy as np
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
 _RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
 EVALUATED = "eval_"
+_TARGETS = ("y", "label", "labels", "target", "targets", "y_true")
+_UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -46,7 +48,15 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
         # names.
         signature.bind(*(None,) * (3 if takes_rng else 2))
     except TypeError as error:
-        raise TypeError(f"{expected}, but {name_of(loss_fn)} is called as {signature}.") from error
+        raise TypeError(
+            f"{expected}, but {name_of(loss_fn)} is called as {signature}; {_UNPACK}."
+        ) from error
+    # A third argument is a key, so the targets of a batch (x, y) would be missing.
+    if takes_rng and positional[2:] and positional[2].name in _TARGETS:
+        raise TypeError(
+            f"{expected}, but {name_of(loss_fn)} has `{positional[2].name}` in place of a random "
+            f"key; {_UNPACK}."
+        )
     return takes_rng
 
 

@@ -67,24 +67,33 @@ def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ..
     """Tells which parameters will be trained.
 
     Args:
-        trainable: a regular expression to search for in a parameter's path, a predicate of the
-            path, or None for all.
+        trainable: a regular expression to search for in a parameter's path, a tuple of them of
+            which any may be found, a predicate of the path, or None for all.
         paths: the paths of all parameters.
 
     Raises:
-        ValueError: it selects no parameter.
+        ValueError: it, or a pattern of a tuple, selects no parameter.
     """
     names = [path_name(path) for path in paths]
     if trainable is None:
         return (True,) * len(names)
-    if isinstance(trainable, str):
-        found = tuple(re.search(trainable, name) is not None for name in names)
+    if isinstance(trainable, str | tuple):
+        patterns = (trainable,) if isinstance(trainable, str) else trainable
+        each = [[re.search(p, name) is not None for name in names] for p in patterns]
+        for pattern, matches in zip(patterns, each, strict=True):
+            if not any(matches):
+                raise ValueError(_no_parameter(pattern, names))
+        found = tuple(map(any, zip(*each, strict=True)))
     else:
         found = tuple(bool(trainable(name)) for name in names)
     if not any(found):
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        raise ValueError(f"`trainable`={trainable!r} chooses no parameter; the model has {shown}")
+        raise ValueError(_no_parameter(trainable, names))
     return found
+
+
+def _no_parameter(trainable: Any, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return f"`trainable`={trainable!r} chooses no parameter; the model has {shown}"
 
 
 def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> None:

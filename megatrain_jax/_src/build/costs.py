@@ -82,9 +82,9 @@ def find_costs(
     """Estimates the seconds that stages, updates and transfers take.
 
     The time of a stage comes from its floating-point operations in all microbatches, with a
-    separate rate for attention kernels, from the kernels of its loops, and from its collectives.
-    The time of an update comes from the bytes that it reads and writes in device memory, and from
-    the numbers that it decodes and encodes.
+    separate rate for attention kernels, from the kernels of its loops, from the sums that its
+    gradients are added to, and from its collectives. The time of an update comes from the bytes
+    that it reads and writes in device memory, and from the numbers that it decodes and encodes.
 
     Args:
         bound: The stages.
@@ -102,7 +102,11 @@ def find_costs(
         return microbatches * work.seconds(hardware, hardware.sustained, num_devices)
 
     forward = [seconds(w) for w in work]
-    backward = [seconds(backward_work(b.stage, w)) for b, w in zip(bound, work, strict=True)]
+    backward = [
+        seconds(backward_work(b.stage, w))
+        + microbatches * _adding_seconds(b, num_devices, hardware)
+        for b, w in zip(bound, work, strict=True)
+    ]
     per_second = hardware.collective_bytes_per_s(num_devices)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
@@ -123,6 +127,21 @@ def find_costs(
         link=_link(hardware, num_devices),
         dispatch=_SECONDS_PER_RECORD,
     )
+
+
+def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> float:
+    """Seconds to add the gradients of one microbatch to sums, which are read and written.
+
+    For 14.8B parameters in fp32 that is 0.04 s on an H100: 0.6 s of a step of 16 microbatches,
+    which took 0.8 s longer than an estimate without it.
+    """
+    if bound.mode is None:
+        return 0.0
+    mode = bound.mode
+    rows = zip(bound.binding.layouts, mode.gradients, mode.accumulate, strict=True)
+    sums = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+    num_bytes = sum(aval.size * aval.dtype.itemsize for aval in sums)
+    return 2 * num_bytes / num_devices / hardware.memory_bytes_per_s
 
 
 def _link(hardware: Hardware, num_devices: int) -> Link:

@@ -105,7 +105,7 @@ def _cut(
     # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
     # cut by groups, so it comes last.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
     # A step is skipped as a whole, so all gradients must be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)

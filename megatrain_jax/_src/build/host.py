@@ -24,8 +24,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from megatrain_jax._src.build.bound_step import BoundStep, spanning, workload_spanning
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.rescheduled import spanning, workload_spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
@@ -126,22 +127,6 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     return min((limit for limit in found if limit is not None), default=None)
 
 
-def fits_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> bool:
-    """Whether the host suffices for a run's pools and process without changes to the run.
-
-    Args:
-        spec: The run.
-        num_processes: See `fit_to_host`.
-        processes_per_host: See `fit_to_host`.
-    """
-    own = spec.first.num_devices // num_processes
-    total = _machine_bytes(spec.options, own * processes_per_host)
-    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
-    peak = peak_bytes(spec.first) // num_processes
-    needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
-    return most is None or needed <= most
-
-
 def check_host(
     spec: RunSpec,
     num_processes: int,
@@ -183,8 +168,8 @@ def check_host(
         f"what is on its way{beside}, {sized(needed - peak)} for the rest of the process. It may "
         f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. Use a "
         "larger `host_budget` or give this process or container more memory, end other programs, "
-        "drop earlier trainers, or store fewer bytes a parameter (Precision.compact(), an "
-        "optimizer with less state such as adafactor or lion)."
+        'drop earlier trainers, cut a large batch by `microbatches="auto"`, or store fewer bytes a '
+        "parameter (Precision.compact(), an optimizer with less state such as adafactor or lion)."
     )
 
 

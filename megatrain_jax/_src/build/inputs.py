@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import linen
 from jax.sharding import AbstractMesh, Mesh
@@ -126,6 +127,18 @@ def check_data(name: str, data: Any, one_batch: str) -> None:
         raise TypeError(
             f"`{name}` must be an iterable of batches, but is of type {type(data).__name__}; {hint}"
         )
+    if isinstance(data, tuple) and len({_kind(array) for array in data} - {None}) > 1:
+        raise TypeError(
+            f"`{name}` is a tuple of arrays of several kinds, which would be {len(data)} batches; "
+            "pass an iterable of batches, such as [(x[i : i + n], y[i : i + n]) for i in range(0, "
+            "len(x), n)]"
+        )
+
+
+def _kind(value: Any) -> tuple[Any, int] | None:
+    """An array's dtype and number of axes, which all batches share; None for other values."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    return (value.dtype, value.ndim) if is_array else None
 
 
 def eval_batches(eval_data: EvalData) -> Iterable[Any]:

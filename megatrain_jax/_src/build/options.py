@@ -6,7 +6,6 @@ its type for callers, its default and its check here, and describe it in the doc
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -15,7 +14,8 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.build.machine import check_mesh_given, found_hardware
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.precision import Precision, precision_of
+from megatrain_jax._src.build.trainable import trainable_of
 from megatrain_jax._src.build.unknown_options import unknown_option
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
@@ -25,7 +25,8 @@ Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-Trainable = str | Callable[[str], bool] | None
+PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
+Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
 # JAX converts a seed to a signed 64-bit integer.
@@ -37,7 +38,7 @@ class RunArguments(TypedDict, total=False):
 
     microbatches: Microbatches
     waves: int | None
-    precision: Precision
+    precision: PrecisionGiven
     device_budget: DeviceBudget
     host_budget: HostBudget
     trainable: Trainable
@@ -59,7 +60,7 @@ class Options:
 
     microbatches: Microbatches = 1
     waves: int | None = None
-    precision: Precision = Precision()
+    precision: PrecisionGiven = Precision()
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
     trainable: Trainable = None
@@ -91,10 +92,18 @@ class Options:
         assert not isinstance(self.hardware, str)
         return self.hardware
 
+    @property
+    def dtypes(self) -> Precision:
+        """The precision, which is stored as a record where a name was given."""
+        assert not isinstance(self.precision, str)
+        return self.precision
+
     def __post_init__(self) -> None:
         """Checks every option."""
         _store(
             self,
+            precision=precision_of("precision", self.precision),
+            trainable=trainable_of(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
@@ -104,8 +113,6 @@ class Options:
             hardware=found_hardware(self.hardware),
         )
         _check_waves(self.waves, self.microbatches)
-        _check_precision(self.precision)
-        _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
         check_mesh_given(self.mesh)
 
@@ -161,6 +168,7 @@ class LoopArguments(TypedDict, total=False):
     """The fields of `LoopOptions` as arguments, for type checkers."""
 
     steps: int | None
+    epochs: int | None
     eval_data: EvalData | None
     eval_every: int | None
     checkpoint_dir: str | PathLike[str] | None
@@ -180,6 +188,7 @@ class LoopOptions:
     """
 
     steps: int | None = None
+    epochs: int | None = None
     eval_data: EvalData | None = None
     eval_every: int | None = None
     checkpoint_dir: str | PathLike[str] | None = None
@@ -193,12 +202,15 @@ class LoopOptions:
         _store(
             self,
             steps=_integer_or_none("steps", self.steps),
+            epochs=_integer_or_none("epochs", self.epochs),
             eval_every=_integer_or_none("eval_every", self.eval_every),
             checkpoint_every=_integer_or_none("checkpoint_every", self.checkpoint_every),
             keep=checks.integer("keep", self.keep),
             callbacks=_callbacks(self.callbacks),
             progress=checks.boolean("progress", self.progress),
         )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"`steps`={self.steps} and `epochs`={self.epochs} can't both be given")
         if self.eval_data is not None:
             _check_eval_data(self.eval_data)
         elif self.eval_every is not None:
@@ -328,28 +340,6 @@ def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
         raise ValueError(
             f"`waves`={waves} does not divide `microbatches`={microbatches}: each wave has equally "
             "many microbatches"
-        )
-
-
-def _check_precision(value: Any) -> None:
-    if not isinstance(value, Precision):
-        hint = "pass for example Precision(compute=jnp.bfloat16)"
-        raise TypeError(refused("precision", "a megatrain_jax.Precision", value, hint))
-
-
-def _check_trainable(value: Any) -> None:
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"`trainable`={value!r} is no regular expression: {error}") from error
-    elif value is not None and not (callable(value) and checks.can_be_called(value, 1)):
-        raise TypeError(
-            refused(
-                "trainable",
-                "a regular expression or a function of a parameter's path, or None",
-                value,
-            )
         )
 
 

@@ -20,6 +20,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.build.wave_search import fit_in_waves
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.placement import Placement
 
 # Fraction of device memory that the temporaries of a microbatch's kernel may take.
@@ -53,16 +54,13 @@ def fit_with_parts(
     """
     if run.microbatches == "auto":
         spec = _fitted_in_any(run, make, fit, num_rows, device_bytes, placement)
+    elif device_bytes is None or not leaves_parts_open(run):
+        spec = fit(make(run))
     else:
-        spec = make(run)
-        # Several waves may change the order or the rounding of additions. The plan chooses such a
-        # number only with microbatches="auto".
-        rounds = spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
-        may_choose = run.waves is None and not rounds
-        if may_choose and spec.first.microbatches > 1 and device_bytes is not None:
-            spec = fit_in_waves(spec, fit, device_bytes)
-        else:
-            spec = fit(spec)
+        spec = _made(run, make, is_free=False)
+        # The plan changes results only with microbatches="auto".
+        is_fixed = _changes_results(spec)
+        spec = fit(spec) if is_fixed else fit_in_waves(spec, fit, device_bytes)
     options = dataclasses.replace(
         spec.options, microbatches=spec.first.microbatches, waves=spec.first.waves
     )
@@ -81,9 +79,15 @@ def _fitted_in_any(
     numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
 
     def made(number: int) -> RunSpec:
-        return make(dataclasses.replace(run, microbatches=number))
+        return _made(dataclasses.replace(run, microbatches=number), make, is_free=True)
 
-    spec = _in_few_microbatches(made, numbers, device_bytes, placement)
+    def sized(number: int) -> RunSpec:
+        # What kernels need is asked for before anything is scheduled within a budget.
+        return make(dataclasses.replace(run, microbatches=number, device_budget="least"))
+
+    spec = _in_few_microbatches(sized, numbers, device_bytes, placement)
+    if run.device_budget != "least":
+        spec = made(spec.first.microbatches)
     if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
         return fit(spec)
     fitted = fit_in_waves(spec, fit, device_bytes)
@@ -97,6 +101,30 @@ def _fitted_in_any(
             break
         fitted = trial
     return fitted
+
+
+def _made(run: Options, make: Callable[[Options], RunSpec], *, is_free: bool) -> RunSpec:
+    """A run's spec, in one wave if the device has room for that and the number is left open.
+
+    Args:
+        run: The options, with a number of microbatches.
+        make: See `fit_with_parts`.
+        is_free: Whether more waves may change the results.
+    """
+    try:
+        return make(run)
+    except BudgetError:
+        if not leaves_parts_open(run):
+            raise
+        spec = make(dataclasses.replace(run, waves=run.microbatches))
+        if not is_free and _changes_results(spec):
+            raise
+        return spec
+
+
+def _changes_results(spec: RunSpec) -> bool:
+    """Whether the number of waves changes how gradients are added up, or how often rounded."""
+    return spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
 
 
 def _in_few_microbatches(

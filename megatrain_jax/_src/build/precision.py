@@ -123,6 +123,32 @@ class Precision:
         return None if found == _FLOAT32 else found
 
 
+def precision_of(name: str, value: Any) -> Precision:
+    """Returns the argument for a precision as a record, also where it is a name.
+
+    "compact" is `Precision.compact()`. "float32" and "bfloat16" are dtypes of the computation, as
+    after `--compute` on the command line; masters and optimizer state are fp32.
+
+    Args:
+        name: Name of the argument.
+        value: The value given.
+
+    Raises:
+        TypeError: If it is neither a precision nor text.
+        ValueError: If no precision has this name.
+    """
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value == "compact":
+        return Precision.compact()
+    if isinstance(value, str) and value in ("float32", "bfloat16"):
+        return Precision(compute=value)
+    allowed = 'a megatrain_jax.Precision, "compact", "float32" or "bfloat16"'
+    hint = "pass for example Precision(compute=jnp.bfloat16)"
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(refused(name, allowed, value, hint))
+
+
 def _chosen(given: Any, path: str) -> Any:
     if not isinstance(given, tuple):
         return given

@@ -90,7 +90,7 @@ class RunSpec:
     @property
     def precision(self) -> Precision:
         """Dtypes of masters and of compute."""
-        return self.options.precision
+        return self.options.dtypes
 
     @property
     def microbatches(self) -> int:
@@ -245,7 +245,7 @@ def _make(
     def key() -> Hashable:
         # Only these options affect the cut; storage in the host is laid out later.
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
-        dtypes = str(options.precision.compute), str(options.precision.update)
+        dtypes = str(options.dtypes.compute), str(options.dtypes.update)
         numbers = microbatches, options.num_devices, options.on_nonfinite
         return *map(Same, objects), *dtypes, *numbers, num_parts
 
@@ -265,7 +265,7 @@ def _make(
         device_budget=budget,
         hardware=_scheduled_for(options),
         waves=options.waves or 1,
-        narrow_sums=_rounding_of_sums(options.precision),
+        narrow_sums=_rounding_of_sums(options.dtypes),
         training=True,
     )
     return RunSpec(
@@ -344,7 +344,7 @@ def _trace(
         batch,
     )
     # In the compute dtype: stages cast the leaves that they read, so no equation casts parameters.
-    compute = [jax.ShapeDtypeStruct(s.shape, options.precision.compute) for s in adapted.shapes]
+    compute = [jax.ShapeDtypeStruct(s.shape, options.dtypes.compute) for s in adapted.shapes]
 
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
@@ -354,7 +354,7 @@ def _trace(
 
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
-    precision = options.precision
+    precision = options.dtypes
     check_paths(precision, cut.leaves, cut.optimizer)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):

@@ -7,6 +7,7 @@ from megatrain_jax._src.common.suggestions import did_you_mean
 # Names in Keras, Lightning, Transformers and Flax's examples for options of this library.
 _ELSEWHERE = {
     "steps": "max_steps num_steps total_steps train_steps num_train_steps max_iters iterations",
+    "epochs": "num_epochs max_epochs n_epochs num_train_epochs nb_epoch",
     "microbatches": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps "
     "gradient_accumulation accumulation_steps num_microbatches",
     "eval_data": "val_data validation_data eval_dataset val_dataset eval_dataloader "

@@ -20,10 +20,11 @@ import functools
 import math
 from collections.abc import Callable
 
-from megatrain_jax._src.build.bound_step import in_waves
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.rescheduled import in_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
 
 # Fraction of a step's estimated time that several waves must save, because small microbatches and
@@ -39,7 +40,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
     It has one wave, unless several save more than the clock's uncertainty or one doesn't fit.
 
     Args:
-        spec: The run, in one wave.
+        spec: The run, in any number of waves.
         fit: Fits a run to its machine.
         device_bytes: Free device memory.
     """
@@ -49,12 +50,16 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         first = in_waves(spec.first, waves, spec.budget_bytes)
         return fit(dataclasses.replace(spec, first=first))
 
+    @functools.cache
     def seconds(waves: int) -> float:
-        found = fitted(waves)
+        try:
+            found = fitted(waves)
+        except BudgetError:
+            return math.inf
         fits = found.fits_host and _fits_device(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
-    one, workload = seconds(1), spec.first.workload
+    one, workload = seconds(1), spec.first.workload.in_waves(1)
     balanced = _balanced(workload)
     # With the minimum budget, speed is not a goal.
     if not math.isinf(one) and (

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.callbacks.callback import Callback
@@ -15,6 +14,7 @@ from megatrain_jax._src.callbacks.next_tokens import (
     next_tokens_loss,
 )
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
 
 _EVALUATED = "eval_"
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"

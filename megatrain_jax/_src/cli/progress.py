@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import optax
-from tqdm.auto import tqdm
 
 import megatrain_jax as mt
+from megatrain_jax._src.common.progress import tqdm
 
 # Steps in the mean time that gives the rate and the time left.
 _RECENT = 20

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import optax
-from tqdm.auto import tqdm
 
 import megatrain_jax as mt
 from megatrain_jax import data
@@ -28,6 +27,7 @@ from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.common.hf_folder import regular_file
+from megatrain_jax._src.common.progress import tqdm
 
 _SIZE = 16
 _Batch = Mapping[str, np.ndarray]

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from tqdm.auto import tqdm
-
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.data.batches import DatasetOptions
 from megatrain_jax._src.data.corpus import CorpusBuilder
 from megatrain_jax._src.data.dataset import Dataset

@@ -305,6 +305,13 @@ class Plan:
         fits = _fits(self.device_bytes, self.hardware and self.hardware.usable_bytes)
         return None if fits and self.device_temporary_bytes is None else fits
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits host and device; `None` if unknown, as without hardware."""
+        known = self.fits_host, self.fits_device
+        # One memory that is too small decides, whatever the second one is.
+        return False if False in known else None if None in known else True
+
     def timeline(self) -> "Figure":
         """Draws a steady step by the schedule's clock: copies, computation, and memory.
 

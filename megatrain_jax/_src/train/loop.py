@@ -15,12 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from megatrain_jax._src.adapt.loss_function import EVALUATED
 from megatrain_jax._src.build.batches import batch_size
 from megatrain_jax._src.build.inputs import eval_batches
 from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.runtime.training import TooManySkippedError

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 from megatrain_jax._src.history import History
@@ -65,6 +66,15 @@ class FitResult:
     def params(self) -> Any:
         """The trained parameters as host arrays, in the model's own structure."""
         return self.trainer.params
+
+    def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
+        """Writes a checkpoint of the trained state; see `Trainer.save`.
+
+        Args:
+            path: The folder to write; must not exist.
+            params_only: Whether to save only parameters.
+        """
+        self.trainer.save(path, params_only=params_only)
 
     def __repr__(self) -> str:
         """Returns steps, losses and the reason of the end as a plain text table."""

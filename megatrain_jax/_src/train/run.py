@@ -27,9 +27,9 @@ from itertools import islice
 from typing import Any
 
 import jax
-from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
@@ -85,7 +85,7 @@ class Run:
             series.check_writable()
         error: BaseException | None = None
         shown = {"desc": _doing(trainer, progress), "unit": "step", "disable": not progress}
-        with Signals() as signals, tqdm(total=left, **shown) as bar:
+        with Signals() as signals, tqdm(total=self._total(left), **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
                 # Not earlier: a signal before the `try` would end the run without a result.
@@ -130,6 +130,11 @@ class Run:
             raise error
         signals.hand_on()
         return result
+
+    def _total(self, left: int | None) -> int | None:
+        """The number of steps to show as the whole; without `steps`, by the data's length."""
+        length = self.source.length
+        return left if left is not None or length is None else max(0, length - self.first)
 
     def _wound_up(
         self, loop: Loop, error: BaseException | None, before: int

@@ -4,18 +4,69 @@ import base64
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import jax
-from tqdm.auto import tqdm
 
+from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.iterator_state import decoded_state, encoded_state
+from megatrain_jax._src.train.result import EMPTY
 
 # Number of saved states: one or two batches may be drawn beyond the step that is saved.
 _STATES_KEPT = 4
 _END = object()
+
+
+def length_of(data: Any) -> int | None:
+    """The number of batches in data; None if it is unknown, as of a generator."""
+    try:
+        # An iterator may know how much is left, as one of a list does.
+        length = length_hint(data, -1)
+    # A data set may have the method and raise an error of its own, if its batches never end.
+    except Exception:
+        return None
+    return None if length < 0 else length
+
+
+def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
+    """The data repeated for `epochs`, and the options with the number of steps instead.
+
+    Args:
+        data: The user's data.
+        options: The options, unchanged if they have no `epochs`.
+
+    Raises:
+        TypeError: If the data has no length, or can't be iterated over anew.
+        ValueError: If the data is empty.
+    """
+    epochs = options.epochs
+    if epochs is None:
+        return data, options
+    length = None if isinstance(data, Iterator) else length_of(data)
+    if length is None:
+        raise TypeError(
+            f"`epochs`={epochs} needs `data` with a length that can be iterated over anew, such as "
+            f"a list, but it is of type {type(data).__name__}: give `steps` instead"
+        )
+    if not length:
+        raise ValueError(EMPTY)
+    return _Epochs(data, epochs), replace(options, epochs=None, steps=epochs * length)
+
+
+class _Epochs:
+    """Data that is iterated over several times."""
+
+    def __init__(self, data: Iterable[Any], epochs: int):
+        self._data, self._epochs = data, epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._epochs):
+            yield from self._data
 
 
 class Source(Iterator[Any]):
@@ -26,6 +77,7 @@ class Source(Iterator[Any]):
 
     Attributes:
         count: Number of batches drawn since the data's start.
+        length: Number of batches from its start to its end; None if unknown.
         first: Hash of the data's first batch, by which a resumed run recognises its data; None for
             a run that does not compare it.
     """
@@ -37,6 +89,7 @@ class Source(Iterator[Any]):
             data: The user's data.
             saved: Whether the run saves the position in its checkpoints.
         """
+        self.length = length_of(data)
         self._iterator: Any = iter(data)
         methods = "get_state", "set_state"
         self._has_state = saved and all(hasattr(self._iterator, name) for name in methods)
