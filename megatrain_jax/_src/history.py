@@ -97,13 +97,13 @@ class History(list[dict[str, Any]]):
         """Draws metrics over the steps, each with its evaluation metric if there is one.
 
         Args:
-            metrics: The name of a metric, or several, which are drawn one above the other.
+            metrics: The name of a metric, or several, drawn in panels from top to bottom.
             log: Whether the vertical axes are logarithmic.
             smooth: Number of steps in the moving average, which is drawn over the metric in a faint
                 line. Evaluations are not smoothed.
 
         Returns:
-            A Matplotlib figure, which a notebook shows as a picture. It belongs to no window, so it
+            A Matplotlib figure that a notebook shows as a picture. It belongs to no window, so it
             works without a display, and ``figure.savefig(path)`` writes it.
 
         Raises:

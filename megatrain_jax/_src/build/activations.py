@@ -1,10 +1,10 @@
-"""The values passed between stages: which are counted, dropped and recomputed.
+"""The activations passed between stages: counting, dropping and recomputing them.
 
-A worked example: an embedding, four blocks and a head, each of which reads what the one before it
-makes, values 0 to 4. With a span of 2, blocks 1 and 3 are computed again, but for the last::
+Example: an embedding, four blocks and a head pass values 0 to 4 from one to the next. With a span
+of 2, blocks 1 and 3 would be computed again, but the last block never is::
 
-    computed_again    {1}: value 1 is dropped when block 2 has read it, and made again for the
-                      backward of block 2; value 3 is there when the head's backward is over
+    computed_again    {1}: value 1 is dropped after block 2 has read it, and made again for the
+                      backward of block 2; value 3 is still present after the head's backward
     last reads        by task: FORWARD 2 reads value 1 for the last time before it is made again
 """
 
@@ -20,20 +20,21 @@ from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.tasks import last_reads
 from megatrain_jax._src.schedule.workload import Workload
 
-# Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
+# Smallest activation in bytes that is worth a transfer; smaller ones stay and are not counted.
 _SMALL = 256
 
 
 def counted_activations(
     program: Program, microbatches: int, num_devices: int
 ) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The activations that a schedule counts: values of some size that stages hand to stages.
+    """The activations that a schedule counts: large values passed between stages.
 
-    Values that are the same on all devices are not: the host would have to hold them as often.
+    Values that are replicated on all devices are not counted, because the host would have to store
+    a copy for each.
 
     Returns:
-        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
-        reads.
+        Bytes per device by id, for all microbatches; and, for each stage, the ids that it makes and
+        the ids that it reads.
     """
     read = {i for stage in program.stages for i in stage.inputs}
     made = {i for stage in program.stages for i in stage.outputs}
@@ -55,26 +56,26 @@ def counted_activations(
 def computed_again(
     workload: Workload, stages: Sequence[Stage], span: int, num_bytes: float = math.inf
 ) -> frozenset[int]:
-    """The stages that are computed again before their backward.
+    """The stages with a forward that is computed again before their backward.
 
-    A stage with prints or callbacks is not, as these would fire twice.
+    A stage with prints or callbacks is excluded, because these would fire twice.
 
     Args:
         workload: The step's workload.
         stages: Its stages.
-        span: Number of blocks of which all but one are computed again.
-        num_bytes: Bytes of activations that need not be held then: no more blocks are computed
-            again than it takes, the first ones.
+        span: Of each `span` blocks, all but one are computed again.
+        num_bytes: Bytes of activations to save; only as many blocks as needed are computed again,
+            starting from the first.
     """
     pure = [
         s
         for s, stage in enumerate(stages)
         if stage.is_block and workload.backward[s] and not fires(stage.jaxpr)
     ]
-    # Every `span`-th block hands its output to the host, the ones between hand it on and forget it.
-    # A span of 1 leaves nothing out.
+    # Every `span`-th block stores its output; the blocks between pass theirs on and drop it. With a
+    # span of 1, all outputs are stored.
     again = {s for position, s in enumerate(pure) if (position + 1) % span}
-    # The last stage's backward follows its forward at once: what is just before it is there.
+    # The last stage's backward follows its forward at once, so its inputs are still present.
     at = max((s for s, backward in enumerate(workload.backward) if backward), default=0)
     again.discard(at)
     while at - 1 in again:
@@ -92,15 +93,15 @@ def computed_again(
 def last_read_by_task(
     instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
 ) -> dict[int, tuple[int, ...]]:
-    """Ids of the values that nothing in a stage's wave reads after it, by the stage's task."""
+    """Ids of the values that each stage's task reads for the last time within its wave, by task."""
     waves: dict[int, list[tuple[int, Op, Stage]]] = {}
     for i in instructions:
         if i.op in (Op.FORWARD, Op.BACKWARD) and i.stage is not None and i.task is not None:
             waves.setdefault(i.wave, []).append((i.task, i.op, stages[i.stage]))
-    # The step's end reads its outputs, the loss and new variables: no stage drops them.
+    # The step's end reads the outputs (loss and new variables), so no stage drops them.
     passing = {i for stage in stages for i in stage.inputs}.difference(program.outputs)
     found = {}
-    # Each wave has microbatches of its own, and values of theirs that were there before all stages.
+    # Each wave has its own microbatches, with their own values from the prologue.
     for computing in waves.values():
         done = last_reads(
             [stage.inputs for _, _, stage in computing],

@@ -23,8 +23,8 @@ def check_batch(
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
-        batch: A pytree of NumPy or JAX arrays whose leading axes, one entry an example, all have
-            the same size.
+        batch: A pytree of NumPy or JAX arrays; their leading axes, with one entry per example,
+            must have the same size.
         microbatches: Number of equal parts that the leading axis will be cut into.
         name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
@@ -87,7 +87,7 @@ def check_like(batch: Any, sample: Any) -> None:
             "the batch is built differently from the first one: "
             f"missing: {', '.join(missing) or 'nothing'}; new: {', '.join(added) or 'nothing'}"
         )
-    # Equal paths may still be of other containers: a tuple where the first batch had a list.
+    # Equal paths may still have different containers: a tuple where the first batch had a list.
     structure, expected = jax.tree.structure(batch), jax.tree.structure(sample)
     if structure != expected:
         raise ValueError(f"the batch has the structure {structure}, but the first had {expected}")
@@ -98,7 +98,7 @@ def check_like(batch: Any, sample: Any) -> None:
 
 
 def other_shapes(batch: Any, sample: Any) -> str:
-    """The arrays whose shapes differ from the first batch's, in words; empty if none does.
+    """A sentence on the arrays with shapes that differ from the first batch's; "" if none.
 
     Args:
         batch: A batch that has passed `check_batch`.
@@ -164,7 +164,7 @@ def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
 
 
 def _check_range(name: str, leaf: np.ndarray) -> None:
-    """Refuses integers that would become others in the dtype that JAX gives them."""
+    """Refuses integers that would overflow in the dtype that JAX gives them."""
     dtype = _dtype(leaf)
     if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or not leaf.size:
         return

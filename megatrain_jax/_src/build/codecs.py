@@ -1,4 +1,4 @@
-"""The codecs that a run's precision asks for: how each master and each state array is held."""
+"""Chooses the codec of each master and each state array from a run's precision."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -19,23 +19,23 @@ _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 
 def held_dtype(precision: Precision, leaf: Leaf) -> Any:
-    """The dtype in which the host keeps a parameter; int8 stands for codes."""
+    """The dtype in which the host stores a parameter; int8 stands for codes."""
     if not leaf.is_trainable and precision.frozen is not None:
         return precision.frozen
     held = precision.master_of(path_name(leaf.path))
-    # Norms and biases are a ten-thousandth of a model. Only a mapping codes them.
+    # Norms and biases are a ten-thousandth of a model, so only a mapping codes them.
     if held in _CODES and len(leaf.shape) < 2 and not isinstance(precision.master, tuple):
         return precision.update
     return held
 
 
 def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: OptimizerCut) -> None:
-    """Refuses patterns of paths that fit nothing, as one with a typing error.
+    """Refuses patterns that match no path, such as misspelled ones.
 
     Raises:
-        ValueError: A pattern fits no path; the first paths there are are listed.
+        ValueError: A pattern matches no path; lists the first known paths.
     """
-    # Only state of a parameter's shape is ever coded, so a pattern for any other fits nothing.
+    # Only state with a parameter's shape is ever coded, so patterns can match only such state.
     state = (leaf for row in optimizer.state for leaf in row if leaf.mirrors is not None)
     there = {
         "master": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
@@ -53,24 +53,24 @@ def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: Optimiz
 
 
 def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, list[Plain]]:
-    """The dtype that a group's parameters are computed on in, and the codec of each of them.
+    """The compute dtype of a group's parameters, and the codec of each.
 
     Args:
         precision: Precision of the run.
-        leaves: The group's parameters: all of them are trained, or none is.
+        leaves: The group's parameters; all are trained, or all are frozen.
     """
     held = [held_dtype(precision, leaf) for leaf in leaves]
-    # What is never updated is computed on in the dtype it is kept in; codes are decoded first.
+    # Frozen parameters are used in their stored dtype; codes are decoded first.
     frozen = not leaves[0].is_trainable and precision.frozen is not None
     dtype = precision.frozen if frozen and precision.frozen not in _CODES else precision.update
-    # Rounding at random keeps small updates from being lost; without updates it only adds noise.
+    # Stochastic rounding preserves small updates; without updates it would only add noise.
     stochastic = leaves[0].is_trainable and precision.rounding == "stochastic"
 
     def codec(form: Any) -> Plain:
         if form == dtype:
             return Plain()
         if form in _CODES:
-            # Weights act together in products, so that all are best equally precise.
+            # Weights are summed up in products, so all need the same absolute precision.
             return Blockwise(code="linear", stochastic=stochastic)
         return Rounded(dtype=jnp.dtype(form).name, stochastic=stochastic)
 
@@ -80,7 +80,7 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
 def state_codecs(
     precision: Precision, optimizer: OptimizerCut, group: int, num_leaves: int
 ) -> list[Plain]:
-    """The codecs of a group's optimizer state: only what mirrors a parameter is coded.
+    """The codecs of a group's optimizer state; only state with a parameter's shape is coded.
 
     Args:
         precision: Precision of the run.
@@ -101,16 +101,16 @@ def state_codecs(
 def coded_differences(
     precision: Precision, optimizer: OptimizerCut, num_leaves: Sequence[int]
 ) -> list[str]:
-    """Paths of narrow state of which the optimizer takes the root of a difference.
+    """Paths of narrow state if the optimizer takes the root of a difference of it.
 
-    Rounded apart, such a difference may fall below zero, and its root is not a number.
+    Rounding may make such a difference negative, and its root NaN.
 
     Args:
         precision: Precision of the run.
         optimizer: The optimizer.
         num_leaves: For each group the number of its parameters.
     """
-    # Codes for all state leave such state out.
+    # Codes without a mapping exclude such state anyway.
     if precision.state is None or precision.state in _CODES:
         return []
     found = []
@@ -128,16 +128,16 @@ def coded_differences(
 def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Traits) -> Plain:
     stochastic = precision.rounding == "stochastic"
     form = precision.state_of(path)
-    # Counts, keys and factored statistics are small; integers and narrow floats are as they are for
-    # the optimizer's own reasons.
+    # Counts, keys and factored statistics are small. Integers and narrow floats were chosen by the
+    # optimizer.
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
-    # A mapping says all by itself; exceptions are made from one form for everything.
+    # A mapping is followed literally; a single form for all state has exceptions.
     if form in _CODES and not isinstance(precision.state, tuple):
-        # Norms and biases are a ten-thousandth of a model.
+        # The state of norms and biases is tiny.
         if len(leaf.shape) < 2 or traits.is_paired:
             return Plain()
-        # Such state stands for parameters, of which codes would lose most of the digits.
+        # Such state is a copy of parameters, and codes would lose most of their digits.
         if traits.like_parameters:
             form = jnp.dtype("bfloat16")
     if form not in _CODES:

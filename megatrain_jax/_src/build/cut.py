@@ -1,4 +1,4 @@
-"""Loss and optimizer, cut by the same groups: parameters that are copied together."""
+"""Cuts loss and optimizer by the same groups: parameters that are copied together."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -31,7 +31,7 @@ class Cut:
     """A loss and an optimizer, cut by the same groups.
 
     Attributes:
-        leaves: All leaves, in the store's order; a stacked parameter has one a layer.
+        leaves: All leaves, in the store's order; a stacked parameter has one leaf per layer.
         program: The loss as stages.
         grouping: Groups of the leaves.
         optimizer: The optimizer's update, cut by group.
@@ -52,8 +52,9 @@ def cut_run(
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
-    Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
-    one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
+    Layers stacked in one array become separate leaves. If the loss indexes the stack by hand, they
+    stay in one array if the optimizer needs several of them together: Muon treats a stack of biases
+    as a matrix.
 
     Args:
         adapted: The model.
@@ -70,7 +71,7 @@ def cut_run(
     try:
         return _cut(adapted, traced, optimizer, options, trained, every, num_parts)
     except CoupledGroupsError as error:
-        # The second try still cuts what scans take: without other stacks it would fail likewise.
+        # The second try cuts only the stacks of scans. If these are all stacks, it would fail too.
         if every == scanned:
             raise
         reason = str(error)
@@ -88,7 +89,7 @@ def _cut(
     stacks: Sequence[Stack],
     num_parts: int,
 ) -> Cut:
-    """Cuts so that each layer of the given stacks is a leaf."""
+    """Cuts with one leaf per layer of the given stacks."""
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
     if num_parts > 1:
         leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
@@ -101,11 +102,11 @@ def _cut(
     if options.microbatches != 1:
         if reason := undivided_since(adapted, program):
             raise ValueError(f"microbatches > 1 can't train this model: {reason}")
-    # After the loss: which stages read a leaf decides its group. Before the optimizer, which is cut
-    # by groups.
+    # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
+    # cut by groups, so it comes last.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
-    # A step is skipped as a whole, so all gradients have to be known before any group is updated.
+    # A step is skipped as a whole, so all gradients must be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
     return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
@@ -119,11 +120,11 @@ def _cut_optimizer(
     trained: Sequence[bool],
     precision: Precision,
 ) -> OptimizerCut:
-    """Cuts the update of what is trained; to Optax the rest is masked, as with `optax.masked`."""
+    """Cuts the update of trained parameters; Optax sees the rest masked, as with `optax.masked`."""
     parameters = [p for p, trains in enumerate(trained) if trains]
     number = {p: n for n, p in enumerate(parameters)}
 
-    # Optax passes over masked nodes: frozen parameters get no state, and count in no norm.
+    # Optax skips masked nodes, so frozen parameters get no state and don't count in norms.
     def params_tree(arrays: Sequence[Any]) -> Any:
         return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
 
@@ -131,7 +132,7 @@ def _cut_optimizer(
         (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
     ]
     shapes = [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters]
-    # Numbered anew without frozen parameters, which the optimizer never sees.
+    # Renumbered without frozen parameters, which the optimizer never sees.
     of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
     group_of, num_groups = [g for _, g in rows], len(grouping.names)
 
@@ -144,15 +145,15 @@ def _cut_optimizer(
         made = cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
         return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
 
-    # No batch changes it, so that plans for many of them have it in common.
+    # It doesn't depend on the batch, so plans for many batches share it.
     return remembered("cut optimizer", key, cut)
 
 
 def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
-    """The state that the parts of a batch can't agree on, in words; None if there is none."""
+    """The reason why a batch can't be divided into microbatches; None if it can."""
     names = [path_name(path) for path in adapted.variable_paths]
-    # Where the new value of drawn state is a prologue's, `begin` hands it from part to part; a
-    # stage's comes too late for the next part to draw from.
+    # If the prologue computes the new value of random state, `begin` passes it from microbatch to
+    # microbatch. A value from a stage comes too late for the next microbatch.
     new = program.outputs[len(program.outputs) - len(names) :]
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:

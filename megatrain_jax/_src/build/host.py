@@ -1,23 +1,23 @@
-"""The host memory that a step needs; if it is more than there is, stages are recomputed.
+"""Fits a step to the host's memory: if it needs too much, more of it is recomputed.
 
-Beside the state at rest, the host holds what waits between tasks: gradients of deferred updates,
-and what the device has no room for, which are the inputs of all stages where sequences are long,
-and the costliest residuals. Without residuals, stages compute more again; and of their inputs only
-every second, third or further one needs to be held if the stages between are computed again in the
-backward; see `schedule/order.py`. An input is worth more than residuals of its size: without it a
-whole block is computed again. So no more blocks are than have to be, and then the search for a
-schedule has the residuals of as many others wait as the host has room for.
+In addition to the state at rest, the host stores parts that wait between tasks: gradients of
+deferred updates, and parts that don't fit on the device. On long sequences these are the inputs of
+all stages, and the costliest residuals. There are two ways to save host memory. Without residuals,
+a stage's backward recomputes more. And if some forwards run again in the backward, only every
+second, third or further input is stored; see `schedule/order.py`. Dropping an input costs a whole
+block's forward, more than dropping residuals of its size. So as few blocks as possible run again,
+and the search for a schedule stores residuals of as many remaining blocks as fit.
 
-A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host of 125 GB:
+Example: 28 blocks with outputs of 3.8 GB each, 31 GB of state, and a host of 125 GB:
 
-    span    computed again    residuals wait    what waits                 in all
+    span    computed again    residuals wait    bytes that wait            total
     1       none              28                29 x 3.8, residuals 108    249 GB
     1       none              none              29 x 3.8                   141 GB
-    2       5 blocks          none              24 x 3.8                   122 GB: taken
+    2       5 blocks          none              24 x 3.8                   122 GB: chosen
     2       13 blocks         none              16 x 3.8                    92 GB
 
-All of a span's blocks are computed again only where fewer don't free enough; the last block is not,
-since its backward follows its forward at once.
+All candidate blocks of a span run again only if fewer don't free enough. The last block never does,
+because its backward follows its forward at once.
 """
 
 import dataclasses
@@ -41,29 +41,29 @@ from megatrain_jax._src.state.placement import Placement
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
-# On a CPU, arrays come from the C library. It returns those of this size to the system when they
-# are freed, and keeps the memory of smaller ones for later: after some steps on arrays of 1 to 16
-# MiB, 1.6 to 1.95 times their bytes were held.
+# On a CPU, the C library allocates arrays. It returns freed arrays of at least this size to the
+# system, and keeps the memory of smaller ones: after some steps on arrays of 1 to 16 MiB, it held
+# 1.6 to 1.95 times their bytes.
 _RETURNED_BYTES = 2**25
-# The compiler's memory there: 120 MiB for a small model.
+# The compiler's memory on a CPU: 120 MiB for a small model.
 _COMPILING = 2**28
 
 
 def fit_to_host(
     spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
 ) -> RunSpec | None:
-    """The run with the fewest stages computed again for which the host suffices.
+    """The run that fits in the host with the fewest stages computed again.
 
-    Of these it has the fastest schedule. The run stays as it is if the host suffices anyway or
-    isn't known.
+    It has the fastest schedule with these stages. The run is unchanged if it fits already, or if
+    the host's memory is unknown.
 
     Args:
         spec: The run, fitted to its device.
-        num_processes: Number of the processes that share it.
-        processes_per_host: How many of them share a host.
+        num_processes: Number of processes that share the run.
+        processes_per_host: Number of processes on each host.
 
     Returns:
-        The run; None if the host never suffices.
+        The run; None if it never fits.
     """
     own = spec.first.num_devices // num_processes
     total = _machine_bytes(spec.options, own * processes_per_host)
@@ -96,7 +96,7 @@ def fit_to_host(
 
 
 def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
-    """Whether the host may hold what waits and moves though no activation ever waits."""
+    """Whether the host could suffice if no activation ever waited there."""
     if spec.budget_bytes is None:
         return True
     nothing = {"activations": {}, "makes": (), "reads": ()}
@@ -104,20 +104,20 @@ def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
 
 
 def _machine_bytes(options: Options, num_devices: int) -> int | None:
-    """The memory of a host with so many of the run's devices; None if unknown."""
-    # Devices of a host share its memory: `times` says what all of them are on.
+    """The memory of a host with `num_devices` of the run's devices; None if unknown."""
+    # The devices of a host share its memory.
     return options.machine and options.machine.times(num_devices).assumed_host_bytes
 
 
 def agreed_host_budget(options: Options, placement: Placement) -> int | None:
-    """The host memory that each of a run's processes may take on this machine, now.
+    """The host memory that each of a run's processes may take now.
 
     Args:
-        options: The run's options: a budget of theirs is the most that it may be.
+        options: The run's options; a host budget is an upper limit.
         placement: The run's devices and processes.
 
     Returns:
-        Bytes, the same in all processes; None if the system doesn't tell.
+        Bytes, the same in all processes; None if unknown.
     """
     processes = placement.processes
     limits = [] if options.host_bytes is None else [options.host_bytes]
@@ -133,18 +133,17 @@ def check_host(
     processes_per_host: int,
     temporary_bytes: int | None,
 ) -> None:
-    """Refuses what takes more host memory than the process may have, before any is taken.
+    """Refuses a run that needs more host memory than the process may take, before allocation.
 
     Args:
-        spec: The run, fitted to its host as far as that goes.
+        spec: The run, fitted to its host as far as possible.
         num_processes: See `fit_to_host`.
         processes_per_host: See `fit_to_host`.
-        temporary_bytes: On a CPU, whose arrays and functions are all in the host's memory, the
-            bytes that a function needs; None where arrays rest in a pool of pinned memory, as on a
-            GPU.
+        temporary_bytes: Bytes of a function's temporaries on a CPU, where all arrays are in the
+            host's memory; None on a GPU, where arrays at rest are in a pool of pinned memory.
 
     Raises:
-        MemoryError: If it takes more.
+        MemoryError: If the run needs more.
     """
     own = spec.first.num_devices // num_processes
     total = _machine_bytes(spec.options, own * processes_per_host)
@@ -175,26 +174,26 @@ def check_host(
 
 
 def _small_share(spec: RunSpec) -> float:
-    """The share of the state in arrays so small that a CPU's C library keeps their memory."""
+    """The fraction of the state in small arrays, since the C library keeps their memory."""
     slabs = [slab for layout in spec.layouts for slab in layout.slabs]
     small = sum(s.num_bytes for s in slabs if s.num_bytes // s.num_shards < _RETURNED_BYTES)
     return small / sum(slab.num_bytes for slab in slabs)
 
 
 def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iterator[BoundStep]:
-    """The run's steps with residuals that wait, and with more and more blocks computed again.
+    """The run's steps with more and more blocks computed again, starting with none.
 
     Args:
         spec: The run.
-        may_fit: Whether the host may hold any schedule of a workload: where not, which is known in
-            no time, none is searched for.
+        may_fit: A quick test whether any schedule of a workload could fit in the host; if not, the
+            slow search for a schedule is skipped.
     """
     inputs = sum(spec.first.workload.activations.values())
-    lacking = 0.0  # bytes with nothing computed again
-    # Spans don't grow one by one: each is a search for a schedule, and beyond 8 a span more frees
-    # next to nothing. The first one is always searched for, as it tells what is lacking.
+    lacking = 0.0  # missing host bytes with nothing computed again
+    # Spans skip numbers, because each needs a search for a schedule, and beyond 8 one more frees
+    # almost nothing. The first one is always searched, because it gives the missing bytes.
     for span in _SPANS:
-        # No span frees more than the inputs of all but one of so many blocks.
+        # A span frees at most the inputs of all but one of its blocks.
         if lacking > inputs * (1 - 1 / span):
             continue
         try:
@@ -203,7 +202,7 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
             if lacking > 0 and not may_fit(workload_spanning(spec.first, span)):
                 continue
             first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
-        # The blocks between need more of the device at once than the budget has.
+        # The blocks of a span need more device memory at once than the budget.
         except BudgetError:
             continue
         yield first
@@ -218,7 +217,7 @@ def on_same_host(
     *,
     training: bool,
 ) -> BoundStep:
-    """A step of another batch shape, with the stages computed again that it takes.
+    """A step of a new batch shape, with as many stages computed again as it needs.
 
     Args:
         step: The step.
@@ -257,7 +256,7 @@ def pool_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
 
     Args:
         spec: The run.
-        num_processes: Number of the processes that share it.
+        num_processes: Number of processes that share the run.
         total: The host's memory; None if unknown.
     """
     own, peak = spec.first.num_devices // num_processes, peak_bytes(spec.first) // num_processes
@@ -265,7 +264,7 @@ def pool_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
 
 
 def peak_bytes(step: BoundStep) -> int:
-    """Host memory of all devices' state, of what waits there, and of arrays in flight."""
+    """Host memory of all devices' state, waiting parts, and arrays in flight."""
     return state_bytes(step) + step.num_devices * step.schedule.passing_bytes
 
 

@@ -52,7 +52,7 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
 
 
 def check_order(function: str, optimizer: Any, name: str, batches: Any) -> None:
-    """Checks that an optimizer and batches were not passed in each other's places.
+    """Checks that the optimizer and the batches were not swapped.
 
     Args:
         function: The function called, with its arguments in order.
@@ -68,13 +68,13 @@ def check_order(function: str, optimizer: Any, name: str, batches: Any) -> None:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
-    """Checks that a run can use a mesh here, which only a plan need not.
+    """Checks that a run can use a mesh on this machine; plans don't need this.
 
     Args:
-        mesh: The mesh; None for the devices that are here.
+        mesh: The mesh; None for the local devices.
 
     Raises:
-        ValueError: If it has no devices, or not equally many of each process.
+        ValueError: If it has no devices, or different numbers of devices per process.
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
@@ -84,7 +84,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     if mesh is None:
         return
     owned = Counter(device.process_index for device in mesh.devices.flat)
-    # A run of one process alone, whatever others there are.
+    # A run of this process alone may ignore the remaining processes.
     if owned[jax.process_index()] == mesh.size:
         return
     # Batches and checkpoints are divided over processes evenly.
@@ -97,10 +97,10 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Checks that a loss function can be called as one, and told from others.
+    """Checks that a loss function takes the right arguments and is hashable.
 
     Raises:
-        TypeError: If it can't.
+        TypeError: If it isn't.
     """
     takes_rng(loss_fn)
     try:
@@ -145,7 +145,7 @@ def eval_batches(eval_data: EvalData) -> Iterable[Any]:
     """Returns the batches of one evaluation; calls `eval_data` if it is a function.
 
     Raises:
-        TypeError: If the function returned something else than batches.
+        TypeError: If the function did not return batches.
     """
     if isinstance(eval_data, Iterable):
         return eval_data
@@ -163,7 +163,7 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         TypeError: If it is no trainer.
     """
-    # Told by what it can do, since its class is above this file.
+    # Checked by its methods, because this file can't import its class.
     methods = ("dispatch", "read", "evaluate", "flush")
     if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
         # A `FitResult` has its trainer there.

@@ -1,4 +1,4 @@
-"""The error for setting an attribute of a trainer: a run is not changed that way."""
+"""The error message for setting an attribute of a trainer, which can't be changed that way."""
 
 from dataclasses import fields
 
@@ -25,7 +25,7 @@ _WAYS = {
 
 
 def not_settable(kind: type, name: str) -> str:
-    """The message of a public attribute that is set, with what to do instead.
+    """The message for a public attribute that was set, with a way to reach the same.
 
     Args:
         kind: The class of the trainer.

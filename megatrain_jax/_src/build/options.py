@@ -1,8 +1,8 @@
-"""The options of a run: their records, the checks of each, and how functions take them.
+"""The options of a run: records with checks, and their use in functions' signatures.
 
-`fit`, `train`, `Trainer` and `plan` take them as `**options` and make these records first of all,
-so that a mistake is named before data is drawn, and before anything is traced, made or saved. An
-option is added here (its type for callers, its default and its check) and to the docstrings.
+`fit`, `train`, `Trainer` and `plan` take `**options` and make these records first. So a mistake is
+reported before data is drawn, and before anything is traced, made or saved. To add an option, add
+its type for callers, its default and its check here, and describe it in the docstrings.
 """
 
 import inspect
@@ -29,7 +29,7 @@ PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
-# JAX makes a signed integer of 64 bits of a seed.
+# JAX converts a seed to a signed 64-bit integer.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
 
 
@@ -51,11 +51,11 @@ class RunArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a run and its steps; see `Trainer`. Integers are stored as Python's own.
+    """The options of a run and its steps; see `Trainer`. Integers are stored as Python `int`s.
 
     Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option has a value that it can't have.
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed.
     """
 
     microbatches: Microbatches = 1
@@ -77,18 +77,18 @@ class Options:
 
     @property
     def least_microbatches(self) -> int:
-        """The number of microbatches; the least one if the plan chooses it."""
+        """The number of microbatches; 1 if the plan chooses it."""
         return 1 if isinstance(self.microbatches, str) else self.microbatches
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of host memory that the process may take; None for what the machine has."""
+        """Bytes of host memory that the process may take; None for all of the machine's."""
         assert not isinstance(self.host_budget, str)
         return self.host_budget
 
     @property
     def machine(self) -> Hardware | None:
-        """The hardware, which is stored as a record where a name was given."""
+        """The hardware as a record, also if a name was given."""
         assert not isinstance(self.hardware, str)
         return self.hardware
 
@@ -126,11 +126,11 @@ class MachineArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The options by which a plan changes the hardware it is made for; see `plan`.
+    """The options of a plan that change its hardware; see `plan`.
 
     Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option has a value that it can't have.
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed.
     """
 
     host_gib: float | None = None
@@ -143,10 +143,10 @@ class MachineOptions:
         _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
 
     def applied(self, run: Options) -> Options:
-        """The options of a run on the hardware so changed.
+        """The options of a run on the changed hardware.
 
         Raises:
-            ValueError: If there is no hardware to change, or it has as many GPUs by a mesh.
+            ValueError: If there is no hardware to change, or a mesh sets the number of GPUs.
         """
         machine, mesh = run.machine, run.mesh
         if self.host_gib is not None:
@@ -161,7 +161,7 @@ class MachineOptions:
 
 
 class PlanArguments(MachineArguments, RunArguments, total=False):
-    """All options of `plan`, which takes those of both records."""
+    """All options of `plan`, the union of both records."""
 
 
 class LoopArguments(TypedDict, total=False):
@@ -180,11 +180,11 @@ class LoopArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """The options of the loop around steps; see `fit`. Integers are stored as Python's own.
+    """The options of the training loop; see `fit`. Integers are stored as Python `int`s.
 
     Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option has a value that it can't have, or needs another one.
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed, or an option that it needs is missing.
     """
 
     steps: int | None = None
@@ -224,7 +224,7 @@ class LoopOptions:
 
     @property
     def rhythm(self) -> dict[str, Any]:
-        """The options that say when all processes of a run do something together."""
+        """The options that must be equal in all processes of a run, because they act together."""
         return {
             "`steps`": self.steps,
             "`eval_data`": self.eval_data is not None,
@@ -235,7 +235,7 @@ class LoopOptions:
 
 
 class FitArguments(LoopArguments, RunArguments, total=False):
-    """All options of `fit`, which takes those of both records."""
+    """All options of `fit`, the union of both records."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -249,10 +249,10 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 def shows(*records: type) -> Callable[[_Function], _Function]:
-    """A decorator: the function's signature shows records' fields in place of its `**options`.
+    """A decorator that shows records' fields in a function's signature instead of `**options`.
 
-    So `help`, notebooks, `inspect` and `typing.get_type_hints` tell every option, after the
-    arguments with a position and before the function's own by name.
+    So `help`, notebooks, `inspect` and `typing.get_type_hints` show every option, after the
+    positional arguments and before the function's own keyword arguments.
     """
 
     def decorated(function: _Function) -> _Function:
@@ -276,7 +276,7 @@ def shows(*records: type) -> Callable[[_Function], _Function]:
 def options_of(
     function: Callable[..., Any], record: type[_Record], given: Mapping[str, Any]
 ) -> _Record:
-    """Makes a record of those options given to a function that are the record's own.
+    """Makes a record from the options of a function that belong to the record.
 
     Args:
         function: A function that `shows` the record.
@@ -284,11 +284,11 @@ def options_of(
         given: The function's `**options`.
 
     Raises:
-        TypeError: If the function has no such option, or one is of another type.
+        TypeError: If the function has no such option, or an option has the wrong type.
         ValueError: See the record.
     """
     check_names(function, given)
-    # A function may show two records, each of which takes what is its own.
+    # A function may show two records, and each takes its own options.
     own = {field.name for field in fields(record)}
     return record(**{name: value for name, value in given.items() if name in own})
 
@@ -297,7 +297,7 @@ def check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
     """Checks that a function takes keywords of these names.
 
     Raises:
-        TypeError: If it doesn't take one; the message says which option was meant.
+        TypeError: If it doesn't take one; the message suggests the intended option.
     """
     allowed = inspect.signature(function).parameters
     for name in given:
@@ -307,15 +307,15 @@ def check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
 
 
 def are_batches(value: Any) -> bool:
-    """Whether a value looks like an iterable of batches, not like a single one."""
-    # A batch is mostly a dict, which can be iterated over, too: by its keys.
+    """Whether a value looks like an iterable of batches, not like a single batch."""
+    # A batch is usually a dict, which is also iterable: over its keys.
     is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
     return isinstance(value, Iterable) and not is_one
 
 
 def _store(record: Any, **values: Any) -> None:
     for name, value in values.items():
-        # As a frozen dataclass does itself.
+        # The way a frozen dataclass sets its own fields.
         object.__setattr__(record, name, value)
 
 
@@ -364,7 +364,7 @@ def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
 
 
 def _check_eval_data(value: Any) -> None:
-    # Told from lists now, not at the second evaluation, hours later.
+    # Refused now, not at the second evaluation, hours later.
     if isinstance(value, Iterator):
         raise TypeError(
             "`eval_data` is an iterator, which can be used only once, but each evaluation goes "

@@ -1,14 +1,14 @@
-"""The parts that a batch is cut into: microbatches and waves, given or chosen by plans.
+"""The division of a batch into microbatches and waves, given by the user or chosen by the plan.
 
-Microbatches that are left to the plan are as few as possible: kernels on larger ones run closer to
-the device's rate. But what a kernel needs for itself grows with its rows, and takes room from
-weights, sums and residuals. A worked example, 512 rows of 1,024 tokens on an H100 with 68 GiB::
+The plan chooses as few microbatches as possible, because kernels on larger ones run closer to the
+device's rate. But a kernel's temporaries grow with its rows, and take memory from weights, sums and
+residuals. Example: 512 rows of 1,024 tokens on an H100 with 68 GiB::
 
-    microbatches    rows    a kernel needs    of at most 68 / 8 = 8.5 GiB
-    1               512     330 GiB           so about 330 / 8.5 = 39 are tried, or the next divisor
-    64              8       5.2 GiB           taken
+    microbatches    rows    a kernel needs    the limit is 68 / 8 = 8.5 GiB
+    1               512     330 GiB           try about 330 / 8.5 = 39, or the next divisor
+    64              8       5.2 GiB           chosen
 
-Then the number of waves is chosen for them; see `wave_search.py`.
+Then it chooses the number of waves; see `wave_search.py`.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.placement import Placement
 
-# Part of the device's memory that a kernel of a microbatch may need for itself.
+# Fraction of device memory that the temporaries of a microbatch's kernel may take.
 _SHARE = 1 / 8
-# Part of a step's estimated seconds that smaller microbatches have to save.
+# Fraction of a step's estimated time that smaller microbatches must save.
 _WORTH = 0.02
 
 
 def leaves_parts_open(run: Options) -> bool:
-    """Whether a run's options leave it to the plan how a batch is cut."""
+    """Whether a run's options let the plan choose microbatches or waves."""
     return run.microbatches == "auto" or (run.waves is None and run.microbatches > 1)
 
 
@@ -42,15 +42,15 @@ def fit_with_parts(
     device_bytes: int | None,
     placement: Placement,
 ) -> RunSpec:
-    """The run fitted to its machine, its batch cut into parts as its options say or leave open.
+    """The run fitted to its machine, with the given or the best microbatches and waves.
 
     Args:
         run: The options.
-        make: Function that makes a run's spec for options with a number of microbatches.
-        fit: Function that fits a run to its machine.
+        make: Makes a run's spec for options with a number of microbatches.
+        fit: Fits a run to its machine.
         num_rows: Examples of a batch.
-        device_bytes: Device memory that is free; if None, batches are cut no further than given.
-        placement: Placement of the run, without devices: what kernels need is estimated.
+        device_bytes: Free device memory; if None, batches are not divided further than given.
+        placement: Placement of the run without devices, so that kernels' memory is estimated.
     """
     if run.microbatches == "auto":
         spec = _fitted_in_any(run, make, fit, num_rows, device_bytes, placement)
@@ -58,7 +58,7 @@ def fit_with_parts(
         spec = fit(make(run))
     else:
         spec = _made(run, make, is_free=False)
-        # Those who leave all to the plan leave it also what changes results.
+        # The plan changes results only with microbatches="auto".
         is_fixed = _changes_results(spec)
         spec = fit(spec) if is_fixed else fit_in_waves(spec, fit, device_bytes)
     options = dataclasses.replace(
@@ -75,7 +75,7 @@ def _fitted_in_any(
     device_bytes: int | None,
     placement: Placement,
 ) -> RunSpec:
-    """The run fitted in numbers of microbatches and waves that the plan chooses."""
+    """The fitted run, with microbatches and waves chosen by the plan."""
     numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
 
     def made(number: int) -> RunSpec:
@@ -91,7 +91,7 @@ def _fitted_in_any(
     if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
         return fit(spec)
     fitted = fit_in_waves(spec, fit, device_bytes)
-    # Waves of one microbatch: of smaller ones, more may be faster still.
+    # If waves have one microbatch each, smaller microbatches may be faster still.
     while (number := fitted.first.waves) == fitted.first.microbatches:
         finer = next((n for n in numbers if n >= 2 * number), None)
         if finer is None:
@@ -133,10 +133,10 @@ def _in_few_microbatches(
     device_bytes: int | None,
     placement: Placement,
 ) -> RunSpec:
-    """The run in the fewest microbatches whose kernels leave most of the device to other things.
+    """The run in the fewest microbatches with kernels that leave most of the device's memory free.
 
     Args:
-        made: Function that makes the run in a number of microbatches.
+        made: Makes the run in a number of microbatches.
         numbers: The numbers that divide the batch, ascending.
         device_bytes: See `fit_with_parts`.
         placement: See `fit_with_parts`.
@@ -145,7 +145,7 @@ def _in_few_microbatches(
     if device_bytes is None or undivided_since(spec.adapted, spec.first.program):
         return spec
     tiles = TileFinder(KernelCache(), placement)
-    # What it needs goes by the rows, nearly: fewer rows take more for each of them.
+    # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
     while numbers[-1] > (number := spec.first.microbatches):
         excess = _needed_by_one(spec, tiles) / (_SHARE * device_bytes)
         if excess <= 1:
@@ -156,7 +156,7 @@ def _in_few_microbatches(
 
 
 def _needed_by_one(spec: RunSpec, tiles: TileFinder) -> int:
-    """Bytes that a kernel of one microbatch needs, with no cotangents of others beside it."""
+    """Bytes that a kernel needs with the cotangents of only its own microbatch."""
     first = spec.first
     workload = first.workload.in_waves(first.microbatches)
     return tiles.most(dataclasses.replace(first, workload=workload))

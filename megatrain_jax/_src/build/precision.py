@@ -1,7 +1,4 @@
-"""The precision of a run: the forms that parameters and optimizer state have, and where.
-
-One small record, because what is held, what computes and what the optimizer sees belong together.
-"""
+"""The precision of a run: dtypes for storage, for computation and for the optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,44 +23,44 @@ _STATES = ("bfloat16", "float32", "int8", "int4")
 class Precision:
     """The dtypes of one run.
 
-    The optimizer itself computes in fp32, or in float64 where masters have that: what is held in a
-    narrower form is widened before an update and rounded after it.
+    The optimizer computes in fp32, or in float64 if the masters are float64. Numbers stored in a
+    narrower dtype are widened before an update and rounded after it.
 
-    Where a mapping is allowed, its keys are patterns of paths, as a checkpoint has them (`"*"`
-    stands for any text, `"layers/*/bias"` or, for state, `"*/nu/*"`); the first that fits decides,
-    and what none fits is held in fp32. A pattern that fits nothing is refused.
+    If an attribute is a mapping, its keys are patterns of paths in a checkpoint, where `"*"` stands
+    for any text: `"layers/*/bias"` or, for state, `"*/nu/*"`. The first matching pattern decides;
+    arrays without a match are stored in fp32. A pattern that matches nothing is refused.
 
     Attributes:
-        master: dtype in which the host keeps the parameters that are trained: bfloat16, float32 or,
-            with 64-bit types switched on, float64; "int8", codes in blocks of 128 with a scale
-            each; or a mapping from paths to bfloat16, float32 or "int8". Without a mapping,
-            parameters of one axis (norms, biases) are not coded but stay in fp32.
+        master: dtype of the trained parameters in the host: bfloat16, float32 or, if JAX's 64-bit
+            types are enabled, float64; "int8" for codes with one scale per block of 128; or a
+            mapping from paths to bfloat16, float32 or "int8". Without a mapping, parameters with
+            one axis (norms, biases) are not coded but stay in fp32.
         compute: dtype that parameters are cast to before the model sees them: bfloat16, float32 or
-            float64. Narrower ranges, as float16's, would need the loss to be scaled.
-        frozen: dtype in which the host keeps parameters that are not trained; None for that of the
-            masters. With bfloat16 they take half the memory and half the time on the link, with
-            int8, in blocks of 128 with a scale each, norms and biases among them, a quarter.
-        state: how the host keeps optimizer state that has a number for each of a parameter's, such
-            as Adam's moments: bfloat16; "int8" or "int4", codes in blocks of 128 with a scale each;
-            None (or float32) as the optimizer makes it; or a mapping from paths to these. Without
-            a mapping, codes are for matrices: the state of parameters of one axis (norms, biases)
-            stays in fp32 then, as does state whose difference an optimizer takes the root of, and
-            what begins as a copy of parameters is held in bfloat16.
-        sums: dtype in which sums of gradients wait, where a step has several microbatches or a
-            parameter is read by several blocks: float32, or bfloat16, with half the memory and half
-            the time on the link. They are summed in fp32 within a wave and rounded at its end, so
-            that the number of waves changes results.
-        rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
-            that the mean is right, or "nearest", which loses updates smaller than half of the gap
-            between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
-            the seed, the step, the parameter's group, which may be a part of a block where the
-            device is small, and the number of devices.
+            float64. A dtype with a narrower range, such as float16, would need loss scaling.
+        frozen: dtype of parameters in the host that are not trained; None for the masters' dtype.
+            bfloat16 halves their memory and transfer time. int8, with one scale per block of 128,
+            quarters them, and also applies to norms and biases.
+        state: storage of optimizer state with the parameters' shapes, such as Adam's moments:
+            bfloat16; "int8" or "int4" for codes with one scale per block of 128; None (or float32)
+            for the optimizer's own dtype; or a mapping from paths to these. Without a mapping,
+            codes apply to matrices with these exceptions: the state of parameters with one axis
+            (norms, biases) stays in fp32, and so does state if an optimizer takes the root of its
+            difference; state that begins as a copy of parameters is stored in bfloat16.
+        sums: dtype in which sums of gradients are stored, if a step has several microbatches or
+            several blocks read a parameter: float32, or bfloat16 with half the memory and transfer
+            time. Gradients are summed in fp32 within a wave and rounded at its end, so that results
+            depend on the number of waves.
+        rounding: rounding of numbers that are stored narrower: "stochastic", up or down at random
+            so that the mean is right, or "nearest", which loses updates smaller than half of the
+            gap between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits depend on
+            the seed, the step, the parameter's group (a part of a block, if the device is small),
+            and the number of devices.
 
     Raises:
-        TypeError: `rounding` is no string, or a path is none.
-        ValueError: a dtype is none that the attribute may have, or is one of 64 bits while JAX has
-            64-bit types switched off; a mapping is empty; `rounding` is unknown; or masters in
-            codes are to be rounded to nearest.
+        TypeError: `rounding` or a path is not a string.
+        ValueError: a dtype is not allowed for the attribute, or has 64 bits while JAX's 64-bit
+            types are disabled; a mapping is empty; `rounding` is unknown; or coded masters are to
+            be rounded to nearest.
     """
 
     master: DTypeLike | Mapping[str, DTypeLike] = jnp.float32
@@ -80,11 +77,11 @@ class Precision:
             "master": _held("master", self.master, _MASTERS),
             "compute": _computing(_dtype("compute", self.compute)),
             "frozen": None if self.frozen is None else _frozen(self.frozen),
-            # What optimizers make of fp32 masters is fp32 already: nothing to code.
+            # Optimizer state of fp32 masters is fp32 anyway.
             "state": None if state == _FLOAT32 else state,
             "sums": _sums(self.sums),
         }
-        # Pairs in place of mappings keep the record hashable, and the order in which they decide.
+        # Pairs in place of mappings keep the record hashable, and the order of the patterns.
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
         allowed = get_args(Rounding)
@@ -103,25 +100,25 @@ class Precision:
     def compact(
         cls, compute: DTypeLike = jnp.bfloat16, sums: DTypeLike = jnp.float32
     ) -> "Precision":
-        """Four bytes a parameter with Adam: masters in bfloat16, moments in 8 bits.
+        """Four bytes per parameter with Adam: masters in bfloat16, moments in 8 bits.
 
         Args:
             compute: dtype that parameters are cast to before the model sees them.
-            sums: dtype in which sums of gradients wait.
+            sums: dtype in which sums of gradients are stored.
         """
         return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
     @property
     def update(self) -> Any:
-        """The dtype that the optimizer sees: fp32, or the masters' where that is wider."""
+        """The dtype that the optimizer computes in: fp32, or float64 if the masters are."""
         return self.master if self.master == jnp.dtype("float64") else _FLOAT32
 
     def master_of(self, path: str) -> Any:
-        """The dtype in which the host keeps a trained parameter of this path."""
+        """The dtype in which the host stores a trained parameter of this path."""
         return _chosen(self.master, path)
 
     def state_of(self, path: str) -> Any | None:
-        """The form of a state array of this path that mirrors a parameter; None for its own."""
+        """The stored dtype of state with a parameter's shape; None for the optimizer's own."""
         found = None if self.state is None else _chosen(self.state, path)
         return None if found == _FLOAT32 else found
 
@@ -160,11 +157,11 @@ def _chosen(given: Any, path: str) -> Any:
 
 
 def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
-    """A dtype or a mapping that was given, in its canonical form: a mapping as pairs.
+    """The canonical form of a dtype or a mapping; a mapping becomes pairs.
 
     Raises:
-        TypeError: A path is no string.
-        ValueError: A dtype is none of those that are allowed, or a mapping is empty.
+        TypeError: A path is not a string.
+        ValueError: A dtype is not allowed, or a mapping is empty.
     """
     if isinstance(given, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in given):
         given = dict(given)  # the canonical form itself
@@ -214,8 +211,8 @@ def _sums(given: Any) -> Any:
 
 def _computing(dtype: Any) -> Any:
     dtype = _floating("compute", dtype)
-    # Gradients have the dtype that is computed in. Without a scaled loss, small ones become zero
-    # in a dtype whose exponents have a narrower range than fp32's.
+    # Gradients have the compute dtype. Without loss scaling, small gradients become zero in a dtype
+    # with a narrower range of exponents than fp32.
     if dtype.name not in _COMPUTING:
         raise ValueError(
             f"Precision(compute={dtype.name}) is not supported: losses are not scaled, so small "
@@ -231,10 +228,10 @@ def _floating(name: str, dtype: Any, other: str = "") -> Any:
 
 
 def _dtype(name: str, given: Any) -> Any:
-    """A dtype that was given, in its canonical form.
+    """The canonical form of a dtype.
 
     Raises:
-        ValueError: It is none, or JAX has it switched off.
+        ValueError: It is not a dtype, or JAX has it disabled.
     """
     try:
         if given is None:

@@ -1,7 +1,7 @@
-"""A run before it has arrays: the model cut, the optimizer cut, everything laid out and scheduled.
+"""A run without arrays: model and optimizer are cut, laid out and scheduled.
 
-Pure and abstract, so that a plan of a 120B model takes seconds on a laptop; the trainer starts
-from the same object.
+It is built from shapes alone, so a plan of a 120B model takes seconds on a laptop. The trainer
+starts from the same object.
 """
 
 import contextlib
@@ -38,36 +38,35 @@ from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import Hardware
 
-# Numbers of parts that blocks are cut into, tried in turns where a block as a whole doesn't fit.
+# Numbers of parts per block, tried in this order if a whole block doesn't fit.
 _PARTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """A run before it has arrays: model and optimizer cut, all of it laid out and scheduled.
+    """A run without arrays: model and optimizer are cut, laid out and scheduled.
 
     Attributes:
         adapted: The model without its arrays.
         loss_fn: The user's loss function.
         options: Options of the run.
-        traced: The loss as it was traced for the batch shape the run started with.
-        budget_bytes: Bytes that state and the values between stages may occupy on the device, or
-            None for the least.
-        temporary_bytes: Device bytes that compiled functions need for themselves; None before
-            that is known.
-        temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
-        room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
-            if the device's memory isn't known.
-        host_room: Bytes that the host of each device has beside the state at rest; infinite if
-            unknown.
-        fits_host: Whether the host has room for what its steps take.
+        traced: The loss as traced for the first batch shape.
+        budget_bytes: Maximum bytes on the device of state and values between stages; None for the
+            minimum.
+        temporary_bytes: Device bytes of compiled functions' temporaries; None until known.
+        temporary_estimated: Whether `temporary_bytes` is an estimate, without compilation.
+        room_bytes: Device bytes that functions of later batch shapes may use for temporaries; None
+            if the device's memory is unknown.
+        host_room: Host bytes per device that are available in addition to the state at rest;
+            infinite if unknown.
+        fits_host: Whether the run's steps fit in the host's memory.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
         optimizer: The optimizer, cut by group.
-        first: The training step for the batch shape the run started with.
+        first: The training step for the first batch shape.
         num_parts: Number of parts that each block is cut into.
-        finer: Makes the same run with blocks cut into more parts; None if it is cut finest.
+        finer: Makes the same run with blocks cut into more parts; None if there is no more.
     """
 
     adapted: AdaptedModel
@@ -105,14 +104,14 @@ class RunSpec:
 
     @property
     def largest_slab_bytes(self) -> int:
-        """Bytes of the largest array of the store, of several devices each one's shard."""
+        """Bytes of the largest array of the store per device."""
         slabs = (slab for layout in self.layouts for slab in layout.slabs)
         return max(slab.num_bytes // slab.num_shards for slab in slabs)
 
     def bound_step(
         self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
     ) -> BoundStep:
-        """Traces, cuts and schedules a step for another batch shape, or an evaluation.
+        """Traces, cuts and schedules a step for a new batch shape, or an evaluation.
 
         Args:
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
@@ -121,11 +120,11 @@ class RunSpec:
         """
         loss_fn = loss_fn or self.loss_fn
         microbatches, waves = self.microbatches, self.waves
-        # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
+        # Training batches must be divisible by the microbatches; evaluation batches need not.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = waves = 1
-        # The run's own leaves and groups, also if this loss would suggest others: they are what the
-        # store holds.
+        # The store has the run's own leaves and groups, so they are used even if this loss would
+        # suggest different ones.
         traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
         cut = Cut(
             leaves=self.leaves,
@@ -155,7 +154,7 @@ class RunSpec:
         if not train and waves > 1:
             with contextlib.suppress(BudgetError):
                 step = bound(1)
-                # In the least budget it would take more of the device than training does.
+                # Without a budget, it must not take more of the device than training does.
                 room = self.budget_bytes or self.first.schedule.peak_bytes
                 fits = step.schedule.peak_bytes <= room
                 if fits and step.schedule.evaluation_bytes <= self.host_room:
@@ -166,7 +165,7 @@ class RunSpec:
             raise self._refused(error.smallest, train) from None
 
     def _refused(self, smallest: int, train: bool) -> Exception:
-        """The error of a step of another batch shape that needs more than the budget."""
+        """The error for a step of a new batch shape that exceeds the budget."""
         what = "A step" if train else "An evaluation"
         takes = f"on batches of this shape takes {smallest} bytes ({sized(smallest)}) of the device"
         if self.options.device_budget is not None:
@@ -196,8 +195,8 @@ def make_run_spec(
         loss_fn: See `Trainer`.
         optimizer: See `Trainer`.
         sample_batch: See `Trainer`.
-        options: Options of the run. An automatic budget is the least here, since what the device
-            has left is known only once there are functions; see `fit_to_machine`.
+        options: Options of the run. An automatic budget is the minimum here, because free memory
+            is known only after compilation; see `fit_to_machine`.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
@@ -214,7 +213,7 @@ def _finest_needed(
     options: Options,
     parts: Sequence[int],
 ) -> RunSpec:
-    """The run with blocks in the fewest of these numbers of parts that the budget allows."""
+    """The run with blocks in as few parts as the budget allows, from these numbers of parts."""
     arguments = adapted, loss_fn, optimizer, sample_batch, options
     least: list[BudgetError] = []
     for at, num_parts in enumerate(parts):
@@ -237,15 +236,14 @@ def _make(
     options: Options,
     num_parts: int,
 ) -> RunSpec:
-    """The run with each block in so many parts; see `make_run_spec`."""
+    """The run with each block in `num_parts` parts; see `make_run_spec`."""
     microbatches = options.microbatches
     assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
-    # "least" is the only word.
+    # The only string is "least".
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
     def key() -> Hashable:
-        # Of the options only these matter here: what the host holds, and in which form, is laid out
-        # later.
+        # Only these options affect the cut; storage in the host is laid out later.
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
         dtypes = str(options.dtypes.compute), str(options.dtypes.update)
         numbers = microbatches, options.num_devices, options.on_nonfinite
@@ -286,7 +284,7 @@ def _make(
 
 
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
-    """The dtype of each parameter's master; None where the run asks for one that may round."""
+    """The dtype of each parameter's master; None if the run asks for a dtype that may round."""
     precision = spec.precision
     found: dict[int, DTypeLike | None] = {}
     for leaf in spec.leaves:
@@ -297,7 +295,7 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
 
 
 def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
-    """Facts of a run, by what a user calls them, that tell it apart from others."""
+    """Facts that identify a run, by the user's names."""
     adapted, options = spec.adapted, spec.options
     return {
         "the model's parameters": (adapted.paths, adapted.shapes),
@@ -318,7 +316,7 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
 def batch_key(batch: Any) -> Hashable:
     """The key of a batch shape: the structure, shapes and dtypes that a step is compiled for."""
     leaves, treedef = jax.tree.flatten(batch)
-    # As JAX will have them: int64 from NumPy is int32 without x64, and no other batch.
+    # JAX's own dtypes: without x64, an int64 array from NumPy becomes int32.
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
 
 
@@ -345,7 +343,7 @@ def _trace(
         ),
         batch,
     )
-    # As the model sees them: stages cast what they read of a slab, so no equation casts parameters.
+    # In the compute dtype: stages cast the leaves that they read, so no equation casts parameters.
     compute = [jax.ShapeDtypeStruct(s.shape, options.dtypes.compute) for s in adapted.shapes]
 
     def loss(parameters, variables, batch, rng):

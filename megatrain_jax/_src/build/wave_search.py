@@ -1,17 +1,17 @@
-"""The number of waves that a step's microbatches go through the stages in, chosen by the clock.
+"""Chooses the number of waves in which a step's microbatches go through the stages.
 
-More waves fetch weights again and sum gradients over waves; fewer waves hold more activations, in
-the host as well, and leave less room for residuals. The estimate has one minimum between, close to
-where a wave computes for as long as its weights and sums are on the link: the search begins there
-and goes to neighbouring divisors of the number of microbatches while they are faster.
+More waves fetch weights more often and sum gradients over waves. Fewer waves hold more activations,
+also in the host, and leave less memory for residuals. The estimated time has a single minimum, near
+the number with which computing a wave takes as long as transferring its weights and sums. The
+search begins there, and moves to neighbouring divisors of the microbatches while they are faster.
 
-A worked example, 14.8B parameters on an H100 with 125 GiB of host, 64 microbatches of 8 x 1024
-tokens, clipping, compact state::
+Example: 14.8B parameters on an H100 with 125 GiB of host, 64 microbatches of 8 x 1024 tokens,
+clipping, compact state::
 
     waves    a step     host memory    why
     1        114 s      119 GiB        36 stages compute their forward three times
-    16       93 s       118 GiB        residuals of a wave leave room for fewer stages
-    32       91 s       111 GiB        taken: 18 stages keep residuals
+    16       93 s       118 GiB        a wave's residuals fit for fewer stages
+    32       91 s       111 GiB        chosen: 18 stages save residuals
     64       99 s       111 GiB        the link carries weights and sums all the time
 """
 
@@ -27,22 +27,22 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
 
-# Part of a step's estimated seconds that several waves have to save: small microbatches and two-way
-# traffic cost somewhat more than the clock knows.
+# Fraction of a step's estimated time that several waves must save, because small microbatches and
+# two-way traffic cost somewhat more than the clock estimates.
 _WORTH = 0.05
-# Of fewer tokens than two balanced waves have, the link is what a step waits for.
+# With fewer tokens than two balanced waves have, a step waits for the link.
 _FEWEST = 2
 
 
 def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes: int) -> RunSpec:
     """The run fitted to its machine in the number of waves with the fastest step.
 
-    One wave, unless several save more than the clock is uncertain about, or one doesn't fit.
+    It has one wave, unless several save more than the clock's uncertainty or one doesn't fit.
 
     Args:
         spec: The run, in any number of waves.
-        fit: Function that fits a run to its machine.
-        device_bytes: Device memory that is free.
+        fit: Fits a run to its machine.
+        device_bytes: Free device memory.
     """
 
     @functools.cache
@@ -61,7 +61,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
 
     one, workload = seconds(1), spec.first.workload.in_waves(1)
     balanced = _balanced(workload)
-    # In the least budget nothing is sought but room.
+    # With the minimum budget, speed is not a goal.
     if not math.isinf(one) and (
         spec.options.device_budget == "least"
         or balanced < _FEWEST
@@ -75,15 +75,15 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
 
 
 def lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> int:
-    """The number with the lowest value, found from a first guess, where values have one minimum.
+    """The number with the lowest value, searched from a first guess; values have one minimum.
 
     Args:
         numbers: The numbers, ascending.
         first: The guess.
-        value: A number's value, which is expensive; infinite up to some number, perhaps.
+        value: Returns a number's value, at some cost; small numbers may have infinite values.
     """
     at = min(range(len(numbers)), key=lambda i: abs(math.log(numbers[i] / max(first, 1.0))))
-    # Nothing fits there: most fits in the largest number of waves.
+    # The guess doesn't fit; the largest number of waves needs the least memory.
     if math.isinf(value(numbers[at])):
         at = len(numbers) - 1
     while True:
@@ -95,7 +95,7 @@ def lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> i
 
 
 def _balanced(workload: Workload) -> float:
-    """The number of waves that compute for as long as their weights and sums are on the link."""
+    """The number of waves with equal times for computing and for transferring weights and sums."""
     per_byte = workload.costs.link.inward
     masters, sums = (
         per_byte * sum(sizes.get(kind, 0) for sizes in workload.sizes)
@@ -105,7 +105,7 @@ def _balanced(workload: Workload) -> float:
 
 
 def _least_seconds(workload: Workload) -> float:
-    """Seconds in which a step computes if all stages keep residuals and nothing is waited for."""
+    """Seconds of computation in a step if all stages save residuals, without waits."""
     costs = workload.costs
     each = sum(costs.forward) + sum(costs.backward) - sum(costs.recompute)
     return workload.waves * each + sum(costs.update)

@@ -11,8 +11,8 @@ Example: a stage with leaves `up` and `down` and the input `x`::
     # backward(up, down, x; h; dy)    -> d_up = x.T @ dh, d_down = sin(h).T @ dy, d_x = dh @ up.T
     #                                    with dh = cos(h) * (dy @ down.T): no h = x @ up
 
-The pullback holds `up`, `down` and `x`, which are arguments of the backward anyway, and `h`. Only
-`h` is saved. `Residuals.sources` maps each array in the pullback to one of these values.
+The pullback holds `up`, `down`, `x` and `h`. Only `h` is saved, because the backward takes the rest
+as arguments. `Residuals.sources` maps each array in the pullback to one of these values.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Residuals:
         """Computes outputs and residuals of leaves and inputs."""
         out = jx.evaluate(self.traced.jaxpr, [*self.traced.consts, *values])
         outputs, needed = out[: self.num_outputs], out[self.num_outputs :]
-        # Smaller numbers are constants, leaves and inputs, which the backward gets anyway.
+        # Smaller numbers are constants, leaves and inputs; the backward gets them anyway.
         first = len(self.traced.jaxpr.invars)
         # Sorted by number, the order in which `find_residuals` found them.
         kept = {s: x for s, x in zip(self.sources, needed, strict=True) if s >= first}

@@ -74,7 +74,7 @@ def _chosen(mask, yes, no):
 
 
 def _slice(x, m, microbatches):
-    # The division is exact, because other batches were refused.
+    # The division is exact, because indivisible batches were refused.
     size = x.shape[0] // microbatches
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
@@ -116,7 +116,7 @@ def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
     Args:
         layout: Layout of the masters.
         placement: Placement of the gradient.
-        stochastic: Whether to round up or down at random, with other bits for each count.
+        stochastic: Whether to round up or down at random, with new bits for each count.
     """
     size = layout.size
 
@@ -134,7 +134,7 @@ def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
     """The kernel `rows of loss and metrics, one a microbatch -> dict of means`.
 
-    The metric "weight", which says how much a row's loss is the mean of, is summed.
+    The metric "weight" is summed; it is the number of examples or tokens in a row's mean loss.
 
     Args:
         names: Names of the metrics.

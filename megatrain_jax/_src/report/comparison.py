@@ -81,7 +81,7 @@ def _measured(row: PlanRow) -> list[str]:
 
 
 def _fits(plan: Plan) -> str:
-    """Whether host and device suffice, and which of them does not."""
+    """Whether host and device suffice, and the name of each that does not."""
     known = {"host": plan.fits_host, "device": plan.fits_device}
     # If one is known not to fit, that decides, even if the second is unknown.
     if unfit := [name for name, fits in known.items() if fits is False]:

@@ -41,7 +41,7 @@ def warn_of(texts: Iterable[str]) -> None:
 
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
-    """The texts of a run's warnings, beginning with those of cutting the loss."""
+    """The texts of a run's warnings, beginning with warnings of cutting the loss."""
     own = (_one_stage, _wide_products, _coded_differences)
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 

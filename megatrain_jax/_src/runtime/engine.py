@@ -187,7 +187,7 @@ class Engine:
         if instruction.op is Op.WAIT:
             self._dispatched.wait(task)
         elif key is not None:
-            self._dispatched.wait(task)  # a copy may arrive while its task still uses the part
+            self._dispatched.wait(task)  # a part can land while its task still computes with it
             self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(live, _known(instruction.group), task)

@@ -1,9 +1,9 @@
 """Estimates when each instruction of a schedule happens, from a few rates.
 
-The driver, which dispatches, the device, which computes in order, and the two lanes of each link,
-inward and outward, all work in parallel. A copy to the device starts after all computations that
+Several units work in parallel: the driver dispatches, the device computes in order, and each link
+copies in two lanes, inward and outward. A copy to the device starts after all computations that
 were dispatched before it, because its memory is allocated in their order. A copy to the host starts
-after the last computation. Both lanes share the host's memory, which serves copies in the order of
+after the last computation. Both lanes share the host's memory, and it serves copies in the order of
 their dispatch.
 
 Example: parts of 4 bytes, one second per byte, 6 seconds per forward, and no time for dispatch:

@@ -1,8 +1,8 @@
 """Searches for the fastest schedule of a training step: the order of its copies and computations.
 
 The input is a workload: the tasks of a step, their bytes and their times. The output is an ordered
-list of instructions, which the engine follows literally. So tests and plans can read a step
-without running it.
+list of instructions that the engine follows literally. So tests and plans can read a step without
+running it.
 
 Two decisions are open: the groups that stay on the device for good, and the stages that save
 residuals. The search writes instructions for several choices and takes the fastest by the clock's
@@ -224,7 +224,7 @@ def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
 
 
 def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
-    """The fastest steps; among steps of about the same time, those that move the fewest bytes."""
+    """The fastest steps; among steps of about the same time, the ones with the fewest copies."""
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)

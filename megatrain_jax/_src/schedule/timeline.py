@@ -61,8 +61,8 @@ def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
 def memory(workload: Workload, schedule: Schedule) -> tuple[tuple[float, int], ...]:
     """The device memory of a steady step: seconds from its beginning, and bytes from then on.
 
-    The bytes come from the schedule's ledger, which counts a part from its instruction on. The time
-    of an instruction is when the device has computed all earlier ones.
+    The bytes come from the schedule's ledger; it counts a part from its instruction on. An
+    instruction's time is the moment when the device has computed all earlier ones.
 
     Args:
         workload: See `timeline`.

@@ -259,7 +259,7 @@ class Layout:
 
     @property
     def _rows(self) -> tuple[int, ...]:
-        """Leading axes of a slab whose shards are rows; one shard needs none."""
+        """Leading axes of a slab with its shards as rows; one shard needs none."""
         return (self.num_shards,) if self.num_shards > 1 else ()
 
     def _leaf(self, rows: Array, i: int, start: int) -> Array:
