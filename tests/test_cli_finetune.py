@@ -225,7 +225,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--master", "int8"], "--master: Does not validate"),
+        (["--master", "int4"], "--master: Does not validate"),
         (["--state", "int3"], "--state: Expected a typing.Literal['float32', 'bfloat16', 'int8'"),
         (
             ["--model", "there/is/none"],

@@ -27,7 +27,14 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import figures
-from figure_words import wrong_card, wrong_labels, wrong_unit, wrong_yardstick
+from figure_words import (
+    wrong_card,
+    wrong_form,
+    wrong_labels,
+    wrong_place,
+    wrong_unit,
+    wrong_yardstick,
+)
 from figures import COLUMNS, RATIOS
 from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
@@ -141,8 +148,12 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
     found = _compare(printed, target, names, "", None, match[0])
     before, after = page.text[: match.start()], page.text[match.end() :]
     paragraph = before.rpartition("\n\n")[2] + match[1] + after.partition("\n\n")[0]
-    if card := wrong_card([paragraph, _heading(page, match.start())], target):
+    line = before.rpartition("\n")[2] + match[1] + after.partition("\n")[0]
+    row = [line] if line.startswith("|") else []
+    if card := wrong_card([*row, paragraph, _heading(page, match.start())], target):
         found.append(f"{match[0]} is not of the {card}")
+    if row and (form := wrong_form(line, target)):
+        found.append(f"{match[0]} is not {form}")
     if peer := wrong_yardstick(re.split(r"[\[.]", after, maxsplit=1)[0], names[-1]):
         found.append(f"{match[0]} is not beside {peer}")
     return [page.at(match.start(), wrong) for wrong in found]
@@ -175,9 +186,14 @@ def _compare(
     pairs = list(zip(printed, values, strict=True))
     found = [f"{shown}: {n[0]!r} is {value}" for n, value in pairs if not _is(n, value)]
     # Where a figure has no value, nothing tells which name a number belongs to.
-    for number, name in zip(printed, names, strict=False) if len(printed) == len(names) else ():
+    ends = [*(number.start() for number in printed[1:]), None]
+    for number, name, end in (
+        zip(printed, names, ends, strict=True) if len(printed) == len(names) else ()
+    ):
         if unit := wrong_unit(number.string, number.end(3 if number[3] else 2), name):
             found.append(f"{shown}: {number[0]!r} is {name}, not in {unit}")
+        if place := wrong_place(number.string[number.end() : end], name):
+            found.append(f"{shown}: {number[0]!r} is {name}, not of the {place}")
     return found
 
 

@@ -108,6 +108,32 @@ def wrong_card(texts: Sequence[str], path: Path) -> str | None:
     return " and ".join(sorted(named)) if named and own and not named & own else None
 
 
+def wrong_place(text: str, name: str) -> str | None:
+    """The memory that a text names, GPU or host, if a figure is of the other one.
+
+    Args:
+        text: The text behind the number, up to the next one.
+        name: The figure's name.
+    """
+    named = set(re.findall(r"\b(?:GPU|host)\b", text))
+    own = {"device_gib": "GPU", "host_gib": "host"}
+    place = next((place for word, place in own.items() if word in name), None)
+    return None if place is None or place in named else min(named, default=None)
+
+
+def wrong_form(row: str, path: Path) -> str | None:
+    """The form of state that a table's row names, if the row's file is of another one."""
+    held = read(path).get("held")
+    if not held:
+        return None
+    row = re.sub(r"\]\([^)]*\)", "]", row)
+    is_compact = held["master"] == "bfloat16" and held["state"] == "int8"
+    if re.search(r"\bcompact\b", row) and not is_compact:
+        return "compact"
+    narrow = re.search(r"\b(?:compact|bf16|bfloat16|int8|int4)\b", row)
+    return "fp32" if re.search(r"\bfp32\b", row) and not narrow and is_compact else None
+
+
 def cards(result: Result) -> set[str]:
     """The cards that a result is of, such as H200."""
     return set(_CARD.findall(str(result.get("hardware", {}).get("device", ""))))
