@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import count
+from itertools import count, product
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -34,11 +34,12 @@ RUNS, REAL_RUNS = 80, 25
 LOOP: set[str | None] = {module.__file__ for module in (interrupt, loop, run, source)}
 REAL = LOOP | {m.__file__ for m in (trainers, run_state, training, evaluation, save, series)}
 # Handlers themselves; and what comes when a run's own handlers are taken away.
-NOT_WATCHED = ("_receive", "_remember", "_is_within", "Signals.__exit__")
+NOT_WATCHED = ("_receive", "_remember", "_is_within", "_waits", "Signals.__exit__")
 OPTIONS = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 terminated: list[int] = []
+interrupted: list[int] = []
 
 
 def on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -48,6 +49,11 @@ def on_sigterm(number: int, frame: FrameType | None) -> None:
 def exit_on_sigterm(number: int, frame: FrameType | None) -> None:
     terminated.append(number)
     raise SystemExit(number)
+
+
+def raise_on_sigint(number: int, frame: FrameType | None) -> None:
+    interrupted.append(number)
+    raise KeyboardInterrupt
 
 
 def handlers() -> list[Any]:
@@ -102,11 +108,11 @@ def watched(
     trainer: Any, files: set[str | None], lines: dict[int, int], call: Callable[[], FitResult]
 ) -> tuple[FitResult, int, int]:
     """Runs with signals, by number, before some lines; returns the numbers of lines and signals."""
-    number, sent = count(), count()
+    number, sent, before = count(), count(), handlers()
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
-        # Not before the run's own handler is there, nor after.
-        armed = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        # Not before the run's own handlers are there, nor after.
+        armed = not any(now is own for now, own in zip(handlers(), before, strict=True))
         if event == "line" and armed and (line := next(number)) in lines:
             next(sent)
             signal.raise_signal(lines[line])
@@ -118,7 +124,7 @@ def watched(
         is_watched = in_file and not code.co_qualname.endswith(NOT_WATCHED)
         return local if is_watched else None
 
-    trainer._watch, before = watch, handlers()
+    trainer._watch = watch
     sys.settrace(watch)
     try:
         result = call()
@@ -132,7 +138,7 @@ def watched(
 def train(lines: dict[int, int]) -> tuple[FitResult, int, int]:
     """Trains nothing, with signals before some lines."""
     trainer: Any = WatchedLog()
-    source: Any = SimpleNamespace(position=lambda batches: {})
+    source: Any = SimpleNamespace(position=lambda batches: {}, length=None)
     slots: Any = Slots()
     driver = run.Run(trainer=trainer, source=source, first=0, counted_from=0)
     data = (batch_of(i) for i in range(1, 8))
@@ -207,16 +213,16 @@ def check_trainer() -> None:
 
 
 def interrupted_at(
-    make: Callable[[], AbstractContextManager[Any]], number: int, at: int
+    make: Callable[[], AbstractContextManager[Any]], numbers: dict[int, int]
 ) -> tuple[bool, int]:
-    """Whether a block raised, a signal having come before a bytecode of it; and their number."""
+    """Whether a block raised, signals having come before bytecodes of it; and their number."""
     seen, raised = count(), False
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         # Python looks for signals after calls and jumps, never between a value and its return.
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if event == "opcode" and name != "RETURN_VALUE" and next(seen) == at:
-            signal.raise_signal(number)
+        if event == "opcode" and name != "RETURN_VALUE" and (at := next(seen)) in numbers:
+            signal.raise_signal(numbers[at])
         return local
 
     def watch(frame: FrameType, event: str, _: Any) -> Any:
@@ -252,7 +258,7 @@ def check_bytecodes() -> None:
                     signal.signal(signal.SIGTERM, terminate)
                     before = handlers()
                     terminated.clear()
-                    raised, num_codes = interrupted_at(make, number, at)
+                    raised, num_codes = interrupted_at(make, {at: number})
                     if at >= num_codes:
                         break
                     assert handlers() == before, (name, number, at, handlers())
@@ -261,8 +267,27 @@ def check_bytecodes() -> None:
                 assert at > 50
 
 
+def check_own_handler_of_sigint() -> None:
+    """Checks that a program's own handler of SIGINT, which raises, leaves no handler replaced."""
+    blocks = interrupt.deferred_interrupt, interrupt.Signals
+    for make, first, second in product(blocks, NUMBERS, NUMBERS):
+        for at in count():
+            signal.signal(signal.SIGINT, raise_on_sigint)
+            signal.signal(signal.SIGTERM, on_sigterm)
+            before = handlers()
+            interrupted.clear()
+            _, num_codes = interrupted_at(make, {at: first, at + 3: second})
+            if at >= num_codes:
+                break
+            assert handlers() == before, (make, first, second, at, handlers())
+            assert interrupted or first != signal.SIGINT, (make, second, at)
+        assert at > 50
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main() -> None:
     check_bytecodes()
+    check_own_handler_of_sigint()
     signal.signal(signal.SIGTERM, on_sigterm)
     check_loop()
     check_trainer()

@@ -7,7 +7,7 @@ is compared with plain JAX and Optax, through the public `fit`.
 import functools
 import os
 import signal
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.fit import fit, train
 from megatrain_jax._src.history import History
+from megatrain_jax._src.planning import plan
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import DataRanOutError, FitResult
@@ -277,6 +278,30 @@ def test_a_batch_of_a_shape_that_the_loss_refuses_is_told_apart_from_the_first()
     with pytest.raises(TypeError, match="dot_general") as raised:
         trainer.evaluate(data[2:])
     assert said.replace("training step 3", "an evaluation") in raised.value.__notes__
+
+
+def test_a_first_batch_that_the_loss_refuses_is_named():
+    x, labels = np.ones((4, 7), "float32"), np.zeros(4, "int32")
+    batch, params = {"x": x, "labels": labels}, {"w": np.ones((8, 8), "float32")}
+
+    def loss_fn(params, batch):
+        return (batch["x"] @ params["w"]).mean()
+
+    said = (
+        "the first batch (`sample_batch`, or the first of `data`): batch['labels'] has shape (4,) "
+        "and dtype int32; batch['x'] has shape (4, 7) and dtype float32."
+    )
+    made: Any = (params, loss_fn, optax.sgd(0.1), batch)
+    calls: list[Any] = [
+        functools.partial(fit, params, loss_fn, [batch], optax.sgd(0.1), progress=False),
+        functools.partial(Trainer, *made, progress=False),
+        functools.partial(plan, *made),
+    ]
+    for call, number in product(calls, (1, 2)):
+        with pytest.raises(TypeError, match="dot_general") as raised:
+            call(microbatches=number)
+        part = "" if number == 1 else "one of 2 microbatches of "
+        assert f"This came with {part}{said}" in raised.value.__notes__
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():

@@ -1,5 +1,7 @@
 """Checks of batches: a wrong array is named by its path, before the compiler fails on it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 
 from megatrain_jax._src.common import trees
 
+# Arrays of a batch that a note names.
+_MOST_NAMED = 8
 _ARRAYS = (np.ndarray, jax.Array)
 _SCALAR = "write np.full(n, x) for a number x of n examples, or have loss_fn close over a constant"
 
@@ -113,6 +117,31 @@ def other_shapes(batch: Any, sample: Any) -> str:
         for name, x in rows
         if name not in first or first[name].shape != x.shape
     )
+
+
+@contextlib.contextmanager
+def naming_first_batch(batch: Any, microbatches: int) -> Iterator[None]:
+    """Adds the first batch's shapes to an error raised while the loss is traced with it.
+
+    The error may be JAX's own, about two shapes in the middle of the model, or the user's.
+
+    Args:
+        batch: The batch, or its shapes.
+        microbatches: Number of equal parts that it is cut into.
+    """
+    try:
+        yield
+    except Exception as error:
+        rows = jax.tree_util.tree_leaves_with_path(batch)
+        named = [f"{_name(path)} has shape {x.shape} and dtype {x.dtype}" for path, x in rows]
+        if len(named) > _MOST_NAMED:
+            named[_MOST_NAMED:] = [f"{len(named) - _MOST_NAMED} more arrays"]
+        part = "" if microbatches == 1 else f"one of {microbatches} microbatches of "
+        error.add_note(
+            f"This came with {part}the first batch (`sample_batch`, or the first of `data`): "
+            f"{'; '.join(named)}."
+        )
+        raise
 
 
 def batch_size(batch: Any) -> tuple[int, str]:

@@ -17,6 +17,7 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.build.batches import naming_first_batch
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.codecs import (
     check_paths,
@@ -250,7 +251,8 @@ def _make(
         return *map(Same, objects), *dtypes, *numbers, num_parts
 
     def anew() -> tuple[TracedLoss, Cut]:
-        traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
+        with naming_first_batch(sample_batch, microbatches):
+            traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
         return traced, cut_run(adapted, traced, optimizer, options, num_parts)
 
     traced, cut = remembered("cut", key, anew)

@@ -136,7 +136,9 @@ class Signals:
     allows it (`deferred_interrupt(insist=True)`) holds the first one back. Once the run is ending,
     two signals in total are only counted, and a third raises `KeyboardInterrupt` again. SIGINT is
     taken over from Python's own handler, SIGTERM from its default action and from any handler
-    installed from Python; ignored signals and non-Python handlers are left alone.
+    installed from Python; ignored signals and non-Python handlers are left alone. The program's own
+    handler of SIGINT still decides: it gets the signal at once, or at `begin` or `__exit__` if the
+    signal comes while handlers are replaced, where its error could leave one installed for good.
 
     Example: a supervisor sends SIGTERM, and again after 0.1 s while the last step is being saved:
 
@@ -154,14 +156,18 @@ class Signals:
         self.ending = False
         self._has_begun = False
         self._received: list[int] = []
+        # Signals for the program's own handler of SIGINT.
+        self._held_back: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         """Takes the signals over, on the main thread."""
         if _on_main_thread():
+            interrupt = signal.getsignal(signal.SIGINT)
             terminate = signal.getsignal(signal.SIGTERM)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._before[signal.SIGINT] = signal.default_int_handler
+            # First in here, so that `_put_back` restores it last.
+            if callable(interrupt):
+                self._before[signal.SIGINT] = interrupt
             if terminate is signal.SIG_DFL or callable(terminate):
                 self._before[signal.SIGTERM] = terminate
         try:
@@ -169,12 +175,12 @@ class Signals:
                 signal.signal(number, self._receive)
             return self
         except BaseException:
-            _put_back(self._before, [])
+            _put_back(self._before, self._held_back)
             raise
 
     def __exit__(self, *error: object) -> None:
         """Restores the previous handlers."""
-        late = _put_back(self._before, [])
+        late = _put_back(self._before, self._held_back)
         if late is not None:
             raise late
 
@@ -185,6 +191,9 @@ class Signals:
             KeyboardInterrupt: If one came before.
         """
         self._has_begun = True
+        if self._held_back:
+            self._held_back.clear()
+            signal.raise_signal(signal.SIGINT)
         if self._received:
             self.ending = True
             raise KeyboardInterrupt
@@ -215,14 +224,23 @@ class Signals:
             signal.raise_signal(signal.SIGTERM)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        # An error while handlers are replaced could leave one of these installed for good.
+        if number == signal.SIGINT and before is not signal.default_int_handler:
+            if self._waits(frame):
+                self._held_back.append(number)
+            else:
+                before(number, frame)
+            return
         self._received.append(number)
-        # An error while the previous handlers are restored could leave one of these installed for
-        # good.
-        if not self._has_begun or _is_within(frame, self.__exit__):
+        if self._waits(frame):
             return
         if not self.ending or len(self._received) > _PATIENCE:
             self.ending = True
             raise KeyboardInterrupt
+
+    def _waits(self, frame: FrameType | None) -> bool:
+        return not self._has_begun or _is_within(frame, self.__exit__)
 
 
 def _on_main_thread() -> bool:
