@@ -27,7 +27,7 @@ from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import schedule_of
-from megatrain_jax._src.cli.run_data import RunData
+from megatrain_jax._src.cli.run_data import RunData, file_stamps
 from megatrain_jax._src.cli.run_data import read as read_data
 from megatrain_jax._src.cli.run_folder import RunFolder
 
@@ -137,7 +137,15 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     check_export(out / "model")
     capsys.readouterr()
     assert tune(given, *options) == 0
-    assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
+    is_done = f"{out} is done: 60 steps. See {out}\n"
+    assert capsys.readouterr().out == is_done
+    # Of data that has changed since it warns in one more line.
+    chats.write_text(whole + json.dumps(conversation(7)) + "\n")
+    assert tune(given, *options) == 0
+    told, _, warned = capsys.readouterr().out.partition("warning: ")
+    assert told == is_done and warned.startswith("files of `data` have other sizes or times than")
+    assert warned.count("\n") == 1
+    chats.write_text(whole)
     assert tune(given, *options, "--learning-rate", "1e-4") == 2
     assert (
         "belongs to a run with different settings: learning_rate was 0.003"
@@ -282,6 +290,36 @@ def test_a_longer_run_is_told_where_to_begin(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="finetune` with `model`=.*/model and `format`=text$"):
         folder.check(replace(pretrained, epochs=2))
+
+
+def test_files_that_were_written_to_are_told_by_their_option(given, tmp_path):
+    for name in ("a.jsonl", "b.jsonl", "folder/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    settings = FinetuneSettings(
+        model=str(given / "tiny"),
+        data=[str(tmp_path / "[a].jsonl"), str(tmp_path / "folder")],
+        eval_data=str(tmp_path / "b.jsonl"),
+        out=str(tmp_path / "out"),
+    )
+    folder = RunFolder(tmp_path / "out")
+    folder.path.mkdir()
+
+    def changed():
+        return folder.changed_files(file_stamps(settings))
+
+    assert changed() == []  # a run of an earlier version has noted nothing
+    for written, options in (
+        ("a.jsonl", ["data"]),
+        ("b.jsonl", ["eval_data"]),
+        ("folder/c.jsonl", ["data"]),
+        ("folder/d.jsonl", ["data"]),
+    ):
+        for option, stamp in file_stamps(settings).items():
+            folder.take_note(f"files of {option}", stamp)
+        assert changed() == []
+        (tmp_path / written).write_text("22\n333\n" + written)
+        assert changed() == options
 
 
 def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):

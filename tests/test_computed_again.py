@@ -277,7 +277,17 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
 def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():
     with pytest.raises(MemoryError, match="may take 64.00 MiB .`host_budget`") as caught:
         mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, host_budget="64MiB")
-    assert "Nothing was allocated" in str(caught.value)
+    said = str(caught.value)
+    assert "Nothing was allocated" in said
+    # JAX alone takes more, whatever the model.
+    assert "Use a larger `host_budget`" in said and "compact" not in said
+
+
+def test_fewer_bytes_a_parameter_are_advised_where_they_may_be_enough():
+    refused, own = "would not help", "Precision.compact()"
+    for fixed, most, said, unsaid in ((1, 2, own, refused), (2, 2, refused, own)):
+        advice = host._advice(fixed, most)
+        assert said in advice and unsaid not in advice and "larger `host_budget`" in advice
 
 
 def test_a_plan_computes_again_only_what_the_host_has_no_room_for():

@@ -127,6 +127,11 @@ def test_links_lead_somewhere(page: Path):
     assert not lost
 
 
+def test_a_row_of_a_table_is_one_line():
+    lines = [(short(page), line) for page in PAGES for line in page.read_text().splitlines()]
+    assert not [line for line in lines if line[1].startswith("|") and not line[1].endswith("|")]
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=short)
 def test_code_fits_the_column_of_the_site(page: Path):
     assert not [line for line in code_lines(page) if len(line) > 80]

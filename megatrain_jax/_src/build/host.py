@@ -38,6 +38,7 @@ from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.host_memory import resident_bytes
 from megatrain_jax._src.state.placement import Placement
+from megatrain_jax._src.state.pool_limit import beside_bytes
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
@@ -151,13 +152,14 @@ def check_host(
     peak = peak_bytes(spec.first) // num_processes
     if temporary_bytes is None:
         needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
-        beside = ""
+        beside, fixed = "", beside_bytes(0)
     else:
         here = pool.available_process_bytes(processes_per_host)
         most = min((limit for limit in (most, here) if limit is not None), default=None)
         computing = own * (spec.first.schedule.peak_bytes + temporary_bytes)
         arrays = round((peak + computing) * (1 + _small_share(spec)))
-        needed = resident_bytes() + arrays + _COMPILING
+        fixed = resident_bytes() + _COMPILING
+        needed = fixed + arrays
         beside = f", {sized(computing)} for what is computed on, which a CPU has there, too"
         peak += computing
     if most is None or needed <= most:
@@ -166,10 +168,29 @@ def check_host(
     raise MemoryError(
         f"Training needs {sized(needed)} of host memory: {sized(state)} for state, what waits and "
         f"what is on its way{beside}, {sized(needed - peak)} for the rest of the process. It may "
-        f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. Use a "
-        "larger `host_budget` or give this process or container more memory, end other programs, "
-        'drop earlier trainers, cut a large batch by `microbatches="auto"`, or store fewer bytes a '
-        "parameter (Precision.compact(), an optimizer with less state such as adafactor or lion)."
+        f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. "
+        f"{_advice(fixed, most)}"
+    )
+
+
+def _advice(fixed: int, most: int) -> str:
+    """Sentences on what to change where a process may take less than training needs.
+
+    Args:
+        fixed: Bytes that the process needs beside what it trains.
+        most: Bytes that the process may take.
+    """
+    allowed = "give this process or container more memory, end other programs"
+    if fixed >= most:
+        return (
+            "That is too little for the rest of the process alone, so a smaller model or fewer "
+            f"bytes per parameter would not help. Use a larger `host_budget`, {allowed}, or drop "
+            "earlier trainers."
+        )
+    return (
+        f"Use a larger `host_budget`, {allowed}, drop earlier trainers, cut a large batch by "
+        '`microbatches="auto"`, or store fewer bytes a parameter (Precision.compact(), an '
+        "optimizer with less state such as adafactor or lion)."
     )
 
 

@@ -1,12 +1,14 @@
 """Reads the data of a run: mixes it, splits off an evaluation set, and checks its size."""
 
 import glob
+import hashlib
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatrain_jax import data
@@ -60,9 +62,7 @@ def check_files(settings: TrainingSettings) -> None:
     Raises:
         FileNotFoundError: If a file or folder does not exist, or a pattern has no match.
     """
-    evaluated = settings.eval_data or []
-    evaluated = [evaluated] if isinstance(evaluated, str) else evaluated
-    for option, given in (("data", settings.sources), ("eval_data", evaluated)):
+    for option, given in _given(settings).items():
         for source in given:
             path = os.path.expanduser(source)
             if os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True))):
@@ -70,6 +70,37 @@ def check_files(settings: TrainingSettings) -> None:
             if glob.has_magic(path):
                 raise FileNotFoundError(f"`{option}`: no file is found by the pattern {source}")
             raise FileNotFoundError(f"`{option}`: there is no file or folder {source}")
+
+
+def file_stamps(settings: TrainingSettings) -> dict[str, str]:
+    """A hash of the paths, sizes and times of change of each option's files, if it has any."""
+    found = {}
+    for option, given in _given(settings).items():
+        stats = [(str(file), file.stat()) for source in given for file in _files_at(source)]
+        rows = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+        if rows:
+            joined = "\n".join(rows).encode(errors="surrogateescape")
+            found[option] = hashlib.sha256(joined).hexdigest()
+    return found
+
+
+def _given(settings: TrainingSettings) -> dict[str, list[str]]:
+    """The files, folders and patterns of each option that names data."""
+    evaluated = settings.eval_data or []
+    evaluated = [evaluated] if isinstance(evaluated, str) else list(evaluated)
+    return {"data": settings.sources, "eval_data": evaluated}
+
+
+def _files_at(source: str) -> list[Path]:
+    """The files that a file, folder or pattern stands for."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = path.rglob("*")
+    elif path.exists():
+        found = [path]
+    else:
+        found = map(Path, glob.iglob(str(path), recursive=True))
+    return sorted(file for file in found if file.is_file())
 
 
 def read(settings: TrainingSettings, dataset: Read) -> RunData:

@@ -106,6 +106,15 @@ class RunFolder:
                 "tokenizer or its chat template differs. Restore it, or choose another `out`"
             )
 
+    def changed_files(self, stamps: Mapping[str, str]) -> list[str]:
+        """The options with files that were written to since a process of the run read them.
+
+        Args:
+            stamps: A hash by each option of the state that its files are in.
+        """
+        before = {option: self.note(f"files of {option}") for option in stamps}
+        return [option for option in stamps if before[option] not in (None, stamps[option])]
+
     def begin(self, settings: TrainingSettings) -> None:
         """Creates the folder and saves the settings."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from megatrain_jax._src.cli.logs import make_logs, make_samples
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
 from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
-from megatrain_jax._src.cli.run_data import RunData, check_files, read
+from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
@@ -48,6 +48,12 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         folder.check(settings)
         if folder.is_done(settings):
             print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
+            if changed := folder.changed_files(file_stamps(settings)):
+                print(
+                    f"warning: files of {' and '.join(f'`{name}`' for name in changed)} have other "
+                    "sizes or times than when that run read them. To train on them as they are "
+                    "now, choose another `out`"
+                )
             return 0
         check_files(settings)
         job = prepare()
@@ -63,6 +69,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         # External logs identify a run that continues in a second process by this.
         folder.take_note("identity", identity)
         folder.take_note("data", batches.fingerprint)
+        for option, stamp in file_stamps(settings).items():
+            folder.take_note(f"files of {option}", stamp)
     laps.lap("data")
     with checking():
         schedule = _schedule(settings, batches.steps)

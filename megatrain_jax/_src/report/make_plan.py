@@ -9,7 +9,6 @@ from megatrain_jax._src.build.host import peak_bytes, pool_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.kernels.stages import keeping_names
 from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
@@ -49,9 +48,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
         frozen_bytes=sum(state[g] for g in grouping.frozen),
-        groups=fold(
-            grouping.names, num_parameters, state, templates, grouping.frozen, _whole_blocks(spec)
-        ),
+        groups=_group_rows(spec, num_parameters, state, templates),
         host_bytes=sum(state),
         host_peak_bytes=peak_bytes(step),
         host_gradient_bytes=devices * schedule.passing.gradients,
@@ -245,7 +242,15 @@ def fold(
     return tuple(rows)
 
 
-def _whole_blocks(spec: RunSpec) -> list[ModelPath | None]:
-    """The block of each group, as it is before blocks are cut into parts."""
-    blocks = [spec.leaves[rows[0]].block for rows in spec.grouping.leaves]
-    return [block and whole_block(block) for block in blocks]
+def _group_rows(
+    spec: RunSpec,
+    num_parameters: Sequence[int],
+    state_bytes: Sequence[int],
+    templates: Sequence[int | str],
+) -> tuple[GroupRow, ...]:
+    """The rows of a run's groups, folded by the blocks that were there before parts were cut."""
+    grouping = spec.grouping
+    parts = [spec.leaves[rows[0]].block for rows in grouping.leaves]
+    blocks = [part and whole_block(part) for part in parts]
+    names, frozen = grouping.names, grouping.frozen
+    return fold(names, num_parameters, state_bytes, templates, frozen, blocks)
