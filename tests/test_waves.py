@@ -152,6 +152,7 @@ class Spoiled(nnx.Module):
 
 
 def spoiled_trainer(**options: Any) -> mt.Trainer:
+    given: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32), **options}
     return mt.Trainer(
         lambda: Spoiled(nnx.Rngs(0)),
         loss_fn,
@@ -159,7 +160,7 @@ def spoiled_trainer(**options: Any) -> mt.Trainer:
         batch(0),
         microbatches=EXAMPLES,
         progress=False,
-        **{"precision": mt.Precision(compute=jnp.float32), **options},
+        **given,
     )
 
 
@@ -301,7 +302,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 BATCHES = {rows: jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16) for rows in (64, 8192)}
 
 
-def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> mt.Plan:
+def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> Any:
     given = {"hardware": MACHINE, **options}
     return mt.plan(build_mlp, loss, CLIPPED, BATCHES[rows], **given)
 
@@ -360,7 +361,8 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
         auto.seconds_per_step, auto.host_peak_bytes
     )  # fmt: skip
     # Few rows are left whole; without a machine nothing tells how many fit.
-    for options in ({"rows": 64}, {"hardware": None}):
+    fewer: tuple[dict[str, Any], ...] = ({"rows": 64}, {"hardware": None})
+    for options in fewer:
         assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
 
 
