@@ -51,7 +51,7 @@ class Started:
             self._specs[key] = spec
         return _with_budget(dataclasses.replace(self._specs[key], adapted=adapted), options)
 
-    def kernels(self, compiler_options: Mapping[str, str]) -> KernelCache:
+    def kernels(self, compiler_options: Mapping[str, str] | None = None) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options."""
         assert not compiler_options
         return self._newest

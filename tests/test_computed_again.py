@@ -14,8 +14,8 @@ import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build import bound_step, host
 from megatrain_jax._src.build import budget as budget_module
+from megatrain_jax._src.build import host, rescheduled
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host, peak_bytes
 from megatrain_jax._src.build.options import Options
@@ -251,9 +251,9 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
     )
     spec = make_run_spec(adapted, loss_fn, optax.adam(1e-3), batch, options)
     state, peak = 3 * depth * width**2 * 4, peak_bytes(spec.first)
-    searches, search = [], bound_step.find_schedule
+    searches, search = [], rescheduled.find_schedule
     monkeypatch.setattr(
-        bound_step, "find_schedule", lambda *given: searches.append(given) or search(*given)
+        rescheduled, "find_schedule", lambda *given: searches.append(given) or search(*given)
     )
     ends = []
     for share in (0.02, 0.2, 0.5, 0.8, 1.0):

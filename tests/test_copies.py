@@ -105,7 +105,7 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     passed, put = [], jax.device_put
 
     def watched(xs, target):
-        passed.extend(x for x in xs if isinstance(xs, list) and x.size == 1)
+        passed.extend(x for x in (xs if isinstance(xs, list) else ()) if x.size == 1)
         return put(xs, target)
 
     monkeypatch.setattr(jax, "device_put", watched)

@@ -12,7 +12,7 @@ from inside import on_one_device
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import make_run_spec
-from megatrain_jax._src.kernels import leaf_updates, updates
+from megatrain_jax._src.kernels import leaf_updates, reducing, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from optimizers import OPTIMIZERS
@@ -117,6 +117,7 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
 
     assert KernelCache().estimate([kernel()]) > slab
     monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
+    monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
     assert KernelCache().estimate([kernel()]) < 3 * matrix
     # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler
     # may compute all turns at once.
@@ -129,4 +130,4 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
     written = names.index("dynamic_update_slice")
     assert max(readers) < names.index("optimization_barrier", written) + 1
     # A CPU's compiler makes a second slab where it writes a part of one; a GPU's doesn't.
-    assert KernelCache().compile([kernel()]) < slab + 3 * matrix
+    assert KernelCache().compile([kernel()]) < slab + 4 * matrix
