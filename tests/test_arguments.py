@@ -251,11 +251,14 @@ def call(entry: str, **options: Any) -> None:
     ],
 )
 def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hint: str):
+    trainer()  # traces, unless another test made it
     TRACED.clear()
     DRAWN.clear()
     said = f"() got an unexpected keyword argument '{name}'" + (f"; {hint}" if hint else "")
     with pytest.raises(TypeError, match=re.escape(said)):
         call(entry, **{name: 3})
+    with pytest.raises(ValueError, match="`over` has 'hardwear'.*did you mean `hardware`"):
+        mt.compare_plans(over={"hardwear": ["H100"]})
     assert not TRACED and not DRAWN
 
 
