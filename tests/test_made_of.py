@@ -131,7 +131,10 @@ def test_another_precision_is_one_line_with_the_number_of_converted_arrays(tmp_p
 def test_data_is_the_same_in_the_dtype_that_jax_makes_of_it(tmp_path):
     fit(tmp_path, 2)
     wide = ({"x": small.batch(seed)["x"].astype(np.float64)} for seed in itertools.count())
-    fit(tmp_path, 3, data=wide)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = fit(tmp_path, 3, data=wide)
+    assert not said and result.trainer.num_steps == 3
 
 
 def rewritten(path, change) -> None:

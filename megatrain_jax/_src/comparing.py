@@ -48,6 +48,7 @@ def compare_plans(
         waves: See `plan`.
         precision: See `plan`.
         device_budget: See `plan`.
+        host_budget: See `plan`.
         trainable: See `plan`.
         on_nonfinite: See `plan`.
         max_skipped: See `plan`.

@@ -122,9 +122,6 @@ def fit(
     Returns:
         The trainer and its history.
 
-    Returns:
-        The trainer and its history.
-
     Raises:
         ValueError: If `data` is empty, a batch does not fit, or an option is out of range or
             contradicts another.

@@ -163,7 +163,6 @@ def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> d
 
     Raises:
         ValueError: If all weights are 0.
-        ValueError: If all weights are 0.
     """
     weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
     weights = weights.astype(np.float64)

@@ -264,6 +264,11 @@ class _Fitting:
         return max(self._placement.processes.gather("compiling", needed))
 
 
+def fits_device(spec: RunSpec, device_bytes: int) -> bool:
+    """Whether a fitted run's schedule, values and functions fit into the free device memory."""
+    return _needed(spec) <= _room(spec, device_bytes)
+
+
 def _needed(spec: RunSpec) -> int:
     assert spec.temporary_bytes is not None
     return spec.temporary_bytes

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable
 
-from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.budget import fits_device
 from megatrain_jax._src.build.rescheduled import in_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
@@ -56,7 +56,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
             found = fitted(waves)
         except BudgetError:
             return math.inf
-        fits = found.fits_host and _fits_device(found, device_bytes)
+        fits = found.fits_host and fits_device(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
     one, workload = seconds(1), spec.first.workload.in_waves(1)
@@ -109,8 +109,3 @@ def _least_seconds(workload: Workload) -> float:
     costs = workload.costs
     each = sum(costs.forward) + sum(costs.backward) - sum(costs.recompute)
     return workload.waves * each + sum(costs.update)
-
-
-def _fits_device(spec: RunSpec, device_bytes: int) -> bool:
-    taken = other_bytes(spec.first) + (spec.temporary_bytes or 0)
-    return taken + spec.first.schedule.peak_bytes <= device_bytes

@@ -7,6 +7,7 @@ VARIABLE = "XLA_PYTHON_CLIENT_ALLOCATOR"
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses to have both
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+CUDA_POOL = "cuda_async"
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _DEFAULT_FRACTION = 0.85
 
@@ -30,6 +31,6 @@ def choose() -> None:
     if not any(map(find_spec, _CUDA_PLUGINS)):
         return
     if os.environ.get(PREALLOCATE) not in ("false", "False", "0"):
-        os.environ.setdefault(VARIABLE, "cuda_async")
+        os.environ.setdefault(VARIABLE, CUDA_POOL)
     if OLD_FRACTION not in os.environ:
         os.environ.setdefault(FRACTION, str(_DEFAULT_FRACTION))
