@@ -1,4 +1,4 @@
-"""Compares curves of fine-tuning: compact masters and state, and those in fp32 with several seeds.
+"""Compares fine-tuning curves of compact masters and state with fp32 over several seeds.
 
     python experiments/compact_finetune.py
 
@@ -37,7 +37,7 @@ _SMOOTHED_OVER = 20
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Makes what is tuned, tunes it in all ways, and compares."""
+    """Makes the model, tunes it in all forms, and compares."""
     disk_to_disk = FOLDER / "throughput" / "disk_to_disk.py"
     options = ["--conversations", str(args.conversations), "--shape", args.shape]
     _call(disk_to_disk, *options, "--folder", str(folder), "--part", "make")

@@ -3,7 +3,7 @@
 - Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
   as its root, so these files are added under their own paths, and the links follow.
 - The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
-- Where a page says `<!-- quickstart -->`, the site shows the quickstart's program, which it needs.
+- Where a page says `<!-- quickstart -->`, the site shows the quickstart's program for its code.
 """
 
 import re
@@ -21,7 +21,7 @@ _FOLDERS = {
     "tests": {".py", ".txt"},
 }
 _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
-# What a Markdown link or image points to, up to its anchor; or code, which has none.
+# The target of a Markdown link or image without its anchor; or code, to be left alone.
 _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re.M | re.S)
 
 

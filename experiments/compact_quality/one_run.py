@@ -50,8 +50,8 @@ def train(
         setting: How masters and state are held, and the optimizer.
         sizes: The sizes.
         seed: Of initial values, data and rounding.
-        text: What to train on, what is held out, and the figures of both.
-        checkpoints: Folder that a run which is stopped goes on from.
+        text: The training text, the held-out text, and the figures of both.
+        checkpoints: Folder from which a stopped run resumes.
 
     Raises:
         SystemExit: If a signal ended the run.
@@ -102,7 +102,7 @@ def train(
                 history[i : i + sizes.loss_every] for i in range(0, len(history), sizes.loss_every)
             )
         },
-        # Beside other runs on the same device, so it is no measure of speed.
+        # Further runs use the same device, so this is no measure of speed.
         "median_seconds_per_step_beside_others": _seconds_per_step(history),
         # A value for each process that the run had; functions that evaluate are compiled by the
         # first evaluation of each.

@@ -1,4 +1,4 @@
-"""What is compared: how masters and optimizer state are held, in runs that are alike otherwise."""
+"""The compared forms of masters and optimizer state, in runs that are equal in all else."""
 
 import re
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _INT8, _INT4 = {**_WIDE, "*": "int8"}, {**_WIDE, "*": "int4"}
 SETTINGS = {
     "fp32": Setting(),
     "bf16 masters, int8 state": Setting(held={**_BF16, "state": _INT8}),
-    # What `megatrain_jax.Precision.compact()` is.
+    # `megatrain_jax.Precision.compact()`.
     "bf16 masters, int8 state, embeddings too": Setting(held={**_BF16, "state": "int8"}),
     "int8 state": Setting(held={"state": _INT8}),
     "bf16 masters": Setting(held=_BF16),
@@ -105,7 +105,7 @@ class Sizes:
 
     @property
     def loss_unit(self) -> str:
-        """What losses are in."""
+        """The unit of losses."""
         return "nats per byte" if self.vocab == BYTES else "nats per token"
 
 

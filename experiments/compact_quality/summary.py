@@ -186,7 +186,7 @@ def draw(runs: Runs) -> Figure:
 
 
 def _zoom(axes: Axes) -> None:
-    """Shows at least one percent either way, and what the last half of the steps needs."""
+    """Sets limits of at least one percent in both directions, wider if the later steps need it."""
     shown = [0.0]
     for line in axes.lines[:-1]:
         values = np.asarray(line.get_ydata(), float)

@@ -15,7 +15,7 @@ from record import Origin
 from settings import FULL, Sizes, file_name
 
 _ONE_RUN = Path(__file__).with_name("one_run.py")
-# All workers together get what one process gets by default.
+# The share of a GPU for all workers together: the default of one process.
 _FRACTION, _FRACTION_NAMES = 0.85, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -28,15 +28,15 @@ def run_all(
     seconds: float,
     gpus: int = 1,
 ) -> dict[str, list[str]]:
-    """Runs what has no file yet, in the order given, and stops what the time cuts off.
+    """Starts the runs without a result file, in order, and stops them when the time is over.
 
     Args:
         jobs: Names of rows, and seeds.
         sizes: The sizes of every run.
         origin: The origin of the results.
         out: Folder of the runs' JSON files, logs and checkpoints.
-        workers: How many runs share a GPU.
-        seconds: After which runs are told to save a checkpoint and end.
+        workers: Number of runs that share a GPU.
+        seconds: Time after which runs are told to save a checkpoint and end.
         gpus: Number of GPUs. A process sees one of them.
 
     Returns:
@@ -109,10 +109,10 @@ def _told(path: Path, log: Path) -> str:
 
 
 def check_folder(folder: Path, run: str, sizes: Sizes) -> None:
-    """Refuses to add to what another run or other sizes have left in a folder.
+    """Refuses a folder with results of a different run or of different sizes.
 
     Raises:
-        SystemExit: If a file there is of another run or of other sizes.
+        SystemExit: If a file there is of a different run or of different sizes.
     """
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Checks that every figure that a page shows is what its result file says.
+"""Checks every figure on a page against its result file.
 
     python experiments/throughput/check_figures.py
 
@@ -6,10 +6,10 @@ A figure in running text is a link to its file, whose anchor names it as `figure
 `[26,938 tokens/s](results/h200/updates/clip-1-auto.json#tokens_per_second)`; several numbers need
 as many names, with commas. A link to a section of a page repeats numbers of that section. In a
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
-titles name the figures. What is measured and has no source is a mistake, and so is a row that
+titles name the figures. A measured figure without a source is a mistake, and so is a row that
 doesn't say how it differs from the first one. Units, cards and rows' labels are compared with the
 files, too (`figure_words.py`): a row's label has words of its file's path, name or settings, more
-than any other row's. What is no measurement is listed in a comment:
+than any other row's. Numbers that are not measured are listed in a comment:
 `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
 `<!-- end of planned -->` was made by a script of plans, with which a test compares it.
 
@@ -128,7 +128,7 @@ def problems(page: Page) -> list[str]:
 
 
 def _blank(pattern: re.Pattern[str], text: str) -> str:
-    """Puts spaces for what matches, so that all else stays where it is."""
+    """Replaces matches by spaces, so that positions in the text stay the same."""
     return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
@@ -215,7 +215,7 @@ def _table(page: Page, table: re.Match[str]) -> list[str] | None:
         return None
     first = next((source[0] for source in sources if source), None)
     needed = [set(figures.marks(source[0], first)) for source in sources if source and first]
-    # What is so of all rows may be said above the table instead.
+    # A fact that holds for all rows may be said above the table instead.
     above = " ".join(page.text[: table.start()].rstrip().rpartition("\n\n")[2].split())
     shared = {mark for mark in set.intersection(*needed) if mark in above} if needed else set()
     labelled = [

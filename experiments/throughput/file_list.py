@@ -24,7 +24,7 @@ def write_list() -> None:
 
 
 def check_list(text: str | None = None) -> list[str]:
-    """Returns what is wrong with the list in its page's text."""
+    """Returns the differences between the list in a page's text and the files."""
     match = _GENERATED.search(PAGE.read_text(encoding="utf-8") if text is None else text)
     if match is None or match[0] != list_of_files():
         return [f"{PAGE.relative_to(ROOT)}: the list of files is old: check_figures.py --write"]
@@ -60,7 +60,7 @@ def _origin(path: Path) -> Iterator[str]:
 
 
 def _ranges(paths: list[Path]) -> Iterator[str]:
-    """What plans foresaw and what was measured, over all files that have both."""
+    """Errors of plans against measurements, over all files that have both."""
     for what, error in (
         ("a step's time", figures.prediction_error),
         ("the process's host memory", figures.process_error),

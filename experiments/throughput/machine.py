@@ -27,7 +27,7 @@ def hardware() -> dict[str, Any]:
         "device": device.device_kind,
         "num_devices": len(jax.devices()),
         "device_limit_gib": None if limit is None else limit / GIB,
-        # What JAX was given of the device; the library sets one of them unless it is set.
+        # JAX's share of the device; the library sets one of these variables if neither is set.
         "device_fraction": os.environ.get(allocator.FRACTION)
         or os.environ.get(allocator.OLD_FRACTION),
         "device_allocator": os.environ.get(allocator.VARIABLE),
@@ -56,8 +56,8 @@ def peak_device_gib() -> float | None:
 def peak_host_gib() -> float:
     """Returns the most host memory this process has ever had resident.
 
-    Linux counts in KiB. Whether pinned pages are among it is up to the driver, so read it beside
-    what the plan says of host memory.
+    Linux counts in KiB. Whether pinned pages are among it is up to the driver, so compare it
+    with the plan's host memory.
     """
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -71,11 +71,11 @@ def process_seconds() -> float:
 
 
 def link_gib_per_s(gib: float = 1.0) -> dict[str, float] | None:
-    """Returns what plain copies of one large array reach, each direction alone.
+    """Returns the rates of plain copies of one large array, one direction at a time.
 
     Returns:
         The best of four copies "in" to the device and "out" to the host; None if there is no
-        room for the array, which must not cost a run its other figures.
+        room for the array, so that a run doesn't lose its remaining figures.
     """
     shardings = [
         jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
