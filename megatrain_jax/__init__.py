@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from megatrain_jax import data as data
     from megatrain_jax import losses as losses
     from megatrain_jax import models as models
-    from megatrain_jax._src.build.precision import Precision
     from megatrain_jax._src.checkpoint.folder import CheckpointError
     from megatrain_jax._src.comparing import compare_plans
     from megatrain_jax._src.fit import fit, train
     from megatrain_jax._src.history import History
+    from megatrain_jax._src.options.precision import Precision
     from megatrain_jax._src.planning import plan
     from megatrain_jax._src.report.comparison import PlanComparison, PlanRow
     from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
-    from megatrain_jax._src.report.warnings import PlanWarning
+    from megatrain_jax._src.report.run_warnings import PlanWarning
     from megatrain_jax._src.runtime.training import StepMetrics
     from megatrain_jax._src.state.cards import (
         A10G,
@@ -105,7 +105,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "build.precision": ("Precision",),
+    "options.precision": ("Precision",),
     "checkpoint.folder": ("CheckpointError",),
     "comparing": ("compare_plans",),
     "fit": (
@@ -123,7 +123,7 @@ _NAMES = {
         "Plan",
         "TileRow",
     ),
-    "report.warnings": ("PlanWarning",),
+    "report.run_warnings": ("PlanWarning",),
     "runtime.training": ("StepMetrics",),
     "state.cards": (
         "A10G",

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from nested import run_layer, zeros

@@ -7,12 +7,12 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.rescheduled import spanning, with_all_waves
-from megatrain_jax._src.build.run_spec import RunSpec
-from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.rescheduled import spanning, with_all_waves
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.placement import Placement, placed_on
 
 

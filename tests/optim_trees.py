@@ -13,11 +13,11 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, find_leaves
-from megatrain_jax._src.program.index import Index, index_of, joined, selector
+from megatrain_jax._src.program.layers.blocks import Leaf, find_leaves
+from megatrain_jax._src.program.layers.index import Index, index_of, joined, selector
+from megatrain_jax._src.program.layers.stacks import Stack
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut, assemble_state, cut_optimizer
 from megatrain_jax._src.program.optimizer.slicing import Fragment
-from megatrain_jax._src.program.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

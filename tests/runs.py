@@ -14,8 +14,8 @@ from flax import linen, nnx
 
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import DeviceBudget, Options
-from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.options.options import DeviceBudget, Options
+from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.state.cards import H200
 from oracle import PlainRun
 from zoo_case import Case

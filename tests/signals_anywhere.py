@@ -23,8 +23,8 @@ import small
 from megatrain_jax import FitResult
 from megatrain_jax._src import run_state
 from megatrain_jax._src import trainer as trainers
-from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.checkpoint import save
+from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime import evaluation, interrupt, training
 from megatrain_jax._src.train import loop, run, series, source
 from runs import check_same_bits

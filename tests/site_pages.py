@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.build import options
+from megatrain_jax._src.options import options
 
 # A heading with its object's path, and the signature right below it, if there is one.
 _DOCUMENTED = re.compile(

@@ -11,10 +11,10 @@ import pytest
 
 from megatrain_jax._src import start, trainer
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import RunSpec, batch_key, make_run_spec
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.spec.run_spec import RunSpec, batch_key, make_run_spec
 
 
 class Started:

@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.options.precision import Precision
 
 BATCH = {"x": np.ones((4, 3), np.float32)}
 RNG = jax.random.key(7)

@@ -23,7 +23,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from megatrain_jax import losses
-from megatrain_jax._src.build.options import (
+from megatrain_jax._src.cli.recipe import precision_of
+from megatrain_jax._src.options.options import (
     LoopArguments,
     LoopOptions,
     MachineArguments,
@@ -31,7 +32,6 @@ from megatrain_jax._src.build.options import (
     Options,
     RunArguments,
 )
-from megatrain_jax._src.cli.recipe import precision_of
 from misuses import (
     BATCH,
     DRAWN,

@@ -21,15 +21,15 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src import planning
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build import bound_step, lean
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
-from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.models import causal_attention
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
+from megatrain_jax._src.spec import bound_step, lean
+from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 
 GIB = 2**30
 ROWS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 16

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain_jax._src.checkpoint import chunks
 from megatrain_jax._src.checkpoint.chunks import Grid, chunk_of, grid_of
-from megatrain_jax._src.program.index import index_of, remaining, selector
+from megatrain_jax._src.program.layers.index import index_of, remaining, selector
 
 
 @pytest.mark.parametrize(("most", "least", "odd"), [(64, 8, 16), (100, 0, 40), (10**6, 50, 50)])

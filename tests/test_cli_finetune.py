@@ -25,7 +25,7 @@ from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
-from megatrain_jax._src.cli.progress import Lines
+from megatrain_jax._src.cli.progress_lines import Lines
 from megatrain_jax._src.cli.recipe import schedule_of
 from megatrain_jax._src.cli.run_data import RunData, file_stamps
 from megatrain_jax._src.cli.run_data import read as read_data

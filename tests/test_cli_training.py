@@ -15,7 +15,7 @@ import transformers
 from flax import nnx
 
 from megatrain_jax import callbacks, models
-from megatrain_jax._src.cli import training
+from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inside import on_one_device
-from megatrain_jax._src.runtime.draws import Draws
+from megatrain_jax._src.runtime.random_arguments import Draws
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.codec import Rounded, round_stochastically
 from megatrain_jax._src.state.draws import draw_of, part_of, random_bits

@@ -13,10 +13,10 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
 from megatrain_jax._src.checkpoint.forms import coding_of, decoded, other_forms
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.options.options import DeviceBudget
 from optimizers import OPTIMIZERS
 from oracle import open_model
 from runs import check_same_bits, make_spec, train

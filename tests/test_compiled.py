@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of
-from megatrain_jax._src.build.budget import with_temporaries
-from megatrain_jax._src.build.step_kernels import compile_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.spec.budget import with_temporaries
+from megatrain_jax._src.spec.step_kernels import compile_ahead
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
 from workloads import all_resident_bytes

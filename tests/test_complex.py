@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from megatrain_jax._src.build.options import DeviceBudget
+from megatrain_jax._src.options.options import DeviceBudget
 from optimizers import OPTIMIZERS
 from oracle import train_exact, train_plain
 from runs import SLOW, check_as_near, make_trainer, recording, train

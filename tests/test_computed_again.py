@@ -14,18 +14,18 @@ import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build import budget as budget_module
-from megatrain_jax._src.build import host, rescheduled
-from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import fit_to_host, peak_bytes
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import make_run_spec
-from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule import passing
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import in_flight_bytes
+from megatrain_jax._src.spec import budget as budget_module
+from megatrain_jax._src.spec import host, rescheduled
+from megatrain_jax._src.spec.budget import fit_to_machine
+from megatrain_jax._src.spec.host import fit_to_host, peak_bytes
+from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS

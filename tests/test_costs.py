@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatrain_jax._src.build.costs import find_costs
+from megatrain_jax._src.spec.costs import find_costs
 from megatrain_jax._src.state.cards import H100
 from optimizers import OPTIMIZERS
 from runs import make_spec

@@ -16,8 +16,8 @@ import pytest
 
 from chats import CHATML, conversations, openai, tokenizer, write
 from megatrain_jax import data, fit
-from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.data.packing import draw_epoch, pack
+from megatrain_jax._src.options.precision import Precision
 
 LENGTH = 256
 Batches = Iterable[dict[str, np.ndarray]]

@@ -15,8 +15,8 @@ import pytest
 from chats import alpaca, conversations, openai, sharegpt, tokenizer, write
 from megatrain_jax import data
 from megatrain_jax._src.data import reading
-from megatrain_jax._src.data.forms import to_conversation
 from megatrain_jax._src.data.report import InvalidRow, Report
+from megatrain_jax._src.data.row_formats import to_conversation
 
 GOOD = openai(conversations(1)[0])
 FORMS = {"openai": openai, "sharegpt": sharegpt, "alpaca": alpaca}

@@ -21,8 +21,8 @@ from chats import WORDS, conversations, openai, tokenizer, write
 from megatrain_jax import data
 from megatrain_jax._src.data import reading
 from megatrain_jax._src.data.batches import counts
-from megatrain_jax._src.data.forms import to_conversation
 from megatrain_jax._src.data.report import Report
+from megatrain_jax._src.data.row_formats import to_conversation
 from megatrain_jax._src.data.sources import Given, resolve
 
 MESSAGES = conversations(24)

@@ -10,8 +10,8 @@ import pytest
 import chats
 from chats import CHATML, alpaca, conversations, openai, sharegpt, tokenizer
 from megatrain_jax import data
-from megatrain_jax._src.data.forms import to_conversation
 from megatrain_jax._src.data.report import InvalidRow
+from megatrain_jax._src.data.row_formats import to_conversation
 from megatrain_jax._src.data.turns import TurnRules
 
 Messages = list[dict[str, Any]]

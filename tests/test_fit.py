@@ -18,10 +18,10 @@ import pytest
 from flax import nnx
 
 import small
-from megatrain_jax._src.build.batches import check_batch, check_like
-from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.fit import fit, train
 from megatrain_jax._src.history import History
+from megatrain_jax._src.options.batch_checks import check_batch, check_like
+from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes

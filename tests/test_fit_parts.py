@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.build.batches import batch_size, check_batch, check_like
 from megatrain_jax._src.history import History
+from megatrain_jax._src.options.batch_checks import batch_size, check_batch, check_like
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.source import Prefetch

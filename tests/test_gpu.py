@@ -24,11 +24,12 @@ from flax import nnx
 import megatrain_jax as mt
 from inside import on_one_device, store_of
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.keys import LASTING, Key
-from megatrain_jax._src.kernels import pieces, updates
+from megatrain_jax._src.kernels import update_pieces as pieces
+from megatrain_jax._src.kernels import updates
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax._src.startup import allocator
 from oracle import train_plain
 from zoo import CASES, token_batch

@@ -10,11 +10,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.kernels import leaf_updates, reducing, updates
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.spec.run_spec import make_run_spec
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES

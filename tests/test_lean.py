@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from inside import on_one_device, spec_of
-from megatrain_jax._src.build.lean import lean_residuals, seconds_per_byte
-from megatrain_jax._src.build.step_kernels import stage_kernel
 from megatrain_jax._src.kernels.residuals import find_residuals
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.lean import lean_residuals, seconds_per_byte
+from megatrain_jax._src.spec.step_kernels import stage_kernel
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import SLOW, check_close, check_same_bits, make_spec, make_trainer, train
@@ -89,7 +89,7 @@ def test_any_kind_of_result_alone_gives_the_same_gradients(name, monkeypatch):
         for kind in list(costs)[:2]:
             only = {other: (1.0, other == kind) for other in costs}
             monkeypatch.setattr(
-                "megatrain_jax._src.build.lean.seconds_per_byte", lambda *a, only=only: only
+                "megatrain_jax._src.spec.lean.seconds_per_byte", lambda *a, only=only: only
             )
             lean = lean_residuals(stage, every, SLOW)
             if len(costs) == 1:

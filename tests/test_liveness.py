@@ -15,11 +15,11 @@ import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax import losses
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import make_run_spec
-from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.liveness import temporary_bytes
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.step_kernels import compile_ahead, estimate_ahead
 from zoo import CASES
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"

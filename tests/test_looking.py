@@ -21,7 +21,7 @@ from IPython.core.pylabtools import select_figure_formats
 import megatrain_jax as mt
 import small
 from megatrain_jax._src.report.curves import running_mean
-from megatrain_jax._src.report.fill import fills
+from megatrain_jax._src.report.memory_fill import fills
 from megatrain_jax._src.report.run_view import result_cells
 from runs import check_same_bits
 from test_plan_table import GIB, big_plan, small_plan

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 from megatrain_jax._src.models import expert_blocks
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import mark
 from megatrain_jax._src.models.expert_blocks import gated, mix
 from megatrain_jax._src.models.families.glm4_moe import BiasedMixture, GroupedRouting

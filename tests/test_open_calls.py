@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.open_calls import with_open_calls
-from megatrain_jax._src.program.pieces import Value, constant
+from megatrain_jax._src.program.layers.inline import Inliner
+from megatrain_jax._src.program.layers.open_calls import with_open_calls
+from megatrain_jax._src.program.layers.pieces import Value, constant
 from megatrain_jax._src.program.structural_key import structural_key
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)

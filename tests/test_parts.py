@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from inside import spec_of
-from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from megatrain_jax._src.kernels import pieces, updates
+from megatrain_jax._src.kernels import update_pieces as pieces
+from megatrain_jax._src.kernels import updates
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
 from megatrain_jax._src.state.groups import GroupLayout, layout_group

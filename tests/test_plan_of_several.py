@@ -13,8 +13,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.build.costs import find_costs
-from megatrain_jax._src.build.step_kernels import estimate_ahead, stage_kernel, step_kernels
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -25,6 +23,8 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.workload import Costs, Link
+from megatrain_jax._src.spec.costs import find_costs
+from megatrain_jax._src.spec.step_kernels import estimate_ahead, stage_kernel, step_kernels
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import placed_on

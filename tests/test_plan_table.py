@@ -12,18 +12,18 @@ import pytest
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.check_device import check_device
-from megatrain_jax._src.report.fill import fills
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
+from megatrain_jax._src.report.memory_fill import fills
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.report.table import seconds
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.passing import in_flight_bytes
 from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.state import cards, pool
 from megatrain_jax._src.state.hardware import Hardware
 from workloads import chain

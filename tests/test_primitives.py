@@ -14,9 +14,9 @@ from jax.extend.core import primitives as jax_primitives
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import primitives
 from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.layers.pieces import FOLDS, Value, constant, sliced, stack
+from megatrain_jax._src.program.layers.piecewise import piecewise
 from megatrain_jax._src.program.optimizer.elementwise import line_up
-from megatrain_jax._src.program.pieces import FOLDS, Value, constant, sliced, stack
-from megatrain_jax._src.program.piecewise import piecewise
 
 PRIMITIVES = {
     p.name: p

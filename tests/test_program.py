@@ -8,8 +8,8 @@ import pytest
 from cuts import run_stages
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import power
-from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.program.layers.blocks import power
+from megatrain_jax._src.program.layers.index import selector
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax._src.program.structural_key import structural_key

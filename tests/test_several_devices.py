@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax import losses
-from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state.host_leaves import read_leaf, read_leaves, write_part
 from megatrain_jax._src.state.layout import ALIGNMENT
 from megatrain_jax._src.state.offsets import layout_of

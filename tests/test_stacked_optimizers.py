@@ -8,8 +8,8 @@ import pytest
 from optax import contrib
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.pieces import Pieces, Value, sliced, stack
+from megatrain_jax._src.program.layers.inline import Inliner
+from megatrain_jax._src.program.layers.pieces import Pieces, Value, sliced, stack
 from optim_trees import (
     blocks_along_axis_1,
     groups_of_blocks,

@@ -17,8 +17,8 @@ from cuts import run_stages
 from inside import spec_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program import known
-from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.program.layers import known
+from megatrain_jax._src.program.layers.index import selector
 from megatrain_jax._src.program.loss.trace import cut_loss, leaves_of, trace_loss
 
 LAYERS, DIM, VOCAB = 4, 8, 12

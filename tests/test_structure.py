@@ -14,10 +14,12 @@ SOURCES = ROOT / "megatrain_jax" / "_src"
 FLOORS = (
     "common startup",
     "schedule program",
+    "program/layers",
     "program/optimizer program/loss program/tiling",
     "state adapt",
     "kernels",
-    "build",
+    "options",
+    "spec",
     "report runtime",
     "checkpoint",
     "history",
@@ -123,6 +125,11 @@ def test_no_two_classes_have_one_name():
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     )
+    assert not {name for name, count in names.items() if count > 1}
+
+
+def test_no_two_files_have_one_name():
+    names = Counter(path.name for path in FILES if path.name != "__init__.py")
     assert not {name for name, count in names.items() if count > 1}
 
 

@@ -16,10 +16,10 @@ import megatrain_jax as mt
 from inside import divide, engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax import models
 from megatrain_jax._src import trainer as trainers
-from megatrain_jax._src.build.step_kernels import compile_ahead, stage_kernel
 from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.step_kernels import compile_ahead, stage_kernel
 from megatrain_jax._src.state import pool
 from optimizers import OPTIMIZERS
 from oracle import train_plain

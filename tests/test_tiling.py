@@ -11,8 +11,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inside import on_one_device
-from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from optimizers import OPTIMIZERS
 from runs import check_close, make_spec
 from tilings import TOLERANCE, check_same, flat_jaxpr, loops_of

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.optimizer.cut import cut_optimizer
 from megatrain_jax._src.program.optimizer.traits import state_traits
 from optimizers import OPTIMIZERS

@@ -8,10 +8,11 @@ import pytest
 
 import megatrain_jax as mt
 from inside import on_one_device
-from megatrain_jax._src.build.step_kernels import step_kernels
-from megatrain_jax._src.kernels import stages, updates
+from megatrain_jax._src.kernels import stage_kernels as stages
+from megatrain_jax._src.kernels import updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state.host_leaves import read_leaves
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_spec

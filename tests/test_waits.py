@@ -10,13 +10,13 @@ import pytest
 
 from inside import engine_of, on_one_device, spec_of
 from late import SlowDevice, are_ready, is_computed
-from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Op
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES

@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 from inside import engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.budget import other_bytes
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
-from megatrain_jax._src.build.wave_search import lowest
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.kernels import steps
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.spec.budget import other_bytes
+from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.wave_search import lowest
 from megatrain_jax._src.start import with_parts
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain

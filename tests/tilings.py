@@ -6,7 +6,7 @@ from jax.extend.core import jaxpr_as_fun
 from megatrain_jax._src.program.tiling.axes import Label
 from megatrain_jax._src.program.tiling.flow import flow_of
 from megatrain_jax._src.program.tiling.labels import Carrier, chosen
-from megatrain_jax._src.program.tiling.order import TileLoop, ordered
+from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered
 from megatrain_jax._src.program.tiling.tiled import Tiled, tiled
 from runs import check_close
 

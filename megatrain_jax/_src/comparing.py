@@ -6,16 +6,16 @@ from typing import Any, Unpack
 
 import optax
 
-from megatrain_jax._src.build.options import (
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.options.options import (
     MachineOptions,
     Options,
     PlanArguments,
     check_names,
     shows,
 )
-from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware

@@ -11,15 +11,18 @@ from typing import Any, Unpack
 import jax
 import optax
 
-from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.inputs import (
+from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.inputs import (
     check_data,
     check_mesh,
     check_order,
     check_parts,
     check_trainer,
 )
-from megatrain_jax._src.build.options import (
+from megatrain_jax._src.options.options import (
     FitArguments,
     LoopArguments,
     LoopOptions,
@@ -27,9 +30,6 @@ from megatrain_jax._src.build.options import (
     options_of,
     shows,
 )
-from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
-from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over

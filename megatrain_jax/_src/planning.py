@@ -9,26 +9,26 @@ import optax
 from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
-from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import fit_to_host
-from megatrain_jax._src.build.inputs import check_order, check_parts
-from megatrain_jax._src.build.options import (
+from megatrain_jax._src.common.attention_kernel import planned_for
+from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.inputs import check_order, check_parts
+from megatrain_jax._src.options.options import (
     MachineOptions,
     Options,
     PlanArguments,
     options_of,
     shows,
 )
-from megatrain_jax._src.build.parts import fit_with_parts
-from megatrain_jax._src.build.rescheduled import with_all_waves
-from megatrain_jax._src.build.run_spec import make_run_spec
-from megatrain_jax._src.common.attention_kernel import planned_for
-from megatrain_jax._src.common.garbage import leaving_garbage
-from megatrain_jax._src.common.remembering import Same, remembered
-from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.spec.budget import fit_to_machine
+from megatrain_jax._src.spec.host import fit_to_host
+from megatrain_jax._src.spec.microbatches import fit_with_parts
+from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax._src.state.placement import default_device, placed_on
 
 

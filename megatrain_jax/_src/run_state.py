@@ -7,8 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.build.not_settable import not_settable
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
@@ -19,6 +17,7 @@ from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
+from megatrain_jax._src.options.not_settable import not_settable
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.runtime.by_hand import StepsByHand
@@ -26,6 +25,7 @@ from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import Training
 from megatrain_jax._src.runtime.views import optimizer_state, parameters
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.start import group_bar
 from megatrain_jax._src.state.processes import Processes
 

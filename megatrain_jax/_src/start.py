@@ -23,28 +23,28 @@ import jax
 from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import (
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.report.check_device import check_device
+from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.report.run_warnings import warn_of
+from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.fill import fill_store
+from megatrain_jax._src.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.budget import fit_to_machine
+from megatrain_jax._src.spec.host import (
     check_host,
     fit_to_host,
     peak_bytes,
     state_bytes,
 )
-from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
-from megatrain_jax._src.build.rescheduled import with_all_waves
-from megatrain_jax._src.build.run_spec import RunSpec
-from megatrain_jax._src.build.step_kernels import estimate_ahead
-from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.report.check_device import check_device
-from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.report.warnings import warn_of
-from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.runtime.fill import fill_store
-from megatrain_jax._src.runtime.read_ahead import ReadAhead
-from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
+from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little

@@ -10,35 +10,24 @@ import jax
 import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
-from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.budget import in_room
-from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
-from megatrain_jax._src.build.inputs import (
-    check_data,
-    check_loss,
-    check_mesh,
-    check_order,
-    check_parts,
-)
-from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
-from megatrain_jax._src.build.rescheduled import with_all_waves
-from megatrain_jax._src.build.run_spec import (
-    RunSpec,
-    batch_key,
-    distinct_facts,
-    exact_dtypes,
-    make_run_spec,
-)
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.history import weighted_means
 from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_shapes
+from megatrain_jax._src.options.inputs import (
+    check_data,
+    check_loss,
+    check_mesh,
+    check_order,
+    check_parts,
+)
+from megatrain_jax._src.options.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.report.warnings import find_warnings, warn_of
+from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
 from megatrain_jax._src.runtime.evaluation import evaluate_batches
@@ -46,6 +35,17 @@ from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.budget import in_room
+from megatrain_jax._src.spec.host import agreed_host_budget, on_same_host
+from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.run_spec import (
+    RunSpec,
+    batch_key,
+    distinct_facts,
+    exact_dtypes,
+    make_run_spec,
+)
 from megatrain_jax._src.start import start, with_parts
 from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.placement import default_mesh, placed_on

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatrain_jax._src.program.index import Index, remaining, sliced_axes
+from megatrain_jax._src.program.layers.index import Index, remaining, sliced_axes
 
 # Maximum bytes of a chunk; several are written in parallel.
 MOST_BYTES = 512 << 20

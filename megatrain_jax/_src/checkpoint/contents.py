@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.chunks import Grid, grid_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import Index, numbers, sliced_axes
+from megatrain_jax._src.program.layers.index import Index, numbers, sliced_axes
 from megatrain_jax._src.runtime.store import Reader, Store
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.host_leaves import part_shape
 from megatrain_jax._src.state.layout import Layout
 

@@ -20,9 +20,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, layout_at, pointer
-from megatrain_jax._src.program.index import sliced_axes
+from megatrain_jax._src.program.layers.index import sliced_axes
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.blockwise import Blockwise
 
 _FLOATS = ("bfloat16", "float32")

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
 from megatrain_jax._src.program.optimizer.named_numbers import other_numbers
+from megatrain_jax._src.spec.run_spec import RunSpec
 
 
 def made_of(spec: RunSpec) -> dict[str, Any]:

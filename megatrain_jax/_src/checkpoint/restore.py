@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.chunks import Cell, Grid
@@ -51,10 +50,11 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all, read_error
 from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
-from megatrain_jax._src.checkpoint.reading import ChunkReader
+from megatrain_jax._src.checkpoint.read_chunks import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import Index, selector
+from megatrain_jax._src.program.layers.index import Index, selector
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.host_leaves import (
     Run,
     cut,

@@ -29,7 +29,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.contents import PARAMS, ArrayEntry, Row, grids_of, rows_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tree
@@ -40,6 +39,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # Minimum bytes of a part. A part is written in parallel as a whole, but its end does not overlap

@@ -7,8 +7,9 @@ from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli import objectives, training
-from megatrain_jax._src.cli.adapters import frozen_of, with_adapters
+from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli import training_recipe as training
+from megatrain_jax._src.cli.adapter_settings import frozen_of, with_adapters
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_data import common_options, summarised

@@ -70,7 +70,7 @@ def _plan(arguments: Sequence[str]) -> int:
         if settings.model is not None:
             config_values(settings.model)
 
-        from megatrain_jax._src.cli import plan
+        from megatrain_jax._src.cli import plan_command as plan
 
         return plan.run(settings)
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.adapters import frozen_of, with_adapters
+from megatrain_jax._src.cli.adapter_settings import frozen_of, with_adapters
 from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of

@@ -7,7 +7,8 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain_jax._src.cli.choices import Decay, Master, OptimizerName, State
+from megatrain_jax._src.cli.allowed_names import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.common import checks
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatrain_jax._src.data.forms import Conversation, to_conversation, to_pair, to_text
 from megatrain_jax._src.data.reading import TEXT_KINDS, blocks, blocks_of, given_rows, kind_of, rows
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin
+from megatrain_jax._src.data.row_formats import Conversation, to_conversation, to_pair, to_text
 from megatrain_jax._src.data.sources import Given
 from megatrain_jax._src.data.tokenise import TextPart
 from megatrain_jax._src.data.turns import TurnRules

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatrain_jax._src.data.forms import Conversation
 from megatrain_jax._src.data.report import DataError, InvalidRow, Unclear
+from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.shown import THOUGHT, left_out
 from megatrain_jax._src.data.turns import Message
 

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
-from megatrain_jax._src.data.forms import Conversation
 from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, Unclear
+from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.template import Rendered, Template
 from megatrain_jax._src.data.tokens import Tokens
 

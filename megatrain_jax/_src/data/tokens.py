@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Encoding
 
-from megatrain_jax._src.data.forms import Conversation
 from megatrain_jax._src.data.report import DataError, InvalidRow
+from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.tokenizer import load_tokenizer
 from megatrain_jax._src.data.vocabulary import Vocabulary
 

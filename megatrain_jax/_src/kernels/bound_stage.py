@@ -5,7 +5,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax._src.kernels.residuals import Residuals
-from megatrain_jax._src.kernels.tiles import Tiling
+from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.layout import Layout
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.kernels.pieces import Columns
+from megatrain_jax._src.kernels.update_pieces import Columns
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import Fragment, groups_behind
 from megatrain_jax._src.state.codec import Array

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.kernels.kernel import Kernel
-from megatrain_jax._src.kernels.stages import shardings
+from megatrain_jax._src.kernels.stage_kernels import shardings
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.state.codec import round_stochastically

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.leaf_updates import update_by_leaf
-from megatrain_jax._src.kernels.pieces import Compute, update_in_pieces
 from megatrain_jax._src.kernels.reducing import measured, reduction
+from megatrain_jax._src.kernels.update_pieces import Compute, update_in_pieces
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up

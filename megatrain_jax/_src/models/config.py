@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import too_deep
 from megatrain_jax._src.models import hf_config
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope

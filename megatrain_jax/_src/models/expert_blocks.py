@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.models.activations import Activation
+from megatrain_jax._src.models.activation_functions import Activation
 
 
 class LowRank(NamedTuple):

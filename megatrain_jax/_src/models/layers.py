@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.expert_blocks import Matrix, Weights, gated, mix
 from megatrain_jax._src.models.maker import Maker

@@ -3,22 +3,22 @@
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
-from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.budget import other_bytes
-from megatrain_jax._src.build.host import peak_bytes, pool_bytes
-from megatrain_jax._src.build.run_spec import RunSpec
-from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.kernels.stages import keeping_names
-from megatrain_jax._src.kernels.tiles import Tiling
+from megatrain_jax._src.kernels.stage_kernels import keeping_names
+from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
-from megatrain_jax._src.program.loss.parts import whole_block
+from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
-from megatrain_jax._src.report.warnings import find_warnings
+from megatrain_jax._src.report.run_warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.budget import other_bytes
+from megatrain_jax._src.spec.host import peak_bytes, pool_bytes
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.pool_limit import beside_bytes
 
 

@@ -4,7 +4,7 @@ import html
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.report.fill import Fill, fills
+from megatrain_jax._src.report.memory_fill import Fill, fills
 from megatrain_jax._src.report.plan_table import group_cells, title, total_cells
 from megatrain_jax._src.report.table import (
     RED,

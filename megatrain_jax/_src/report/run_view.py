@@ -12,7 +12,7 @@ from megatrain_jax._src.report.table import seconds as spelled
 from megatrain_jax._src.report.table import short
 
 if TYPE_CHECKING:
-    from megatrain_jax._src.build.run_spec import RunSpec
+    from megatrain_jax._src.spec.run_spec import RunSpec
 
 # Number of records shown from the start of a history, and from its end.
 _SHOWN = 5

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.state.placement import Placement
 
 

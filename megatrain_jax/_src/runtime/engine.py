@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.step_kernels import begin_kernel, group_kernel, stage_kernel
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
@@ -20,12 +18,14 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.dispatched import Dispatched
-from megatrain_jax._src.runtime.draws import Draws
 from megatrain_jax._src.runtime.live_values import LiveValues
+from megatrain_jax._src.runtime.random_arguments import Draws
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.step_kernels import begin_kernel, group_kernel, stage_kernel
 
 
 class Engine:

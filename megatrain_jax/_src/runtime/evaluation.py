@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.run_spec import batch_key
 from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.run_spec import batch_key
 
 _END = object()
 _EVALUATED = "the shapes of the batches that are evaluated, and their number,"

@@ -9,14 +9,14 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.codecs import held_dtype
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.program.layers.index import selector
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.codecs import held_dtype
+from megatrain_jax._src.spec.run_spec import RunSpec
 
 
 def fill_store(

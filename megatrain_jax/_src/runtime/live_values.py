@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 
-from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.spec.bound_step import BoundStep
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.spec.bound_step import BoundStep
 
 
 class TooManySkippedError(FloatingPointError):

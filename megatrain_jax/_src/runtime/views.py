@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import Index, joined
+from megatrain_jax._src.program.layers.index import Index, joined
 from megatrain_jax._src.program.optimizer.cut import assemble_state
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.run_spec import RunSpec
 
 
 def parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.draws import Draw, draw_of, part_of
 from megatrain_jax._src.state.layout import PLAIN, Layout

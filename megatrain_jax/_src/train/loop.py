@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
-from megatrain_jax._src.build.batches import batch_size
-from megatrain_jax._src.build.inputs import eval_batches
-from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.history import History
+from megatrain_jax._src.options.batch_checks import batch_size
+from megatrain_jax._src.options.inputs import eval_batches
+from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.runtime.training import TooManySkippedError
 from megatrain_jax._src.train.result import FitResult

@@ -28,9 +28,9 @@ from typing import Any
 
 import jax
 
-from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
 from megatrain_jax._src.state.processes import PeerEndedError, Processes

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.iterator_state import decoded_state, encoded_state

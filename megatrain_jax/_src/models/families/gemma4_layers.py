@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.expert_blocks import gated, mix
 from megatrain_jax._src.models.layers import (
     MLP,

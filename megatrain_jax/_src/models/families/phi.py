@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm

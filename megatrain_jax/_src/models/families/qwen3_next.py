@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.delta_rule import gated_delta_rule, short_convolution
 from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
 from megatrain_jax._src.models.family import Family

@@ -21,8 +21,8 @@ from typing import Any
 from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.alike import Alike, substitute, with_literals_outside
 from megatrain_jax._src.program.loss.assign import assign, without_empty
 from megatrain_jax._src.program.loss.examples import find_examples

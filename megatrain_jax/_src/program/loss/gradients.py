@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.effects import answers, fires
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.program.loss.stages import Program, Stage
 

@@ -33,7 +33,7 @@ from typing import Any
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program import effects
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, power
+from megatrain_jax._src.program.layers.blocks import Leaf, power
 
 # Elements: data-only values up to this size are computed once, before the stages. A larger value,
 # such as a mask, is computed in its stage if only that one needs it, so it need not be kept until

@@ -19,7 +19,7 @@ import math
 from collections import Counter, defaultdict
 
 from megatrain_jax._src.common.model_path import ModelPath
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.partition import Dataflow
 
 _SMALL = 1 / 8  # share of a block

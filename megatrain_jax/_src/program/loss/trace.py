@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sharing import shared_by
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
 from megatrain_jax._src.program.effects import ordered_callbacks
-from megatrain_jax._src.program.inline import Inliner
+from megatrain_jax._src.program.layers.blocks import Leaf, assemble, find_leaves
+from megatrain_jax._src.program.layers.inline import Inliner
+from megatrain_jax._src.program.layers.pieces import Value, constant, stack
+from megatrain_jax._src.program.layers.stacks import Stack, Stacks, find_stacks
 from megatrain_jax._src.program.loss.builder import cut
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.uncut import uncut_stacks
 from megatrain_jax._src.program.loss.upstream import find_upstream
-from megatrain_jax._src.program.pieces import Value, constant, stack
-from megatrain_jax._src.program.stacks import Stack, Stacks, find_stacks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

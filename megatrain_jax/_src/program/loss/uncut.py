@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
-from megatrain_jax._src.program.stacks import Stacks
+from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.layers.stacks import Stacks
 
 _WORTH = 1 / 4  # fraction of a model's parameters from which on a reason is reported
 

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.program.levels import Lists, Parameter, is_indexed
+from megatrain_jax._src.program.layers.levels import Lists, Parameter, is_indexed
 from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
 from megatrain_jax._src.program.primitives import REMAT

@@ -26,8 +26,8 @@ import optax
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
-from megatrain_jax._src.program.index import Index, joined
+from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.layers.index import Index, joined
 from megatrain_jax._src.program.optimizer.cases import split_cases
 from megatrain_jax._src.program.optimizer.flatten import flatten_init, flatten_update
 from megatrain_jax._src.program.optimizer.slicing import (
@@ -40,7 +40,7 @@ from megatrain_jax._src.program.optimizer.slicing import (
     groups_behind,
     influences,
 )
-from megatrain_jax._src.program.optimizer.trace import (
+from megatrain_jax._src.program.optimizer.trace_optimizer import (
     LeafMap,
     Shapes,
     StateLeaf,

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.open_calls import with_open_calls
+from megatrain_jax._src.program.layers.inline import Inliner
+from megatrain_jax._src.program.layers.open_calls import with_open_calls
+from megatrain_jax._src.program.layers.pieces import Value, constant
 from megatrain_jax._src.program.optimizer.repeats import without_repeats
-from megatrain_jax._src.program.optimizer.trace import LeafMap
-from megatrain_jax._src.program.pieces import Value, constant
+from megatrain_jax._src.program.optimizer.trace_optimizer import LeafMap
 
 
 def flatten_update(leaf_map: LeafMap) -> jx.Traced:

@@ -19,8 +19,8 @@ import jax
 from jax.interpreters import partial_eval
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.layers.pieces import FOLDS
 from megatrain_jax._src.program.optimizer.elementwise import line_up
-from megatrain_jax._src.program.pieces import FOLDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

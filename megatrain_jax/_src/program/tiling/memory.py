@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
-from megatrain_jax._src.program.tiling.order import TileLoop
+from megatrain_jax._src.program.tiling.loop_order import TileLoop
 
 
 @dataclasses.dataclass(frozen=True)

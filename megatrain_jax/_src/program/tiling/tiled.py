@@ -16,9 +16,9 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.tiling.axes import Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
 from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
-from megatrain_jax._src.program.tiling.loop import run_loop
+from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered
 from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
-from megatrain_jax._src.program.tiling.order import TileLoop, ordered
+from megatrain_jax._src.program.tiling.tile_loop import run_loop
 
 _SEEDS = 8  # shapes of values whose axes are tried: those with the most bytes
 _TRIED = 3  # ways to divide that are compared by memory

@@ -1,1 +1,0 @@
-"""A run before it has arrays: options, bound steps, costs and budgets."""

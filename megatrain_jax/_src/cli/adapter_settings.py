@@ -1,0 +1,47 @@
+"""Adapters made from settings, shared by plans and runs."""
+
+from typing import Any, NamedTuple
+
+from megatrain_jax import models
+from megatrain_jax._src.cli.allowed_names import Frozen
+
+
+class Adapted(NamedTuple):
+    """A model with adapters, and its trained parameters.
+
+    Attributes:
+        model: Function that builds the model.
+        params: Parameters to start from, if any.
+        trainable: Pattern of the adapters and of further trained parameters.
+    """
+
+    model: Any
+    params: Any
+    trainable: str
+
+
+def with_adapters(model: Any, trainable: str | None, **options: Any) -> Adapted:
+    """Adds adapters to a model.
+
+    Args:
+        model: Function that builds the model.
+        trainable: Pattern of further parameters to train; None for none.
+        **options: Options of `models.lora`.
+
+    Raises:
+        ValueError: If the model can't have such adapters.
+    """
+    adapted = models.lora(model, **options)
+    pattern = "|".join([adapted.trainable, *([trainable] if trainable else [])])
+    return Adapted(adapted.model, adapted.params, pattern)
+
+
+def frozen_of(given: Frozen | None, lora_rank: int | None, saved: str | None) -> Frozen | None:
+    """The form of frozen parameters: with adapters, the checkpoint's dtype if it is bfloat16.
+
+    Args:
+        given: The setting; None if it is not set.
+        lora_rank: Rank of adapters; None for none.
+        saved: dtype of the checkpoint; None if unknown.
+    """
+    return "bfloat16" if given is None and lora_rank and saved == "bfloat16" else given

@@ -1,0 +1,239 @@
+"""The recipe shared by `finetune` and `pretrain`, as one idempotent call.
+
+It plans, reads, trains, exports and reports; steps that are already done are skipped.
+"""
+
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import megatrain_jax as mt
+from megatrain_jax import callbacks
+from megatrain_jax._src.cli.devices import num_gpus
+from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.figures import Laps, figures
+from megatrain_jax._src.cli.job import Job
+from megatrain_jax._src.cli.logs import make_logs, make_samples
+from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
+from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
+from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.training_settings import TrainingSettings
+
+# As in a shell: 128 plus the number of SIGINT.
+_INTERRUPTED = 130
+
+
+def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
+    """Does a run, or the rest of it.
+
+    Args:
+        settings: The settings.
+        prepare: Function that does its command's own checks and returns the job.
+
+    Returns:
+        The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
+
+    Raises:
+        AskedWronglyError: If the request is invalid; raised before training begins.
+    """
+    folder = RunFolder(Path(settings.out).expanduser())
+    laps = Laps()
+    with checking():
+        folder.check(settings)
+        if folder.is_done(settings):
+            print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
+            if changed := folder.changed_files(file_stamps(settings)):
+                print(
+                    f"warning: files of {' and '.join(f'`{name}`' for name in changed)} have other "
+                    "sizes or times than when that run read them. To train on them as they are "
+                    "now, choose another `out`"
+                )
+            return 0
+        check_files(settings)
+        job = prepare()
+        identity = folder.note("identity") or uuid.uuid4().hex
+        logs = [*make_samples(settings, job), *make_logs(settings, folder, identity)]
+        options = _options(settings, job)
+        print(_plan(settings, job, options), flush=True)
+        laps.lap("plan")
+        # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
+        batches = read(settings, job.dataset)
+        folder.check_data(batches.fingerprint)
+        folder.begin(settings)
+        # External logs identify a run that continues in a second process by this.
+        folder.take_note("identity", identity)
+        folder.take_note("data", batches.fingerprint)
+        for option, stamp in file_stamps(settings).items():
+            folder.take_note(f"files of {option}", stamp)
+    laps.lap("data")
+    with checking():
+        schedule = _schedule(settings, batches.steps)
+        reference = find_reference(folder, batches.datasets, job, options)
+    if reference is not None:
+        laps.lap("reference")
+    result = _train(settings, folder, job, options, batches, schedule, logs, reference)
+    laps.lap("training")
+    steps = result.trainer.num_steps
+    if result.interrupted:
+        if settings.export == "always":
+            _export(settings, job, result.trainer, batches, folder.path, f"-step-{steps}")
+        goes_on = "goes on from there" if settings.checkpoints else "begins anew"
+        print(f"interrupted after step {steps} of {batches.steps}: the same command {goes_on}")
+        return _INTERRUPTED
+    ending = {"ended": result.ended, "reason": result.reason, "steps": steps}
+    ending = folder.ended or {**ending, "steps_asked_for": batches.steps}
+    if settings.checkpoints:
+        folder.end(ending)
+    report = {**ending, **figures(result, settings, folder.began)}
+    report["tokens_held_out"] = batches.num_held_out
+    result.history.plot().savefig(folder.path / "loss.png")
+    if settings.export != "never":
+        report["exported_step"] = _export_finished(settings, job, result.trainer, batches, folder)
+        laps.lap("export")
+    folder.finish({**report, "seconds": laps.seconds, "history": list(result.history)})
+    print(f"finished after {_how(ending)}: {folder.path}")
+    return 0
+
+
+def _how(ending: Mapping[str, Any]) -> str:
+    """The end of a run in words."""
+    if ending["ended"] == "stopped":
+        of = f"{ending['steps']} of {ending['steps_asked_for']} steps"
+        return f"{of}, stopped early: {ending['reason']}"
+    return f"{ending['steps']} step{'s' * (ending['steps'] != 1)}"
+
+
+def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
+    """The options that a plan and a run share."""
+    here = mt.this_machine()
+    compute = settings.compute or ("float32" if here is None else "bfloat16")
+    return {
+        "microbatches": settings.microbatches,
+        "precision": precision_of(settings.state, settings.master, job.frozen, compute),
+        "trainable": job.trainable,
+        "device_budget": settings.device_budget,
+        "host_budget": settings.host_budget,
+        "on_nonfinite": settings.on_nonfinite,
+        "seed": settings.seed,
+        "hardware": here,
+    }
+
+
+def _optimizer(settings: TrainingSettings, schedule: optax.Schedule) -> Any:
+    return optimizer_of(
+        settings.optimizer,
+        schedule,
+        b1=settings.b1,
+        b2=settings.b2,
+        weight_decay=settings.weight_decay,
+        clip=settings.clip,
+    )
+
+
+def _schedule(settings: TrainingSettings, steps: int) -> optax.Schedule:
+    return schedule_of(
+        settings.learning_rate, steps, settings.warmup, settings.decay, settings.final_rate
+    )
+
+
+def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> mt.Plan:
+    return mt.plan(
+        job.model,
+        job.loss_fn,
+        _optimizer(settings, _schedule(settings, settings.steps or 1)),
+        job.shapes,
+        num_gpus=num_gpus(),
+        **options,
+    )
+
+
+def _train(
+    settings: TrainingSettings,
+    folder: RunFolder,
+    job: Job,
+    options: Mapping[str, Any],
+    batches: RunData,
+    schedule: optax.Schedule,
+    logs: list[callbacks.Callback],
+    reference: Reference | None,
+) -> mt.FitResult:
+    every = settings.log_every
+    lines = Lines(batches.steps, schedule, every, folder.begin_at)
+    saving: dict[str, Any] = {}
+    if settings.checkpoints:
+        saving = {
+            "checkpoint_dir": folder.checkpoints,
+            "checkpoint_every": settings.checkpoint_every,
+            "keep": settings.keep,
+        }
+    # A run that was stopped early has nothing left to train, but may have to be exported.
+    ended = folder.ended if settings.checkpoints else None
+    return mt.fit(
+        job.model,
+        job.loss_fn,
+        _with(reference, batches.train),
+        _optimizer(settings, schedule),
+        steps=ended["steps"] if ended else batches.steps,
+        params=job.params,
+        eval_data=_with(reference, batches.held_out),
+        eval_every=settings.eval_every,
+        callbacks=_callbacks(settings, folder, lines, logs),
+        progress=sys.stderr.isatty(),
+        **saving,
+        **options,
+    )
+
+
+def _with(reference: Reference | None, batches: Any) -> Any:
+    """Batches with the log-probabilities of the reference, if there is one."""
+    return batches if reference is None or batches is None else Joined(batches, reference)
+
+
+def _callbacks(
+    settings: TrainingSettings, folder: RunFolder, lines: Lines, logs: list[callbacks.Callback]
+) -> list[Any]:
+    """The callbacks in order: callbacks that add values before logs, callbacks that stop last."""
+    judged: dict[str, Any] = {
+        "metric": settings.metric,
+        "mode": settings.metric_mode,
+        "min_delta": settings.min_delta,
+    }
+    found: list[Any] = [lines, *logs]
+    if settings.keep_best:
+        found.append(callbacks.KeepBest(folder.best, **judged))
+    if settings.stop_after is not None:
+        found.append(callbacks.EarlyStopping(**judged, patience=settings.stop_after))
+    return found
+
+
+def _export_finished(
+    settings: TrainingSettings, job: Job, trainer: mt.Trainer, batches: RunData, folder: RunFolder
+) -> int:
+    """Exports the result of a finished run; returns its step."""
+    best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
+    if best is not None:
+        if int(best.name) != trainer.num_steps:
+            trainer.restore(best)
+        print(f"the best evaluation was that of step {best.name}, which is exported")
+    _export(settings, job, trainer, batches, folder.path)
+    return trainer.num_steps
+
+
+def _export(
+    settings: TrainingSettings,
+    job: Job,
+    trainer: mt.Trainer,
+    batches: RunData,
+    folder: Path,
+    suffix: str = "",
+) -> None:
+    for name in settings.exports:
+        to = folder / f"{name}{suffix}"
+        if not to.exists():
+            print(f"exported to {job.export(trainer, name, to, batches.chat_template)}", flush=True)

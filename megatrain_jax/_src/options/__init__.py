@@ -1,0 +1,1 @@
+"""The options of a run, and checks of everything that a user passes."""

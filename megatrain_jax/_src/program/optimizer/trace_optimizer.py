@@ -1,0 +1,300 @@
+"""Traces an Optax transformation, and maps its arrays to leaves and pieces of state.
+
+Optax sees the whole tree, with stacked parameters whole. The slices used afterwards have each layer
+of a stacked parameter, and of the state that mirrors it, as a separate array: a token.
+
+Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` with the leaves `w[0]` and `w[1]`:
+
+    state in Optax            tokens
+    count ()                  count ()
+    mu, nu of e (4, 8)        mu, nu of e (4, 8)
+    mu, nu of w (2, 8, 8)     mu, nu of w, [0] and [1] of each, (8, 8): the groups of w[0], w[1]
+
+`trace_optimizer` traces the left side; `flatten.py` makes the right one, on leaves and tokens.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.layers.blocks import Leaf, assemble
+from megatrain_jax._src.program.layers.index import (
+    Index,
+    index_of,
+    numbers,
+    remaining,
+    shown,
+    sliced_axes,
+)
+from megatrain_jax._src.program.layers.pieces import Pieces, Value, piece, stack, stacked
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateLeaf:
+    """One array of optimizer state as it is stored.
+
+    Attributes:
+        name: Path in Optax's state, as users write it.
+        leaf: Index of the state leaf in the flat state.
+        index: Index of this slice in the state leaf; `()` for all of it.
+        shape: Shape of this array, without the sliced axes.
+        dtype: Dtype of this array.
+        mirrors: Number of the parameter whose state it is, if that has the same shape; else None.
+    """
+
+    name: str
+    leaf: int
+    index: Index
+    shape: tuple[int, ...]
+    dtype: Any
+    mirrors: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedOptimizer:
+    """The traced update and initialisation of a whole tree.
+
+    Attributes:
+        update: `(grads, params, state, loss) -> (new params, new state)`.
+        init: `params -> state`.
+        param_shapes: Shape of each parameter.
+        state_def: Tree structure of the state.
+        state_shapes: Shape and dtype of each leaf of the state.
+        state_names: Path of each leaf of the state.
+        state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
+            or None.
+    """
+
+    update: jx.Traced
+    init: jx.Traced
+    param_shapes: tuple[tuple[int, ...], ...]
+    state_def: Any
+    state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    state_names: tuple[str, ...]
+    state_of: tuple[int | None, ...]
+
+
+def trace_optimizer(
+    optimizer: Any, params_tree: Callable[[Sequence[Any]], Any], shapes: Shapes
+) -> TracedOptimizer:
+    """Traces the update of a whole tree, and its initialisation, on abstract arrays.
+
+    Args:
+        optimizer: The Optax transformation.
+        params_tree: Function from one array per parameter to the tree that the optimizer sees.
+        shapes: Shape and dtype of each parameter's master copy.
+
+    Raises:
+        ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
+            has effects.
+    """
+    tx = optax.with_extra_args_support(optimizer)
+    init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
+    state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
+
+    def update(grads, params, state, loss):
+        params, grads = params_tree(params), params_tree(grads)
+        state = jax.tree.unflatten(init.out_tree, state)
+        try:
+            updates, state = tx.update(grads, state, params, value=loss)
+        except TypeError as error:
+            # Some, such as contrib.sam, accept only their own arguments.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (list(shapes), list(shapes), list(state_shapes), loss)
+    # Traced as one function of the whole tree, with gradients in the masters' dtype, as kernels
+    # cast them.
+    traced = _explained(lambda: jx.trace(update, *args))
+    _check_results(traced, shapes, init.out_tree, state_shapes)
+    if fires(traced.jaxpr) or fires(init.jaxpr):
+        raise ValueError(
+            "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
+            "kept where its update is cut by group: take it out, or print from loss_fn"
+        )
+    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    # Numbers stand in for arrays, because only paths are needed.
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    # Optax keeps state in trees like the parameters', so a path's suffix identifies its parameter.
+    owners = {tuple(path): i for path, i in params}
+    return TracedOptimizer(
+        update=jx.without_dead_code(traced),
+        init=jx.without_dead_code(init),
+        param_shapes=tuple(tuple(shape.shape) for shape in shapes),
+        state_def=init.out_tree,
+        state_shapes=state_shapes,
+        state_names=tuple(map(jax.tree_util.keystr, paths)),
+        state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+    )
+
+
+def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
+    """The parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+    suffixes = (path[i:] for i in range(len(path) + 1))
+    return next((owners[s] for s in suffixes if s in owners), None)
+
+
+# Messages with which Optax asks for a function of the parameters.
+_ASKING = ("required keyword-only", "grad_fn must be provided", "obj_fn must be provided")
+_ASKS_FOR_MORE = (
+    "A streamed step gives it gradients, parameters, its state and the loss (`value`), and no "
+    "function of the parameters to evaluate again. Line searches such as optax.lbfgs need one, and "
+    "so do contrib.sophia and contrib.sam(opaque_mode=True); use optax.adamw or another "
+    "transformation that takes gradients only, as contrib.sam(opaque_mode=False) does"
+)
+_AS_OPTAX_CALLS_IT = (
+    "It is called as `optimizer.init(params)` and `optimizer.update(grads, state, params, "
+    "value=loss)`, with traced arrays of the parameters' own shapes: try these calls under "
+    "`jax.eval_shape`"
+)
+
+
+def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
+    """Traces, and rewords any error, which may come from the user's code."""
+    try:
+        return trace()
+    except Exception as error:
+        asks = any(words in str(error) for words in _ASKING)
+        raise ValueError(
+            f"optimizer could not be traced ({type(error).__name__}: {error}). "
+            + (_ASKS_FOR_MORE if asks else _AS_OPTAX_CALLS_IT)
+        ) from error
+
+
+def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+    # State returns to its slab, so its shape and dtype must not change.
+    _, new_def = traced.out_tree.children()
+    if new_def != state_def:
+        raise ValueError(
+            f"optimizer changes the structure of its state from {state_def} to {new_def}"
+        )
+    outs = [jx.shape_of(a.aval) for a in traced.jaxpr.outvars]
+    names = [f"a parameter of shape {s.shape}" for s in shapes] + [
+        f"its state{jax.tree_util.keystr(path)}" for path, _ in
+        jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(state_def, range(len(state_shapes))))
+    ]  # fmt: skip
+    for name, new, old in zip(names, outs, [*shapes, *state_shapes], strict=True):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"optimizer turns {name} from {old.dtype}{list(old.shape)} into "
+                f"{new.dtype}{list(new.shape)}"
+            )
+
+
+class LeafMap:
+    """Maps between Optax's whole arrays and the stored arrays: leaves, and tokens of state.
+
+    Attributes:
+        traced: The traced optimizer.
+        leaves: Leaves of the parameters.
+        group_of: Group of each leaf.
+        groups: Leaves of each group, ascending.
+        num_groups: Number of groups.
+        tokens: Pieces of state, each a whole state leaf or a slice of one.
+        likely: Group that owns each token, as far as its path tells; None if it doesn't.
+    """
+
+    def __init__(
+        self,
+        traced: TracedOptimizer,
+        leaves: Sequence[Leaf],
+        group_of: Sequence[int],
+        num_groups: int,
+    ):
+        """Splits each state leaf like the parameter whose path is a suffix of its path."""
+        self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
+        self.group_of = tuple(group_of)
+        self.groups = jx.members(group_of, num_groups)
+        groups: list[dict[tuple[int, ...], int]] = [{} for _ in traced.param_shapes]
+        axes: list[tuple[int, ...]] = [()] * len(traced.param_shapes)
+        for leaf, group in zip(leaves, group_of, strict=True):
+            groups[leaf.parameter][numbers(leaf.index)] = group
+            axes[leaf.parameter] = sliced_axes(leaf.index)
+        self.tokens: list[StateLeaf] = []
+        self.likely: list[int | None] = []
+        for j, shape in enumerate(traced.state_shapes):
+            p = traced.state_of[j]
+            found = None
+            if p is not None and axes[p]:
+                found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
+            own = found or ()
+            mirrors = p if p is not None and traced.param_shapes[p] == shape.shape else None
+            # Without axes there is one position, `()`: the whole leaf is one token.
+            for at in np.ndindex(*(shape.shape[a] for a in own)):
+                index = index_of(own, at)
+                name = traced.state_names[j] + shown(index)
+                self.tokens.append(
+                    StateLeaf(name=name, leaf=j, index=index, shape=remaining(shape.shape, own),
+                              dtype=shape.dtype, mirrors=mirrors)
+                )  # fmt: skip
+                self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
+
+    @staticmethod
+    def _only(groups: dict) -> int | None:
+        """The group of all slices of a parameter, or None if they differ."""
+        return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+
+    def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each leaf's master copy."""
+        # The first inputs are gradients, in the parameters' order, with their shapes and dtypes.
+        invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
+            for leaf in self.leaves
+        ]
+
+    def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """Whole parameters, from one array per leaf."""
+        return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
+
+    def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
+        """One array per leaf, from whole parameters: the inverse of `params`."""
+        return [_take(params[leaf.parameter], leaf.index) for leaf in self.leaves]
+
+    def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """Whole flat state, from one array per token."""
+        values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
+        for token, array in zip(self.tokens, arrays, strict=True):
+            values[token.leaf][token.index] = Value(array)
+        return [stacked(slices) for slices in values]
+
+    def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
+        """One array per token, from whole flat state: the inverse of `state`."""
+        return [_take(state[token.leaf], token.index) for token in self.tokens]
+
+
+def _axes_within(
+    whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Finds axes of a parameter in its state, which may lack some of the parameter's axes.
+
+    For (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, of shape (3,
+    5) as axis 0.
+
+    Returns:
+        The axes of the state; None if it lacks one of them, or has axes that the parameter lacks.
+    """
+    for kept in itertools.combinations(range(len(whole)), len(part)):
+        if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
+            return tuple(kept.index(a) for a in axes)
+    return None
+
+
+def _take(value: Value | Pieces, index: Index) -> Any:
+    if not index:
+        return stack(value).array
+    return piece(value, sliced_axes(index), numbers(index)).array

@@ -1,0 +1,121 @@
+"""Warnings about parts of a run that perform badly, reported at the user's own line."""
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.flops import count_flops, is_product
+from megatrain_jax._src.spec.codecs import coded_differences
+from megatrain_jax._src.spec.run_spec import RunSpec
+
+_PACKAGE = __name__.partition(".")[0]
+# Below this number of parameters, a model fits any device as a whole.
+_WORTH_CUTTING = 2**24
+# Fraction of the parameters from which on a stage counts as most of the model.
+_MOST = 3 / 4
+
+
+class PlanWarning(UserWarning):
+    """The category of warnings about a run's performance; `Plan.warnings` has the texts.
+
+    Examples:
+        To silence them:
+
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", PlanWarning)
+    """
+
+
+def warn_of(texts: Iterable[str]) -> None:
+    """Warns of each text at the innermost line outside this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame, level = frame.f_back, level + 1
+    for text in texts:
+        warnings.warn(text, PlanWarning, stacklevel=level)
+
+
+def find_warnings(spec: RunSpec) -> tuple[str, ...]:
+    """The texts of a run's warnings, beginning with warnings of cutting the loss."""
+    own = (_one_stage, _wide_products, _coded_differences)
+    return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
+
+
+def _one_stage(spec: RunSpec) -> list[str]:
+    """Warns if most of the model is one stage, so that little is streamed by block."""
+    sizes = [*map(jx.num_elements, spec.leaves)]
+    stages = [bound.stage for bound in spec.first.stages]
+    whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
+    if whole < _WORTH_CUTTING or not held:
+        return []
+    at = max(range(len(held)), key=lambda s: sum(held[s]))
+    name, mine = stages[at].name, held[at]
+    # A single array, such as an embedding, would be as large in any stage.
+    large = sum(mine) > _MOST * whole and sum(mine) - max(mine, default=0) > (1 - _MOST) * whole
+    has_blocks = any(stage.is_block for stage in stages)
+    if has_blocks and not large:
+        return []
+    # Already reported, with a specific reason.
+    if any(f"stage {name} holds" in text or "can't be separated" in text
+           for text in spec.first.program.warnings):  # fmt: skip
+        return []
+    parameters = f"{sized(4 * sum(mine))} of fp32 parameters"
+    if has_blocks:
+        said = (
+            f"little of this model is streamed block by block: its stage {name} holds {parameters} "
+            f"of {sized(4 * whole)}, as no list of layers was found in it. These"
+        )
+    else:
+        said = (
+            "nothing of this model is streamed block by block, because no blocks were found: its "
+            + parameters
+        )
+    return [
+        f"{said} have to be on the device together, with their gradients and optimizer state. Keep "
+        "layers that run one after another in a list (`layers/3`), name them by number "
+        "(`Block_3`), or scan over stacked ones"
+    ]
+
+
+def _wide_products(spec: RunSpec) -> list[str]:
+    """Warns of computation that does not run in the compute dtype, which users rarely intend."""
+    compute = np.dtype(spec.precision.compute)
+    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
+    every = sum(count_flops(j, is_product) for j in jaxprs)
+    # A router or a loss in fp32 takes a few percent, and is intended.
+    wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
+    if wide <= every / 10:
+        return []
+    return [
+        f"{wide / every:.0%} of the matrix products have operands wider than "
+        f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
+        "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
+        "compute dtype"
+    ]
+
+
+def _is_wide(eqn: Any, itemsize: int) -> bool:
+    """Whether an equation is a product of operands wider than `itemsize` that could be narrower."""
+    if not is_product(eqn, itemsize):
+        return False
+    # The narrowest complex numbers have 8 bytes.
+    return not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+
+
+def _coded_differences(spec: RunSpec) -> list[str]:
+    """Warns of coded state that can turn parameters into NaN."""
+    counts = [len(rows) for rows in spec.grouping.leaves]
+    paths = coded_differences(spec.precision, spec.optimizer, counts)
+    if not paths:
+        return []
+    return [
+        "the optimizer takes roots of differences of state that `precision` holds in fewer bits, "
+        f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: rounded, a difference may "
+        "fall below zero, and parameters become NaN. Map these paths to float32 in "
+        "Precision(state={...})"
+    ]

@@ -1,0 +1,1 @@
+"""A run before it has arrays: bound steps, costs and budgets."""

@@ -1,0 +1,325 @@
+"""A step of one batch shape as pure data: the cut loss, bound to groups, with its schedule.
+
+Each batch shape is bound once, for training or evaluation. Binding gives every stage the slabs of
+its groups, and its backward the cotangents and gradients that it takes and adds to. From their
+bytes and times, the schedule then decides when each part moves.
+
+Example: an embedding (group 0), two blocks (groups 1 and 2), and a head that is tied to the
+embedding, in bf16, with one microbatch. Stages are bound from the last to the first::
+
+    stage   groups   gradient             its backward
+    3       (0,)     fp32: sum of two     also returns the loss: this stage has no forward
+    2       (2,)     bf16: complete       creates it
+    1       (1,)     bf16: complete       creates it
+    0       (0,)     fp32                 adds to the gradient of stage 3
+
+With two microbatches all gradients are fp32 sums, and every backward accumulates.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
+from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
+from megatrain_jax._src.options.precision import Rounding
+from megatrain_jax._src.program.loss.stages import Program, Stage
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.spec.activations import (
+    counted_activations,
+    last_read_by_task,
+)
+from megatrain_jax._src.spec.costs import collective_bytes, find_costs, seconds_saved
+from megatrain_jax._src.spec.lean import lean_residuals
+from megatrain_jax._src.state.groups import Grouping, GroupLayout
+from megatrain_jax._src.state.hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BoundStep:
+    """One step of one batch shape, for training or evaluation; compared by identity.
+
+    Attributes:
+        key: Key of the batch shape and kind of step.
+        program: The loss, traced and cut.
+        stages: The program's stages, bound to groups.
+        microbatches: Number of parts that the batch is split into.
+        num_devices: Number of devices that share the step.
+        narrow_sums: Rounding of sums of gradients stored in bfloat16; None stores fp32.
+        collectives: For each stage, bytes that a device receives in forward and in backward.
+        metrics: Names of the metrics that the loss returns.
+        workload: The step's workload with all residuals that stages can save.
+        lean: The workload with only the costliest residuals; None if no stage has any.
+        schedule: The step's instructions, in order.
+        last_read: For each task, ids of the values that its stage reads for the last time.
+    """
+
+    key: Hashable
+    program: Program
+    stages: tuple[BoundStage, ...]
+    microbatches: int
+    num_devices: int
+    narrow_sums: Rounding | None = None
+    collectives: tuple[tuple[int, int], ...]
+    metrics: tuple[str, ...]
+    workload: Workload
+    lean: Workload | None
+    schedule: Schedule
+    last_read: Mapping[int, tuple[int, ...]]
+
+    @functools.cached_property
+    def gradient_dtypes(self) -> Mapping[int, str]:
+        """Dtype in which each group's gradient is stored; fp32 if no backward computes one."""
+        dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
+        for bound in self.stages:
+            if bound.mode is not None:
+                pairs = zip(bound.groups, bound.mode.gradients, strict=True)
+                dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
+        summed = () if self.narrow_sums is None else _summed(self.stages)
+        return dtypes | dict.fromkeys(summed, "bfloat16")
+
+    @property
+    def waves(self) -> int:
+        """Number of equal parts of the microbatches that go through the stages one by one."""
+        return self.workload.waves
+
+    @property
+    def wave_microbatches(self) -> int:
+        """Number of microbatches in a wave."""
+        return self.microbatches // self.waves
+
+    @property
+    def scheduled(self) -> Workload:
+        """The workload that the schedule was made for."""
+        return self.lean if self.lean is not None and self.schedule.lean else self.workload
+
+    @functools.cached_property
+    def keeping(self) -> tuple[BoundStage, ...]:
+        """The stages with all residuals, or only the costliest if the schedule is lean."""
+        if not self.schedule.lean:
+            return self.stages
+        return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
+
+    @functools.cached_property
+    def kept(self) -> frozenset[int]:
+        """Ids of the values that a later stage or the step's end reads."""
+        return frozenset(self.program.outputs).union(*self.last_read.values())
+
+    @functools.cached_property
+    def kept_once(self) -> frozenset[int]:
+        """Ids of values kept for the first microbatch only: the variables' new values."""
+        read = {i for bound in self.stages for i in bound.stage.inputs}
+        return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
+
+    @functools.cached_property
+    def taken_over(self) -> frozenset[int]:
+        """Ids of the values with a cotangent that one backward makes and a later one adds to."""
+        return frozenset().union(*(bound.sent for bound in self.stages))
+
+    @functools.cached_property
+    def late_state(self) -> Mapping[int, int]:
+        """Ids of the variables' new values that stages compute, not the prologue, by variable."""
+        new, early = (
+            self.program.outputs[1 + len(self.metrics) :],
+            set(self.program.prologue_values),
+        )
+        return {k: i for k, i in enumerate(new) if i not in early}
+
+
+def bind_step(
+    key: Hashable,
+    program: Program,
+    grouping: Grouping,
+    layouts: Sequence[GroupLayout],
+    *,
+    microbatches: int,
+    num_devices: int,
+    metrics: tuple[str, ...],
+    deferred: bool,
+    reduce_reads: frozenset[Kind],
+    device_budget: int | None,
+    hardware: Hardware,
+    host_room: float = math.inf,
+    waves: int = 1,
+    narrow_sums: Rounding | None = None,
+    training: bool = True,
+) -> BoundStep:
+    """Binds a program to groups and schedules it for a machine.
+
+    Args:
+        key: Key of the step; see `BoundStep`.
+        program: The loss, traced and cut.
+        grouping: Groups of the model's leaves.
+        layouts: Layout of each group.
+        microbatches: Number of parts that the batch is split into.
+        num_devices: Number of devices that share the step.
+        metrics: Names of the metrics that the loss returns.
+        deferred: Whether updates wait for the next step's forward.
+        reduce_reads: Kinds of state that the optimizer's *reduce* reads besides gradients.
+        device_budget: Device bytes for state, activations and residuals; None for the minimum.
+        hardware: The machine; its rates determine the schedule.
+        host_room: Host bytes per device that are available in addition to the state at rest.
+        waves: Number of equal parts of the microbatches that go through the stages one by one.
+        narrow_sums: See `BoundStep`.
+        training: Whether it is a training step; an evaluation has no backward.
+    """
+    if program.examples.number % num_devices:  # every device computes all of it
+        program = dataclasses.replace(program, examples=program.examples.undivided())
+    stages = program.stages
+    # If the last stage makes the loss, its backward follows at once and computes the loss as well.
+    fused = training and program.outputs[0] in stages[-1].outputs
+    gradients = _gradient_dtypes(stages, grouping, microbatches)
+    coded = [layout.num_coded for layout in layouts]
+    asked = hardware if training else None
+    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
+    summed = _summed(bound) if narrow_sums else ()
+    waiting = ["bfloat16" if g in summed else dtype for g, dtype in enumerate(gradients)]
+    sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
+    collectives = collective_bytes(bound, microbatches, num_devices)
+    activations, makes, reads = counted_activations(program, microbatches, num_devices)
+    each = microbatches / num_devices
+
+    def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
+        rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
+        return tuple(microbatches * num_bytes for num_bytes in rows)
+
+    workload = Workload(
+        activations=activations,
+        makes=makes,
+        reads=reads,
+        residuals=bytes_of([b.residuals for b in bound]),
+        may_travel=num_devices == 1,  # some residuals may be replicated on all devices
+        stages=tuple(b.groups for b in bound),
+        backward=tuple(s.has_backward for s in stages),
+        fused_last=fused,
+        sizes=sizes,
+        frozen=grouping.frozen,
+        deferred=deferred,
+        accumulate=microbatches > 1,
+        reduce_reads=reduce_reads,
+        costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
+    )
+    lean = None
+    # The search for a schedule chooses between two workloads: all residuals of some stages, or the
+    # costliest of many.
+    if any(kept := [b.lean for b in bound]):
+        costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
+        lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+    # Up to here, bytes and times are for all microbatches.
+    workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
+    schedule = find_schedule(workload, device_budget, lean, host_room)
+    instructions = schedule.cold if training else schedule.evaluation
+    return BoundStep(
+        key=key,
+        program=program,
+        stages=bound,
+        microbatches=microbatches,
+        num_devices=num_devices,
+        narrow_sums=narrow_sums,
+        collectives=collectives,
+        metrics=metrics,
+        workload=workload,
+        lean=lean,
+        schedule=schedule,
+        last_read=last_read_by_task(instructions, stages, program),
+    )
+
+
+def _gradient_dtypes(
+    stages: Sequence[Stage], grouping: Grouping, microbatches: int
+) -> tuple[str | None, ...]:
+    """The dtype of each group's gradient: fp32 for sums, else the backward's own dtype.
+
+    A gradient that is complete after one backward is as exact in that dtype as in fp32, and half as
+    large in bf16. Frozen groups have no gradient.
+    """
+    group_of = grouping.group_of
+    dtypes: list[set[str]] = [set() for _ in grouping.leaves]
+    readers = [0] * len(grouping.leaves)  # stages that read each group: as many backwards add up
+    for stage in stages:
+        first = len(stage.consts)
+        leaves = stage.jaxpr.invars[first : first + len(stage.leaves)]
+        for leaf, v in zip(stage.leaves, leaves, strict=True):
+            dtypes[group_of[leaf]].add(v.aval.dtype.name)
+        for group in {group_of[leaf] for leaf in stage.leaves}:
+            readers[group] += 1
+    return tuple(
+        None
+        if g in grouping.frozen
+        else min([*rows, "float32"], key=lambda name: np.dtype(name).itemsize)
+        if microbatches == 1 and number == 1 and len(rows) == 1
+        else "float32"
+        for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True))
+    )
+
+
+def _summed(stages: Sequence[BoundStage]) -> frozenset[int]:
+    """The groups with gradients that are sums over microbatches or stages."""
+    return frozenset(group for bound in stages for group in bound.accumulated)
+
+
+def _bind(
+    stages, grouping, layouts, gradients, fused, accumulate, hardware: Hardware | None
+) -> tuple[BoundStage, ...]:
+    """Binds stages to groups, from the last to the first, in the order of the backward.
+
+    A backward adds to gradients and cotangents that earlier backwards have made. An evaluation,
+    without `hardware`, saves no residuals.
+    """
+    group_of = grouping.group_of
+    # Position of each leaf in its group.
+    position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
+    seen_groups: set[int] = set()
+    sent: set[int] = set()
+    found: dict[Hashable, tuple[Residuals | None, Residuals | None]] = {}
+    bound: list[BoundStage] = []
+    for s in range(len(stages) - 1, -1, -1):
+        stage: Stage = stages[s]
+        groups = tuple(dict.fromkeys(group_of[leaf] for leaf in stage.leaves))
+        slots = tuple(
+            Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
+        )
+        binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
+        mode, known, residuals, lean = None, (), None, None
+        if stage.has_backward:
+            # An existing cotangent is added only once, even if the stage takes the value twice.
+            existing = tuple(
+                active and i in sent and i not in stage.inputs[:n]
+                for n, (i, active) in enumerate(zip(stage.inputs, stage.active, strict=True))
+            )
+            known = tuple(i for i, e in zip(stage.inputs, existing, strict=True) if e)
+            mode = Backward(
+                gradients=tuple(gradients[g] for g in groups),
+                accumulate=tuple(
+                    g not in grouping.frozen and (accumulate or g in seen_groups) for g in groups
+                ),
+                arriving=stage.has_cotangent,
+                existing=existing,
+                give_outputs=fused and s == len(stages) - 1,
+            )
+            seen_groups.update(groups)
+            sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
+            if hardware is not None and not mode.give_outputs:
+                # Tracing the two halves takes long; stages of one template share them.
+                like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
+                if like not in found:
+                    every = find_residuals(stage)
+                    found[like] = every, lean_residuals(stage, every, hardware)
+                residuals, lean = found[like]
+        bound.append(
+            BoundStage(
+                stage=stage,
+                groups=groups,
+                binding=binding,
+                mode=mode,
+                sent=known,
+                residuals=residuals,
+                lean=lean,
+            )
+        )
+    return tuple(bound[::-1])

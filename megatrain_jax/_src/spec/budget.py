@@ -1,0 +1,321 @@
+"""Finds a run's device budget; an automatic budget is the memory that compiled functions leave.
+
+Functions depend on the schedule, and the schedule depends on the budget, so they are found in
+turns: functions for the minimum budget, then the budget that these leave, then the functions that
+the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
+room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
+as few as possible.
+
+Example: a device has 100 GiB free, and 5% stay in reserve:
+
+    1. for the minimum budget, functions need 6 GiB, uncounted values 1, the largest slab 2
+    2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages save residuals by new functions
+    3. these need 8 GiB, more than 6: the budget is 84 GiB
+
+With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the minimum budget 10:
+
+    4. functions may take 100 - 20 - 10 = 70 GiB; the estimate is 62 GiB in 2 tiles, 32 GiB in 4,
+       and 17 GiB in 8
+    5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are chosen,
+       because 8 are faster only within the estimates' uncertainty
+    6. the compiled functions need 30 GiB: the budget is 43 GiB
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.spec.tile_search import TileFinder
+from megatrain_jax._src.state.placement import Placement
+
+# Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
+# to one more of the largest arrays.
+_RESERVED = 0.05
+# Fractions of the functions' memory to try instead, if it exceeds `_LARGE` of the device.
+_SHARES = (0.5, 0.25)
+_LARGE = 0.2
+# Fraction of a step's estimated time that smaller tiles must save.
+_WORTH = 0.05
+# Maximum number of times that tiles shrink because functions need more than estimated.
+_MAX_TURNS = 3
+
+
+def fit_to_machine(
+    spec: RunSpec,
+    kernels: KernelCache,
+    device_bytes: int | None,
+    placement: Placement,
+    to_host: Callable[[RunSpec], RunSpec | None],
+) -> RunSpec:
+    """Finds the memory of a step's functions, and an automatic budget from the rest.
+
+    Args:
+        spec: The run before the memory of its functions is known.
+        kernels: Cache that receives the functions.
+        device_bytes: Free device memory; None if unknown, and then no function is tiled.
+        placement: Placement of the run, to compile for; without devices, memory is estimated.
+        to_host: Fits a run that is fitted to its device to its host, or returns None; see
+            `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
+            need no host memory.
+    """
+    fitted = _fitted(spec, kernels, device_bytes, placement, to_host)
+    while device_bytes is not None and _least_in_all(fitted) > device_bytes:
+        if spec.finer is None:
+            break
+        try:
+            spec = spec.finer()
+        except BudgetError:  # more parts pass more activations to each other
+            break
+        if _room(spec, device_bytes) > 0:  # otherwise compiling its functions is useless
+            finer = _fitted(spec, kernels, device_bytes, placement, to_host)
+            fitted = min(fitted, finer, key=_least_in_all)
+    return fitted
+
+
+def _least_in_all(spec: RunSpec) -> int:
+    """The fewest device bytes for a fitted run's state, values and functions."""
+    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + _needed(spec)
+
+
+def _fitted(
+    spec: RunSpec,
+    kernels: KernelCache,
+    device_bytes: int | None,
+    placement: Placement,
+    to_host: Callable[[RunSpec], RunSpec | None],
+) -> RunSpec:
+    """The run fitted without cutting its blocks further; see `fit_to_machine`."""
+    fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
+    fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
+    # A run that never fits in the host is returned unchanged, to be refused.
+    found = fitting.on_host(fitted) or dataclasses.replace(fitted, fits_host=False)
+    if not _has_functions_of(fitted.first.schedule, found.first.schedule):
+        found = fitting.with_its_functions(found)
+    if device_bytes is None:
+        return found
+    left = _room(fitted, device_bytes)
+    return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
+
+
+def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec:
+    """The run fitted to its device; see `fit_to_machine`."""
+    room = _room(spec, device_bytes)
+    if room <= 0:  # refused in any case
+        return fitting.whole()
+    share = 1.0
+    # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded tiles
+    # cost little. But XLA takes minutes to compile a huge function undivided, because it times all
+    # ways to compute products that take a second each.
+    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= room else None
+    for _ in range(_MAX_TURNS):
+        if fitted is not None and _needed(fitted) <= room:
+            break
+        fitted = fitting.within(share * room)
+        share /= 2
+    assert fitted is not None
+    if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
+        fitted = fitting.faster(fitted)
+    return fitted
+
+
+def in_room(
+    step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
+) -> BoundStep:
+    """A step of a new batch shape, tiled so that its functions fit.
+
+    If the device's memory is known, as on a GPU, its functions are compiled as well, because
+    dispatching a stage depends on its function's memory.
+
+    Args:
+        step: The step.
+        spec: The run, fitted to its device.
+        kernels: The run's functions.
+        placement: Placement of the run.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if spec.room_bytes is None:
+        return step
+    tiles = TileFinder(kernels, placement)
+    # If the estimate for the first shape is too large, estimates for later shapes are as well.
+    room = max(spec.room_bytes, tiles.most(spec.first))
+    divided = tiles.within(step, room, training=training)
+    compile_ahead(kernels, divided, spec.layouts, spec.optimizer, placement, training=training)
+    return divided
+
+
+class _Fitting:
+    """Fits a run to its device in different ways."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        kernels: KernelCache,
+        device_bytes: int | None,
+        placement: Placement,
+        to_host: Callable[[RunSpec], RunSpec | None],
+    ):
+        """See `fit_to_machine`."""
+        self._spec, self._kernels = spec, kernels
+        self._device_bytes, self._placement = device_bytes, placement
+        self._to_host = to_host
+        self.tiles = TileFinder(kernels, placement)
+        self._budgets: dict[int, tuple[int | None, Schedule]] = {}
+        self._on_host: dict[int, RunSpec | None] = {}
+
+    def whole(self) -> RunSpec:
+        """The run without tiles."""
+        return self._fitted(None, estimated=not self._placement.devices)
+
+    def within(self, room: float) -> RunSpec:
+        """The run with functions in the fewest tiles that need at most `room` estimated bytes."""
+        return self._fitted(room, estimated=not self._placement.devices)
+
+    def faster(self, fitted: RunSpec) -> RunSpec:
+        """The run with smaller tiles, if the memory that they free saves time."""
+        trials = [
+            (self._fitted(room, estimated=True), room)
+            for room in (share * _needed(fitted) for share in _SHARES)
+        ]
+        best = self._seconds(fitted)
+        # Of two equally fast choices, the larger tiles are taken.
+        for trial, room in trials:
+            if self._seconds(trial) < (1 - _WORTH) * best:
+                fitted = trial if not self._placement.devices else self.within(room)
+                best = self._seconds(fitted)
+        return fitted
+
+    def on_host(self, fitted: RunSpec) -> RunSpec | None:
+        """The run fitted to its host; None if it never fits."""
+        # Cached like budgets: runs with equal needs have the same schedule for any tiles, and so
+        # need the same host memory.
+        needed = _needed(fitted)
+        if needed not in self._on_host:
+            self._on_host[needed] = self._to_host(fitted)
+        found = self._on_host[needed]
+        return found and dataclasses.replace(
+            found,
+            temporary_estimated=fitted.temporary_estimated,
+            first=dataclasses.replace(found.first, stages=fitted.first.stages),
+        )
+
+    def with_its_functions(self, spec: RunSpec) -> RunSpec:
+        """The run with the functions that its new schedule needs, tiled to need no more memory."""
+        first = self.tiles.within(spec.first, _needed(spec))
+        needed = self._needs(first, not self._placement.devices)
+        return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
+
+    def _seconds(self, fitted: RunSpec) -> float:
+        """Seconds per step of the run fitted to its host; infinite if it never fits."""
+        found = self.on_host(fitted)
+        return math.inf if found is None else found.first.schedule.seconds
+
+    def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
+        """The run with functions of at most `room` estimated bytes, and the budget they leave."""
+
+        def divided(spec: RunSpec) -> RunSpec:
+            if room is None:
+                return spec
+            return dataclasses.replace(spec, first=self.tiles.within(spec.first, room))
+
+        def with_budget(spec: RunSpec, needed: int) -> RunSpec:
+            return self._with_budget(spec, needed, estimated=estimated)
+
+        fitted = divided(self._spec)
+        needed, known = self._needs(fitted.first, estimated), [fitted.first.schedule]
+        fitted = with_budget(fitted, needed)
+        # Saving residuals needs new functions. With a smaller budget, fewer stages save residuals,
+        # by functions that are known already, or leaner ones.
+        while not any(_has_functions_of(schedule, fitted.first.schedule) for schedule in known):
+            known.append(fitted.first.schedule)
+            fitted = divided(fitted)
+            more = self._needs(fitted.first, estimated)
+            if more <= needed:
+                break
+            needed = more
+            fitted = with_budget(fitted, needed)
+        return divided(fitted)
+
+    def _with_budget(self, spec: RunSpec, needed: int, *, estimated: bool) -> RunSpec:
+        """The run with the budget that functions of `needed` bytes leave."""
+        # Tiles don't change the workload, so equal needs leave the same budget and schedule; cached
+        # because finding the schedule is slow.
+        if needed not in self._budgets:
+            found = with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
+            self._budgets[needed] = found.budget_bytes, found.first.schedule
+        budget, schedule = self._budgets[needed]
+        return dataclasses.replace(
+            spec,
+            budget_bytes=budget,
+            temporary_bytes=needed,
+            temporary_estimated=estimated,
+            first=dataclasses.replace(spec.first, schedule=schedule),
+        )
+
+    def _needs(self, step: BoundStep, estimated: bool) -> int:
+        ahead = estimate_ahead if estimated else compile_ahead
+        what = self._spec.layouts, self._spec.optimizer, self._placement
+        needed = ahead(self._kernels, step, *what)
+        # Each process compiles separately, but all have to follow the same schedule.
+        return max(self._placement.processes.gather("compiling", needed))
+
+
+def fits_device(spec: RunSpec, device_bytes: int) -> bool:
+    """Whether a fitted run's schedule, values and functions fit into the free device memory."""
+    return _needed(spec) <= _room(spec, device_bytes)
+
+
+def _needed(spec: RunSpec) -> int:
+    assert spec.temporary_bytes is not None
+    return spec.temporary_bytes
+
+
+def _room(spec: RunSpec, device_bytes: int) -> int:
+    """Device bytes that functions may take beside the schedule's peak and uncounted values."""
+    return device_bytes - other_bytes(spec.first) - spec.first.schedule.peak_bytes
+
+
+def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
+    """Whether the functions for `schedule` also run `other`, a schedule of the same step."""
+    return not other.kept or (schedule.lean == other.lean and other.kept <= schedule.kept)
+
+
+def with_temporaries(
+    spec: RunSpec, temporary_bytes: int, device_bytes: int | None, *, estimated: bool
+) -> RunSpec:
+    """The same run with known memory of its functions, and the automatic budget they leave.
+
+    Args:
+        spec: The run.
+        temporary_bytes: Device bytes of the functions' temporaries.
+        device_bytes: Free device memory; None if unknown.
+        estimated: Whether `temporary_bytes` is an estimate.
+    """
+    known = dataclasses.replace(
+        spec, temporary_bytes=temporary_bytes, temporary_estimated=estimated
+    )
+    if spec.options.device_budget is not None or device_bytes is None:
+        return known
+    taken = other_bytes(spec.first) + temporary_bytes
+    left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
+    # At least the minimum, even if less is left: then a plan shows the excess, and training is
+    # refused.
+    budget = max(left, spec.first.schedule.smallest_bytes)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
+    first = dataclasses.replace(spec.first, schedule=schedule)
+    return dataclasses.replace(known, budget_bytes=budget, first=first)
+
+
+def other_bytes(step: BoundStep) -> int:
+    """Bytes of the activations that live between stages and that the schedule doesn't count."""
+    others = step.kept - step.workload.activations.keys()
+    # Outputs and the prologue's values exist for the whole step; remaining values exist for one
+    # wave.
+    whole = {*step.program.outputs, *step.program.prologue_values}
+    times = {i: step.microbatches if i in whole else step.wave_microbatches for i in others}
+    times |= dict.fromkeys(others & step.kept_once, 1)
+    return sum(n * step.program.num_bytes(i, step.num_devices) for i, n in times.items())

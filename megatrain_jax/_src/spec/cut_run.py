@@ -1,0 +1,173 @@
+"""Cuts loss and optimizer by the same groups: parameters that are copied together."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.adapt.model_kinds import trainable_mask
+from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.options.precision import Precision
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.layers.stacks import Stack
+from megatrain_jax._src.program.loss.block_parts import in_parts
+from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
+from megatrain_jax._src.program.loss.shared import without_block
+from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
+from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
+from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
+from megatrain_jax._src.state.groups import Grouping, group_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A loss and an optimizer, cut by the same groups.
+
+    Attributes:
+        leaves: All leaves, in the store's order; a stacked parameter has one leaf per layer.
+        program: The loss as stages.
+        grouping: Groups of the leaves.
+        optimizer: The optimizer's update, cut by group.
+    """
+
+    leaves: tuple[Leaf, ...]
+    program: Program
+    grouping: Grouping
+    optimizer: OptimizerCut
+
+
+def cut_run(
+    adapted: AdaptedModel,
+    traced: TracedLoss,
+    optimizer: optax.GradientTransformation,
+    options: Options,
+    num_parts: int = 1,
+) -> Cut:
+    """Cuts loss and optimizer by the same groups.
+
+    Layers stacked in one array become separate leaves. If the loss indexes the stack by hand, they
+    stay in one array if the optimizer needs several of them together: Muon treats a stack of biases
+    as a matrix.
+
+    Args:
+        adapted: The model.
+        traced: The loss.
+        optimizer: The optimizer.
+        options: Options of the run.
+        num_parts: Number of parts that each block is cut into.
+
+    Raises:
+        ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
+    """
+    trained = trainable_mask(options.trainable, adapted.paths)
+    every, scanned = traced.stacks.stacks, traced.stacks.scanned
+    try:
+        return _cut(adapted, traced, optimizer, options, trained, every, num_parts)
+    except CoupledGroupsError as error:
+        # The second try cuts only the stacks of scans. If these are all stacks, it would fail too.
+        if every == scanned:
+            raise
+        reason = str(error)
+    found = _cut(adapted, traced, optimizer, options, trained, scanned, num_parts)
+    warning = f"layers in one array were left together: {reason}"
+    return dataclasses.replace(found, program=found.program.warning(warning))
+
+
+def _cut(
+    adapted: AdaptedModel,
+    traced: TracedLoss,
+    optimizer: optax.GradientTransformation,
+    options: Options,
+    trained: Sequence[bool],
+    stacks: Sequence[Stack],
+    num_parts: int,
+) -> Cut:
+    """Cuts with one leaf per layer of the given stacks."""
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+    if num_parts > 1:
+        leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
+    program = cut_loss(traced, leaves)
+    leaves = tuple(
+        without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
+    )
+    if warning := refuse_no_gradient(program, leaves):
+        program = program.warning(warning)
+    if options.microbatches != 1:
+        if reason := undivided_since(adapted, program):
+            raise ValueError(f"microbatches > 1 can't train this model: {reason}")
+    # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
+    # cut by groups, so it comes last.
+    grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
+    # A step is skipped as a whole, so all gradients must be known before any group is updated.
+    if options.on_nonfinite == "skip":
+        update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
+    return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
+
+
+def _cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    adapted: AdaptedModel,
+    leaves: Sequence[Leaf],
+    grouping: Grouping,
+    trained: Sequence[bool],
+    precision: Precision,
+) -> OptimizerCut:
+    """Cuts the update of trained parameters; Optax sees the rest masked, as with `optax.masked`."""
+    parameters = [p for p, trains in enumerate(trained) if trains]
+    number = {p: n for n, p in enumerate(parameters)}
+
+    # Optax skips masked nodes, so frozen parameters get no state and don't count in norms.
+    def params_tree(arrays: Sequence[Any]) -> Any:
+        return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
+
+    rows = [
+        (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
+    ]
+    shapes = [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters]
+    # Renumbered without frozen parameters, which the optimizer never sees.
+    of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
+    group_of, num_groups = [g for _, g in rows], len(grouping.names)
+
+    def key() -> Hashable:
+        tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
+        sizes = tuple((x.shape, x.dtype) for x in shapes)
+        return Same(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
+
+    def cut() -> OptimizerCut:
+        made = cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
+
+    # It doesn't depend on the batch, so plans for many batches share it.
+    return remembered("cut optimizer", key, cut)
+
+
+def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
+    """The reason why a batch can't be divided into microbatches; None if it can."""
+    names = [path_name(path) for path in adapted.variable_paths]
+    # If the prologue computes the new value of random state, `begin` passes it from microbatch to
+    # microbatch. A value from a stage comes too late for the next microbatch.
+    new = program.outputs[len(program.outputs) - len(names) :]
+    of_batch, _ = jx.split(program.state.of_batch, names)
+    if of_batch:
+        return (
+            f"its state {', '.join(of_batch[:6])} depends on the batch (statistics as of a batch "
+            "norm), and statistics of a part of a batch differ from those of the whole. Use "
+            "microbatches=1, or a normalisation without batch statistics."
+        )
+    pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
+    drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
+    if drawn:
+        return (
+            "random numbers are drawn from its state "
+            f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
+            "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
+        )
+    return None

@@ -1,0 +1,295 @@
+"""Fits a step to the host's memory: if it needs too much, more of it is recomputed.
+
+In addition to the state at rest, the host stores parts that wait between tasks: gradients of
+deferred updates, and parts that don't fit on the device. On long sequences these are the inputs of
+all stages, and the costliest residuals. There are two ways to save host memory. Without residuals,
+a stage's backward recomputes more. And if some forwards run again in the backward, only every
+second, third or further input is stored; see `schedule/order.py`. Dropping an input costs a whole
+block's forward, more than dropping residuals of its size. So as few blocks as possible run again,
+and the search for a schedule stores residuals of as many remaining blocks as fit.
+
+Example: 28 blocks with outputs of 3.8 GB each, 31 GB of state, and a host of 125 GB:
+
+    span    computed again    residuals wait    bytes that wait            total
+    1       none              28                29 x 3.8, residuals 108    249 GB
+    1       none              none              29 x 3.8                   141 GB
+    2       5 blocks          none              24 x 3.8                   122 GB: chosen
+    2       13 blocks         none              16 x 3.8                    92 GB
+
+All candidate blocks of a span run again only if fewer don't free enough. The last block never does,
+because its backward follows its forward at once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.schedule.passing import least_passing_bytes
+from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
+from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.rescheduled import spanning, workload_spanning
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.host_memory import resident_bytes
+from megatrain_jax._src.state.placement import Placement
+from megatrain_jax._src.state.pool_limit import beside_bytes
+
+_SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
+_MIB_BITS = 20
+# On a CPU, the C library allocates arrays. It returns freed arrays of at least this size to the
+# system, and keeps the memory of smaller ones: after some steps on arrays of 1 to 16 MiB, it held
+# 1.6 to 1.95 times their bytes.
+_RETURNED_BYTES = 2**25
+# The compiler's memory on a CPU: 120 MiB for a small model.
+_COMPILING = 2**28
+
+
+def fit_to_host(
+    spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
+) -> RunSpec | None:
+    """The run that fits in the host with the fewest stages computed again.
+
+    It has the fastest schedule with these stages. The run is unchanged if it fits already, or if
+    the host's memory is unknown.
+
+    Args:
+        spec: The run, fitted to its device.
+        num_processes: Number of processes that share the run.
+        processes_per_host: Number of processes on each host.
+
+    Returns:
+        The run; None if it never fits.
+    """
+    own = spec.first.num_devices // num_processes
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    usable = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
+    if usable is None:
+        return spec
+
+    def fits(peak: int) -> bool:
+        return pool.process_bytes(peak, spec.largest_slab_bytes, total, own) <= usable
+
+    most = most_that_fit(usable >> _MIB_BITS, lambda mib: fits(mib << _MIB_BITS)) << _MIB_BITS
+    room = most // own - state_bytes(spec.first) // spec.first.num_devices
+    spec = dataclasses.replace(spec, host_room=room)
+    if fits(peak_bytes(spec.first) // num_processes):
+        return spec
+
+    def may_fit(workload: Workload) -> bool:
+        lists = build_task_lists(workload)
+        limit = spec.budget_bytes
+        limit = least_bytes(lists, frozenset()) if limit is None else limit
+        passing = spec.first.num_devices * least_passing_bytes(lists, limit)
+        return fits((state_bytes(spec.first) + passing) // num_processes)
+
+    if room <= 0 or not _may_fit_any(spec, may_fit):
+        return None
+    for first in _computing_again(spec, may_fit):
+        if fits(peak_bytes(first) // num_processes):
+            return dataclasses.replace(spec, first=first)
+    return None
+
+
+def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
+    """Whether the host could suffice if no activation ever waited there."""
+    if spec.budget_bytes is None:
+        return True
+    nothing = {"activations": {}, "makes": (), "reads": ()}
+    return may_fit(dataclasses.replace(spec.first.workload, **nothing))
+
+
+def _machine_bytes(options: Options, num_devices: int) -> int | None:
+    """The memory of a host with `num_devices` of the run's devices; None if unknown."""
+    # The devices of a host share its memory.
+    return options.machine and options.machine.times(num_devices).assumed_host_bytes
+
+
+def agreed_host_budget(options: Options, placement: Placement) -> int | None:
+    """The host memory that each of a run's processes may take now.
+
+    Args:
+        options: The run's options; a host budget is an upper limit.
+        placement: The run's devices and processes.
+
+    Returns:
+        Bytes, the same in all processes; None if unknown.
+    """
+    processes = placement.processes
+    limits = [] if options.host_bytes is None else [options.host_bytes]
+    if (here := pool.available_process_bytes(processes.num_here)) is not None:
+        limits.append(here)
+    found = processes.gather("asking for available host memory", min(limits, default=None))
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def check_host(
+    spec: RunSpec,
+    num_processes: int,
+    processes_per_host: int,
+    temporary_bytes: int | None,
+) -> None:
+    """Refuses a run that needs more host memory than the process may take, before allocation.
+
+    Args:
+        spec: The run, fitted to its host as far as possible.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+        temporary_bytes: Bytes of a function's temporaries on a CPU, where all arrays are in the
+            host's memory; None on a GPU, where arrays at rest are in a pool of pinned memory.
+
+    Raises:
+        MemoryError: If the run needs more.
+    """
+    own = spec.first.num_devices // num_processes
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
+    peak = peak_bytes(spec.first) // num_processes
+    if temporary_bytes is None:
+        needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+        beside, fixed = "", beside_bytes(0)
+    else:
+        here = pool.available_process_bytes(processes_per_host)
+        most = min((limit for limit in (most, here) if limit is not None), default=None)
+        computing = own * (spec.first.schedule.peak_bytes + temporary_bytes)
+        arrays = round((peak + computing) * (1 + _small_share(spec)))
+        fixed = resident_bytes() + _COMPILING
+        needed = fixed + arrays
+        beside = f", {sized(computing)} for what is computed on, which a CPU has there, too"
+        peak += computing
+    if most is None or needed <= most:
+        return
+    state = peak_bytes(spec.first) // num_processes
+    raise MemoryError(
+        f"Training needs {sized(needed)} of host memory: {sized(state)} for state, what waits and "
+        f"what is on its way{beside}, {sized(needed - peak)} for the rest of the process. It may "
+        f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. "
+        f"{_advice(fixed, most)}"
+    )
+
+
+def _advice(fixed: int, most: int) -> str:
+    """Sentences on what to change where a process may take less than training needs.
+
+    Args:
+        fixed: Bytes that the process needs beside what it trains.
+        most: Bytes that the process may take.
+    """
+    allowed = "give this process or container more memory, end other programs"
+    if fixed >= most:
+        return (
+            "That is too little for the rest of the process alone, so a smaller model or fewer "
+            f"bytes per parameter would not help. Use a larger `host_budget`, {allowed}, or drop "
+            "earlier trainers."
+        )
+    return (
+        f"Use a larger `host_budget`, {allowed}, drop earlier trainers, cut a large batch by "
+        '`microbatches="auto"`, or store fewer bytes a parameter (Precision.compact(), an '
+        "optimizer with less state such as adafactor or lion)."
+    )
+
+
+def _small_share(spec: RunSpec) -> float:
+    """The fraction of the state in small arrays, since the C library keeps their memory."""
+    slabs = [slab for layout in spec.layouts for slab in layout.slabs]
+    small = sum(s.num_bytes for s in slabs if s.num_bytes // s.num_shards < _RETURNED_BYTES)
+    return small / sum(slab.num_bytes for slab in slabs)
+
+
+def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iterator[BoundStep]:
+    """The run's steps with more and more blocks computed again, starting with none.
+
+    Args:
+        spec: The run.
+        may_fit: A quick test whether any schedule of a workload could fit in the host; if not, the
+            slow search for a schedule is skipped.
+    """
+    inputs = sum(spec.first.workload.activations.values())
+    lacking = 0.0  # missing host bytes with nothing computed again
+    # Spans skip numbers, because each needs a search for a schedule, and beyond 8 one more frees
+    # almost nothing. The first one is always searched, because it gives the missing bytes.
+    for span in _SPANS:
+        # A span frees at most the inputs of all but one of its blocks.
+        if lacking > inputs * (1 - 1 / span):
+            continue
+        try:
+            if lacking > 0 and may_fit(workload_spanning(spec.first, span, lacking)):
+                yield spanning(spec.first, span, spec.budget_bytes, spec.host_room, lacking)
+            if lacking > 0 and not may_fit(workload_spanning(spec.first, span)):
+                continue
+            first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
+        # The blocks of a span need more device memory at once than the budget.
+        except BudgetError:
+            continue
+        yield first
+        lacking = lacking or first.schedule.passing_bytes - spec.host_room
+
+
+def on_same_host(
+    step: BoundStep,
+    spec: RunSpec,
+    num_processes: int,
+    processes_per_host: int,
+    *,
+    training: bool,
+) -> BoundStep:
+    """A step of a new batch shape, with as many stages computed again as it needs.
+
+    Args:
+        step: The step.
+        spec: The run, fitted to its host.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+        training: Whether it is a training step, not an evaluation.
+
+    Raises:
+        MemoryError: If the host never suffices.
+    """
+    if math.isinf(spec.host_room):
+        return step
+    if training:
+        asked = dataclasses.replace(spec, first=step)
+        if found := fit_to_host(asked, num_processes, processes_per_host):
+            return found.first
+        what, passing = "A step", step.schedule.passing_bytes
+        tried = ", and too much even if blocks are computed again"
+    else:
+        what, passing, tried = "An evaluation", step.schedule.evaluation_bytes, ""
+        if passing <= spec.host_room:
+            return step
+    own = step.num_devices // num_processes
+    state = state_bytes(step) // num_processes
+    raise MemoryError(
+        f"{what} on batches of this shape takes {sized(own * passing)} in host memory beside "
+        f"{sized(state)} of state{tried}, where a process can take "
+        f"{sized(state + int(own * spec.host_room))} in all. Nothing was computed. Use smaller or "
+        "shorter batches."
+    )
+
+
+def pool_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
+    """Pinned host memory that a process takes for its devices' shares.
+
+    Args:
+        spec: The run.
+        num_processes: Number of processes that share the run.
+        total: The host's memory; None if unknown.
+    """
+    own, peak = spec.first.num_devices // num_processes, peak_bytes(spec.first) // num_processes
+    return pool.pool_bytes(peak, spec.largest_slab_bytes, total, own)
+
+
+def peak_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' state, waiting parts, and arrays in flight."""
+    return state_bytes(step) + step.num_devices * step.schedule.passing_bytes
+
+
+def state_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' masters and optimizer state."""
+    state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
+    return step.num_devices * state

@@ -1,0 +1,85 @@
+"""Steps with another schedule: in spans that are computed again, or in waves.
+
+The bound stages of a step stay as they are; its workload changes, and with it the schedule.
+"""
+
+import dataclasses
+import math
+
+from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
+from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.spec.activations import computed_again, last_read_by_task
+from megatrain_jax._src.spec.bound_step import BoundStep
+
+
+def spanning(
+    step: BoundStep,
+    span: int,
+    device_budget: int | None,
+    host_room: float,
+    num_bytes: float = math.inf,
+) -> BoundStep:
+    """A training step for a host that can't hold all residuals or all blocks' activations.
+
+    Args:
+        step: The step.
+        span: Of each `span` blocks, all but one run their forward again before their backward.
+        device_budget: See `bind_step`.
+        host_room: See `bind_step`.
+        num_bytes: Bytes of activations to save; see `computed_again`.
+    """
+    workload = workload_spanning(step, span, num_bytes)
+    lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
+    return _rescheduled(step, workload, lean, device_budget, host_room)
+
+
+def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
+    """A training step in a different number of waves.
+
+    Args:
+        step: The step.
+        waves: Number of waves, a divisor of the microbatches.
+        device_budget: See `bind_step`.
+    """
+    workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
+    return _rescheduled(step, workload, lean, device_budget, math.inf)
+
+
+def _rescheduled(
+    step: BoundStep,
+    workload: Workload,
+    lean: Workload | None,
+    device_budget: int | None,
+    host_room: float,
+) -> BoundStep:
+    """A training step with a new schedule for a new workload."""
+    schedule = find_schedule(workload, device_budget, lean, host_room)
+    stages = [bound.stage for bound in step.stages]
+    # Cold and steady steps have the same tasks, except for updates.
+    last_read = last_read_by_task(schedule.cold, stages, step.program)
+    return dataclasses.replace(
+        step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
+    )
+
+
+def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
+    """Returns the workload of `spanning` without a search for its schedule."""
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span, num_bytes)
+    return dataclasses.replace(step.workload, again=again)
+
+
+def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
+    """A step with the instructions of all waves; a searched schedule may omit some.
+
+    Args:
+        step: The step.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if not step.schedule.left_out:
+        return step
+    schedule = whole_schedule(step.scheduled, step.schedule)
+    stages = [bound.stage for bound in step.stages]
+    instructions = schedule.cold if training else schedule.evaluation
+    last_read = last_read_by_task(instructions, stages, step.program)
+    return dataclasses.replace(step, schedule=schedule, last_read=last_read)

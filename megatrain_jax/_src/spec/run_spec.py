@@ -1,0 +1,390 @@
+"""A run without arrays: model and optimizer are cut, laid out and scheduled.
+
+It is built from shapes alone, so a plan of a 120B model takes seconds on a laptop. The trainer
+starts from the same object.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.batch_checks import naming_first_batch
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.options.precision import Precision, Rounding
+from megatrain_jax._src.program.fingerprint import fingerprint
+from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
+from megatrain_jax._src.spec.codecs import (
+    check_paths,
+    held_dtype,
+    master_codecs,
+    state_codecs,
+)
+from megatrain_jax._src.spec.cut_run import Cut, cut_run
+from megatrain_jax._src.state.cards import H200
+from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
+from megatrain_jax._src.state.hardware import Hardware
+
+# Numbers of parts per block, tried in this order if a whole block doesn't fit.
+_PARTS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """A run without arrays: model and optimizer are cut, laid out and scheduled.
+
+    Attributes:
+        adapted: The model without its arrays.
+        loss_fn: The user's loss function.
+        options: Options of the run.
+        traced: The loss as traced for the first batch shape.
+        budget_bytes: Maximum bytes on the device of state and values between stages; None for the
+            minimum.
+        temporary_bytes: Device bytes of compiled functions' temporaries; None until known.
+        temporary_estimated: Whether `temporary_bytes` is an estimate, without compilation.
+        room_bytes: Device bytes that functions of later batch shapes may use for temporaries; None
+            if the device's memory is unknown.
+        host_room: Host bytes per device that are available in addition to the state at rest;
+            infinite if unknown.
+        fits_host: Whether the run's steps fit in the host's memory.
+        leaves: All leaves of the model, in the store's order.
+        grouping: Groups of the leaves.
+        layouts: Layout of each group.
+        optimizer: The optimizer, cut by group.
+        first: The training step for the first batch shape.
+        num_parts: Number of parts that each block is cut into.
+        finer: Makes the same run with blocks cut into more parts; None if there is no more.
+    """
+
+    adapted: AdaptedModel
+    loss_fn: Callable[..., Any]
+    options: Options
+    traced: TracedLoss
+    budget_bytes: int | None
+    temporary_bytes: int | None = None
+    temporary_estimated: bool = False
+    room_bytes: int | None = None
+    host_room: float = math.inf
+    fits_host: bool = True
+    leaves: tuple[Leaf, ...]
+    grouping: Grouping
+    layouts: tuple[GroupLayout, ...]
+    optimizer: OptimizerCut
+    first: BoundStep
+    num_parts: int = 1
+    finer: "Callable[[], RunSpec] | None" = dataclasses.field(default=None, compare=False)
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of masters and of compute."""
+        return self.options.dtypes
+
+    @property
+    def microbatches(self) -> int:
+        """Number of parts that a training batch is split into."""
+        return self.first.microbatches
+
+    @property
+    def waves(self) -> int:
+        """Number of parts of the microbatches that go through the stages one after another."""
+        return self.first.waves
+
+    @property
+    def largest_slab_bytes(self) -> int:
+        """Bytes of the largest array of the store per device."""
+        slabs = (slab for layout in self.layouts for slab in layout.slabs)
+        return max(slab.num_bytes // slab.num_shards for slab in slabs)
+
+    def bound_step(
+        self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
+    ) -> BoundStep:
+        """Traces, cuts and schedules a step for a new batch shape, or an evaluation.
+
+        Args:
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+            train: Whether it is a training step; an evaluation has no backward.
+            loss_fn: The loss; None for the run's own.
+        """
+        loss_fn = loss_fn or self.loss_fn
+        microbatches, waves = self.microbatches, self.waves
+        # Training batches must be divisible by the microbatches; evaluation batches need not.
+        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
+            microbatches = waves = 1
+        # The store has the run's own leaves and groups, so they are used even if this loss would
+        # suggest different ones.
+        traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
+        cut = Cut(
+            leaves=self.leaves,
+            program=cut_loss(traced, self.leaves),
+            grouping=self.grouping,
+            optimizer=self.optimizer,
+        )
+
+        def bound(waves: int) -> BoundStep:
+            return _bind(
+                (batch_key(batch), train, loss_fn),
+                traced,
+                cut,
+                self.layouts,
+                microbatches=microbatches,
+                num_devices=self.options.num_devices,
+                device_budget=self.budget_bytes,
+                hardware=_scheduled_for(self.options),
+                host_room=self.host_room,
+                waves=waves,
+                narrow_sums=_rounding_of_sums(self.precision),
+                training=train,
+            )
+
+        # An evaluation fetches all weights once if the device and the host have room for the
+        # activations of all microbatches.
+        if not train and waves > 1:
+            with contextlib.suppress(BudgetError):
+                step = bound(1)
+                # Without a budget, it must not take more of the device than training does.
+                room = self.budget_bytes or self.first.schedule.peak_bytes
+                fits = step.schedule.peak_bytes <= room
+                if fits and step.schedule.evaluation_bytes <= self.host_room:
+                    return step
+        try:
+            return bound(waves)
+        except BudgetError as error:
+            raise self._refused(error.smallest, train) from None
+
+    def _refused(self, smallest: int, train: bool) -> Exception:
+        """The error for a step of a new batch shape that exceeds the budget."""
+        what = "A step" if train else "An evaluation"
+        takes = f"on batches of this shape takes {smallest} bytes ({sized(smallest)}) of the device"
+        if self.options.device_budget is not None:
+            return ValueError(
+                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least. "
+                "Pass at least that much, or None for what the device has left, or use smaller or "
+                "shorter batches"
+            )
+        return MemoryError(
+            f"{what} {takes} for state and activations at least, where the first batch has left "
+            f"{sized(self.budget_bytes or 0)}. Nothing was computed. Use smaller or shorter "
+            "batches, or begin with the largest: a run is fitted to its first batch."
+        )
+
+
+def make_run_spec(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    options: Options,
+) -> RunSpec:
+    """Cuts model and optimizer and lays everything out, on shapes alone.
+
+    Args:
+        adapted: The model.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: See `Trainer`.
+        options: Options of the run. An automatic budget is the minimum here, because free memory
+            is known only after compilation; see `fit_to_machine`.
+
+    Raises:
+        ValueError: If model, loss, optimizer, batch and options don't fit together.
+        BudgetError: If the device budget is too small, however blocks are cut.
+    """
+    return _finest_needed(adapted, loss_fn, optimizer, sample_batch, options, _PARTS)
+
+
+def _finest_needed(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    options: Options,
+    parts: Sequence[int],
+) -> RunSpec:
+    """The run with blocks in as few parts as the budget allows, from these numbers of parts."""
+    arguments = adapted, loss_fn, optimizer, sample_batch, options
+    least: list[BudgetError] = []
+    for at, num_parts in enumerate(parts):
+        try:
+            spec = _make(*arguments, num_parts)
+        except BudgetError as error:
+            least.append(error)
+            continue
+        left = parts[at + 1 :]
+        finer = functools.partial(_finest_needed, *arguments, left) if left else None
+        return dataclasses.replace(spec, finer=finer)
+    raise min(least, key=lambda error: error.smallest)
+
+
+def _make(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    options: Options,
+    num_parts: int,
+) -> RunSpec:
+    """The run with each block in `num_parts` parts; see `make_run_spec`."""
+    microbatches = options.microbatches
+    assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
+    # The only string is "least".
+    budget = None if isinstance(options.device_budget, str) else options.device_budget
+
+    def key() -> Hashable:
+        # Only these options affect the cut; storage in the host is laid out later.
+        objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
+        dtypes = str(options.dtypes.compute), str(options.dtypes.update)
+        numbers = microbatches, options.num_devices, options.on_nonfinite
+        return *map(Same, objects), *dtypes, *numbers, num_parts
+
+    def anew() -> tuple[TracedLoss, Cut]:
+        with naming_first_batch(sample_batch, microbatches):
+            traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
+        return traced, cut_run(adapted, traced, optimizer, options, num_parts)
+
+    traced, cut = remembered("cut", key, anew)
+    layouts = _layouts(cut, options)
+    first = _bind(
+        (batch_key(sample_batch), True, loss_fn),
+        traced,
+        cut,
+        layouts,
+        microbatches=microbatches,
+        num_devices=options.num_devices,
+        device_budget=budget,
+        hardware=_scheduled_for(options),
+        waves=options.waves or 1,
+        narrow_sums=_rounding_of_sums(options.dtypes),
+        training=True,
+    )
+    return RunSpec(
+        adapted=adapted,
+        loss_fn=loss_fn,
+        options=options,
+        traced=traced,
+        budget_bytes=budget,
+        leaves=cut.leaves,
+        grouping=cut.grouping,
+        layouts=layouts,
+        optimizer=cut.optimizer,
+        first=first,
+        num_parts=num_parts,
+    )
+
+
+def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
+    """The dtype of each parameter's master; None if the run asks for a dtype that may round."""
+    precision = spec.precision
+    found: dict[int, DTypeLike | None] = {}
+    for leaf in spec.leaves:
+        dtype = held_dtype(precision, leaf)
+        by_default = leaf.is_trainable or precision.frozen is None
+        found[leaf.parameter] = dtype if by_default and dtype == precision.update else None
+    return [found[p] for p in range(len(spec.adapted.paths))]
+
+
+def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
+    """Facts that identify a run, by the user's names."""
+    adapted, options = spec.adapted, spec.options
+    return {
+        "the model's parameters": (adapted.paths, adapted.shapes),
+        "the model's variables": (adapted.variable_paths, adapted.variable_shapes),
+        "the optimizer": fingerprint(spec.optimizer.traced),
+        "the shapes of a batch": batch_key(sample_batch),
+        "`microbatches`": options.microbatches,
+        "`waves`": spec.waves,
+        "`precision`": options.precision,
+        "`device_budget`": options.device_budget,
+        "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),
+        "`seed`": options.seed,
+        "`trainable`": spec.grouping.frozen,
+        "the stages of the loss": [len(s.jaxpr.eqns) for s in spec.first.program.stages],
+    }
+
+
+def batch_key(batch: Any) -> Hashable:
+    """The key of a batch shape: the structure, shapes and dtypes that a step is compiled for."""
+    leaves, treedef = jax.tree.flatten(batch)
+    # JAX's own dtypes: without x64, an int64 array from NumPy becomes int32.
+    return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
+
+
+def _rounding_of_sums(precision: Precision) -> Rounding | None:
+    return None if precision.sums == jnp.dtype("float32") else precision.rounding
+
+
+def _scheduled_for(options: Options) -> Hardware:
+    return options.machine or H200  # some machine has to be assumed to order a step
+
+
+def _trace(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    options: Options,
+    batch: Any,
+    microbatches: int,
+    train: bool,
+) -> TracedLoss:
+    """Traces the loss of one microbatch."""
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (x.shape[0] // microbatches, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        ),
+        batch,
+    )
+    # In the compute dtype: stages cast the leaves that they read, so no equation casts parameters.
+    compute = [jax.ShapeDtypeStruct(s.shape, options.dtypes.compute) for s in adapted.shapes]
+
+    def loss(parameters, variables, batch, rng):
+        return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
+
+    return trace_loss(loss, compute, adapted.variable_shapes, part, options.num_devices)
+
+
+def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
+    """The layout of each group's masters and optimizer state in slabs."""
+    precision = options.dtypes
+    check_paths(precision, cut.leaves, cut.optimizer)
+    found = []
+    for g, rows in enumerate(cut.grouping.leaves):
+        dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])
+        found.append(
+            layout_group(
+                cut.leaves,
+                rows,
+                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in cut.optimizer.state[g]],
+                dtype,
+                options.num_devices,
+                codecs,
+                state_codecs(precision, cut.optimizer, g, len(rows)),
+            )
+        )
+    return tuple(found)
+
+
+def _bind(
+    key: Hashable, traced: TracedLoss, cut: Cut, layouts: Sequence[GroupLayout], **options: Any
+) -> BoundStep:
+    return bind_step(
+        key,
+        cut.program,
+        cut.grouping,
+        layouts,
+        metrics=traced.metrics,
+        deferred=cut.optimizer.deferred,
+        reduce_reads=cut.optimizer.reduce_reads,
+        **options,
+    )

@@ -1,0 +1,124 @@
+"""The kernels of a step, and their compilation before the first step."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.kernels import stage_kernels as stages
+from megatrain_jax._src.kernels import steps, updates
+from megatrain_jax._src.kernels.attention_in_heads import with_narrow_attention
+from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.tiled_stages import in_tiles
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.program.wide_attention import are_wide
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.placement import Placement
+
+
+def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
+    """The kernel of a step's begin."""
+    num_metrics = len(step.metrics)
+    return steps.begin(step.key, step.program, step.microbatches, num_metrics, placement)
+
+
+def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> Kernel:
+    """The kernel of a stage's FORWARD or BACKWARD in a step."""
+    bound, program = step.keeping[number], step.program
+    keeps = number in step.schedule.kept
+    if op is Op.FORWARD:
+        make = stages.forward_keeping if keeps else stages.forward
+        kernel = make(bound, program, placement)
+    else:
+        make = stages.backward_of_kept if keeps else stages.backward
+        kernel = make(bound, program, placement, step.wave_microbatches)
+        if step.narrow_sums:  # sums are in fp32 while the backward adds to them
+            layouts = (step.stages[number].binding.layouts[i] for i in _adding(bound))
+            wide = sum(layout.gradient_aval("float32").size for layout in layouts)
+            beside = kernel.beside_bytes + 4 * wide // placement.num_devices
+            kernel = dataclasses.replace(kernel, beside_bytes=beside)
+    if are_wide(bound.stage.attention_shapes, placement.num_devices):
+        kernel = with_narrow_attention(kernel, placement.num_devices)
+    # By name, because kernels with and without residuals may have different tiles.
+    tiling = bound.tiles.get(kernel.name)
+    return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
+
+
+def _adding(bound: BoundStage) -> list[int]:
+    """The positions of a stage's slabs with existing gradients that its backward adds to."""
+    assert bound.mode is not None
+    return [i for i, adds in enumerate(bound.mode.accumulate) if adds]
+
+
+def group_kernel(
+    op: Op,
+    group: int,
+    cut: OptimizerCut,
+    layouts: Sequence[GroupLayout],
+    gradient: DTypeLike,
+    placement: Placement,
+) -> Kernel:
+    """The kernel of a group's REDUCE or UPDATE, for a gradient of this dtype."""
+    make = updates.reduce if op is Op.REDUCE else updates.update
+    return make(cut, layouts[group], group, gradient, placement)
+
+
+def step_kernels(
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+    *,
+    training: bool = True,
+) -> Iterator[Kernel]:
+    """The kernels of all stages and groups, in order; small kernels are not included."""
+    lists = step.schedule
+    # Together, the cold list and the flush have all computations of a steady step.
+    instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
+    for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
+        if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
+            yield stage_kernel(step, op, stage, placement)
+        elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
+            gradient = step.gradient_dtypes[group]
+            yield group_kernel(op, group, cut, layouts, gradient, placement)
+
+
+def compile_ahead(
+    cache: KernelCache,
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+    *,
+    training: bool = True,
+) -> int:
+    """Compiles a step's functions, and returns the memory they need beside state and activations.
+
+    Args:
+        cache: Cache that receives the compiled functions.
+        step: The step.
+        layouts: Layouts of the groups.
+        cut: The optimizer.
+        placement: Placement of the arrays that the kernels take.
+        training: Whether it is a training step, not an evaluation.
+
+    Returns:
+        Bytes on the device: the maximum of a function's temporaries plus, for a backward, its
+        cotangents.
+    """
+    return cache.compile(step_kernels(step, layouts, cut, placement, training=training))
+
+
+def estimate_ahead(
+    cache: KernelCache,
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+) -> int:
+    """Estimates the result of `compile_ahead` from shapes alone, for an absent device."""
+    return cache.estimate(step_kernels(step, layouts, cut, placement))

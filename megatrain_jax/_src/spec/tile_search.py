@@ -1,0 +1,114 @@
+"""Finds the tiles of a step's stages: for each kernel, the fewest that fit in memory.
+
+The memory of a kernel is estimated from its equations, undivided and for each number of tiles.
+
+Example: 16 GiB for temporaries, and the backward of a block with 524,288 tokens:
+
+    tiles      undivided     2       4       8
+    estimate    97 GiB      55      29      15 GiB: chosen
+
+The block's forward, which needs 12 GiB, stays undivided.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.tiled_stages import Divisible, Tiling
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.step_kernels import stage_kernel
+from megatrain_jax._src.state.placement import Placement
+
+# Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
+_MOST_TILES = 64
+# If nothing fits, more tiles have to reduce the need to less than this fraction.
+_WORTH = 0.8
+
+
+class TileFinder:
+    """Finds tiles for the steps of one run, and remembers the estimates."""
+
+    def __init__(self, cache: KernelCache, placement: Placement):
+        """Finds tiles for kernels of a placement.
+
+        Args:
+            cache: Cache that estimates kernels; it keeps no functions of tiled kernels.
+            placement: Placement of the run.
+        """
+        self._cache, self._placement = cache, placement
+        self._divisible: dict[Hashable, Divisible] = {}
+        self._divided: dict[Hashable, tuple[Tiling, int] | None] = {}
+
+    def most(self, step: BoundStep) -> int:
+        """The maximum estimated bytes of a stage's function, in its current tiles."""
+        needs = []
+        for number, kernel in self._kernels(step):
+            tiling = step.stages[number].tiles.get(kernel.name)
+            divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
+            needs.append(divided[1] if divided else self._cache.estimate([kernel]))
+        return max(needs)
+
+    def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
+        """The same step with its stages in the fewest tiles that fit.
+
+        Args:
+            step: The step; its stages may be tiled already.
+            room: Maximum bytes of a kernel's temporaries. A kernel that fits in no number of tiles
+                gets the number that needs the fewest bytes.
+            training: Whether it is a training step, not an evaluation.
+        """
+        # Kernels that this schedule doesn't run keep their tiles, because a later one may run them.
+        stages = list(step.stages)
+        for number, kernel in self._kernels(step, training):
+            tiles = {k: v for k, v in stages[number].tiles.items() if k != kernel.name}
+            if found := self._fewest(kernel, room):
+                tiles[kernel.name] = found
+            stages[number] = dataclasses.replace(stages[number], tiles=tiles)
+        return dataclasses.replace(step, stages=tuple(stages))
+
+    def _kernels(self, step: BoundStep, training: bool = True) -> Iterator[tuple[int, Kernel]]:
+        """The undivided kernels of the stages that a step runs, with the stages' numbers."""
+        # `stage_kernel` applies a stage's tiles, so they are removed first.
+        bare = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
+        whole, schedule = dataclasses.replace(step, stages=tuple(bare)), step.schedule
+        instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
+        # Together, these lists have every forward and backward.
+        for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
+            if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
+                yield number, stage_kernel(whole, op, number, self._placement)
+
+    def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
+        """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
+        least, best = self._cache.estimate([kernel]), None
+        if least <= room:
+            return None
+        counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
+        for count in counts:
+            found = self._in_tiles(kernel, count)
+            # The first number that fits is chosen; before that, a number is an improvement only if
+            # it needs far less than the best so far.
+            if found is not None and (found[1] <= room or found[1] < _WORTH * least):
+                best, least = found
+                if least <= room:
+                    break
+            # More tiles never need more memory. So the need in the most tiles, mainly of undivided
+            # parts, tells whether the numbers between are worth estimating.
+            smallest = self._in_tiles(kernel, counts[-1])
+            if smallest is not None and smallest[1] > room and smallest[1] >= _WORTH * least:
+                break
+        return best
+
+    def _of(self, kernel: Kernel) -> Divisible:
+        like = kernel.name, kernel.key
+        if like not in self._divisible:
+            self._divisible[like] = Divisible(kernel)
+        return self._divisible[like]
+
+    def _in_tiles(self, kernel: Kernel, count: int) -> tuple[Tiling, int] | None:
+        like = kernel.name, kernel.key, count
+        if like not in self._divided:
+            found = self._of(kernel).into(count)
+            self._divided[like] = found and (found[1], self._cache.estimate_trial(found[0]))
+        return self._divided[like]
