@@ -4,10 +4,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, known_model
+from megatrain_jax._src.cli.catalogue import known_model, known_models
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
-
-_NAMES = ", ".join(KNOWN_MODELS)
 
 
 def config_values(model: str) -> dict[str, Any]:
@@ -28,9 +26,10 @@ def config_values(model: str) -> dict[str, Any]:
             raise FileNotFoundError(f"there is no config.json in {path}")
         return read_json(file)
     if (known := known_model(model)) is None:
-        near = get_close_matches(model, KNOWN_MODELS, n=3)
-        hint = f"did you mean {' or '.join(near)}" if near else f"known are {_NAMES}"
+        near = get_close_matches(model, known_models(), n=3)
+        known_names = ", ".join(known_models())
+        hint = f"did you mean {' or '.join(near)}" if near else f"known are {known_names}"
         raise FileNotFoundError(
             f"`model` = {model!r} is no folder, no file and no known name; {hint}"
         )
-    return known.config()
+    return dict(known.config)
