@@ -27,9 +27,9 @@ from megatrain_jax._src.cli.largest import (
     shallow,
 )
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
-from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.common.remembering import remembering
 from published import num_parameters
 

@@ -1,5 +1,6 @@
-"""Sizes of popular open-weights models, from `catalogue.json`, so that a plan needs no checkpoint.
+"""The sizes of a model: from its `config.json`, or from `catalogue.json` for a known name.
 
+`catalogue.json` has popular open-weights models, so that a plan needs no checkpoint.
 Fields of a `config.json` that affect neither parameters nor a step's work, such as the base of
 rotary embeddings, are left out of the table. A test compares each published number of parameters
 with the model built from its sizes.
@@ -9,8 +10,11 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
 
 _FILE = Path(__file__).with_name("catalogue.json")
 _REQUIRED = frozenset(
@@ -58,3 +62,30 @@ def known_model(name: str) -> KnownModel | None:
     """
     short = name.rpartition("/")[2].lower()
     return {known.lower(): model for known, model in known_models().items()}.get(short)
+
+
+def config_values(model: str) -> dict[str, Any]:
+    """The fields of the `config.json` of a model.
+
+    Args:
+        model: A checkpoint's folder, its `config.json`, or a known name.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or name.
+        ValueError: If the file is damaged.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        # A configuration may have any name, for example if it was copied from elsewhere.
+        folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+        if (file := regular_file(folder, name)) is None:
+            raise FileNotFoundError(f"there is no config.json in {path}")
+        return read_json(file)
+    if (known := known_model(model)) is None:
+        near = get_close_matches(model, known_models(), n=3)
+        known_names = ", ".join(known_models())
+        hint = f"did you mean {' or '.join(near)}" if near else f"known are {known_names}"
+        raise FileNotFoundError(
+            f"`model` = {model!r} is no folder, no file and no known name; {hint}"
+        )
+    return dict(known.config)
