@@ -25,7 +25,7 @@ Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
+PrecisionGiven = Precision | Literal["compact", "two_bytes", "float32", "bfloat16"]
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
