@@ -110,7 +110,7 @@ def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
     """The others read public views, or test a part by itself."""
     parts = {"_engine", "_spec", "_steps", "_store", "_training"}
     found = set()
-    for path in Path(__file__).parent.glob("*.py"):
+    for path in Path(__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in parts:
                 found.add(path.name)

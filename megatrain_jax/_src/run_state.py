@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
@@ -15,16 +17,19 @@ from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
 from megatrain_jax._src.options.not_settable import not_settable
+from megatrain_jax._src.program.layers.index import Index, joined
+from megatrain_jax._src.program.optimizer.cut import assemble_state
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.runtime.by_hand import StepsByHand
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.training import Training
-from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.start import group_bar
 from megatrain_jax._src.state.processes import Processes
@@ -138,13 +143,13 @@ class RunState:
         parameter stacked over layers, which the store keeps layer by layer, is a copy.
         """
         self.flush()
-        return self._spec.adapted.params_tree(parameters(self._spec, self._store))
+        return self._spec.adapted.params_tree(_parameters(self._spec, self._store))
 
     @property
     def opt_state(self) -> Any:
         """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
         self.flush()
-        return optimizer_state(self._spec, self._store)
+        return _optimizer_state(self._spec, self._store)
 
     @property
     def model(self) -> Any:
@@ -154,7 +159,7 @@ class RunState:
         """
         self.flush()
         variables = self._store.on_host(self._store.variables)
-        return self._spec.adapted.rebuild(parameters(self._spec, self._store), variables)
+        return self._spec.adapted.rebuild(_parameters(self._spec, self._store), variables)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -319,3 +324,21 @@ class RunState:
             message = f"{path}: {training.partial}. Training goes on from there."
             warnings.warn(message, stacklevel=3)
         return facts, len(others)
+
+
+def _parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
+    """The parameters in the model's order; only parameters stacked over layers are copies."""
+    rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
+    views: dict[int, np.ndarray] = {}
+    for g, leaves in enumerate(spec.grouping.leaves):
+        views.update(zip(leaves, store.leaves(Key(Kind.MASTERS, g)), strict=True))
+    for i, leaf in enumerate(spec.leaves):
+        rows[leaf.parameter].append((leaf.index, views[i]))
+    shapes = (shape.shape for shape in spec.adapted.shapes)
+    return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
+
+
+def _optimizer_state(spec: RunSpec, store: Store) -> Any:
+    """Optax's state in Optax's own structure."""
+    groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
+    return assemble_state(spec.optimizer, groups, store.on_host(store.globals))
