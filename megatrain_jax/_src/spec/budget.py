@@ -63,8 +63,12 @@ def fit_to_machine(
             `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
             need no host memory.
     """
-    fitted = _fitted(spec, kernels, device_bytes, placement, to_host)
-    while device_bytes is not None and _least_in_all(fitted) > device_bytes:
+
+    def fitted(spec: RunSpec) -> RunSpec:
+        return _Fitting(spec, kernels, device_bytes, placement, to_host).to_machine()
+
+    found = fitted(spec)
+    while device_bytes is not None and _least_in_all(found) > device_bytes:
         if spec.finer is None:
             break
         try:
@@ -72,55 +76,13 @@ def fit_to_machine(
         except BudgetError:  # more parts pass more activations to each other
             break
         if _room(spec, device_bytes) > 0:  # otherwise compiling its functions is useless
-            finer = _fitted(spec, kernels, device_bytes, placement, to_host)
-            fitted = min(fitted, finer, key=_least_in_all)
-    return fitted
+            found = min(found, fitted(spec), key=_least_in_all)
+    return found
 
 
 def _least_in_all(spec: RunSpec) -> int:
     """The fewest device bytes for a fitted run's state, values and functions."""
     return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + _needed(spec)
-
-
-def _fitted(
-    spec: RunSpec,
-    kernels: KernelCache,
-    device_bytes: int | None,
-    placement: Placement,
-    to_host: Callable[[RunSpec], RunSpec | None],
-) -> RunSpec:
-    """The run fitted without cutting its blocks further; see `fit_to_machine`."""
-    fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
-    fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
-    # A run that never fits in the host is returned unchanged, to be refused.
-    found = fitting.on_host(fitted) or dataclasses.replace(fitted, fits_host=False)
-    if not _has_functions_of(fitted.first.schedule, found.first.schedule):
-        found = fitting.with_its_functions(found)
-    if device_bytes is None:
-        return found
-    left = _room(fitted, device_bytes)
-    return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
-
-
-def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec:
-    """The run fitted to its device; see `fit_to_machine`."""
-    room = _room(spec, device_bytes)
-    if room <= 0:  # refused in any case
-        return fitting.whole()
-    share = 1.0
-    # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded tiles
-    # cost little. But XLA takes minutes to compile a huge function undivided, because it times all
-    # ways to compute products that take a second each.
-    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= room else None
-    for _ in range(_MAX_TURNS):
-        if fitted is not None and _needed(fitted) <= room:
-            break
-        fitted = fitting.within(share * room)
-        share /= 2
-    assert fitted is not None
-    if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
-        fitted = fitting.faster(fitted)
-    return fitted
 
 
 def in_room(
@@ -149,7 +111,7 @@ def in_room(
 
 
 class _Fitting:
-    """Fits a run to its device in different ways."""
+    """Fits a run to its device and its host, without cutting its blocks further."""
 
     def __init__(
         self,
@@ -163,33 +125,58 @@ class _Fitting:
         self._spec, self._kernels = spec, kernels
         self._device_bytes, self._placement = device_bytes, placement
         self._to_host = to_host
-        self.tiles = TileFinder(kernels, placement)
+        self._tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
         self._on_host: dict[int, RunSpec | None] = {}
 
-    def whole(self) -> RunSpec:
-        """The run without tiles."""
-        return self._fitted(None, estimated=not self._placement.devices)
+    def to_machine(self) -> RunSpec:
+        """The run fitted to its device, then to its host."""
+        device_bytes = self._device_bytes
+        fitted = self._tiled(None) if device_bytes is None else self._to_device(device_bytes)
+        # A run that never fits in the host is returned unchanged, to be refused.
+        found = self._to_its_host(fitted) or dataclasses.replace(fitted, fits_host=False)
+        if not _has_functions_of(fitted.first.schedule, found.first.schedule):
+            found = self._with_its_functions(found)
+        if device_bytes is None:
+            return found
+        left = _room(fitted, device_bytes)
+        return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
 
-    def within(self, room: float) -> RunSpec:
-        """The run with functions in the fewest tiles that need at most `room` estimated bytes."""
-        return self._fitted(room, estimated=not self._placement.devices)
+    def _to_device(self, device_bytes: int) -> RunSpec:
+        """The run fitted to its device."""
+        spec, room = self._spec, _room(self._spec, device_bytes)
+        if room <= 0:  # refused in any case
+            return self._tiled(None)
+        share = 1.0
+        # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded
+        # tiles cost little. But XLA takes minutes to compile a huge function undivided, because it
+        # times all ways to compute products that take a second each.
+        fitted = self._tiled(None) if self._tiles.most(spec.first) <= room else None
+        for _ in range(_MAX_TURNS):
+            if fitted is not None and _needed(fitted) <= room:
+                break
+            fitted = self._tiled(share * room)
+            share /= 2
+        assert fitted is not None
+        if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
+            fitted = self._faster(fitted)
+        return fitted
 
-    def faster(self, fitted: RunSpec) -> RunSpec:
+    def _faster(self, fitted: RunSpec) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""
         trials = [
-            (self._fitted(room, estimated=True), room)
+            (self._tiled(room, estimated=True), room)
             for room in (share * _needed(fitted) for share in _SHARES)
         ]
         best = self._seconds(fitted)
         # Of two equally fast choices, the larger tiles are taken.
         for trial, room in trials:
             if self._seconds(trial) < (1 - _WORTH) * best:
-                fitted = trial if not self._placement.devices else self.within(room)
+                fitted = trial if not self._placement.devices else self._tiled(room)
                 best = self._seconds(fitted)
         return fitted
 
-    def on_host(self, fitted: RunSpec) -> RunSpec | None:
+    def _to_its_host(self, fitted: RunSpec) -> RunSpec | None:
         """The run fitted to its host; None if it never fits."""
         # Cached like budgets: runs with equal needs have the same schedule for any tiles, and so
         # need the same host memory.
@@ -203,24 +190,30 @@ class _Fitting:
             first=dataclasses.replace(found.first, stages=fitted.first.stages),
         )
 
-    def with_its_functions(self, spec: RunSpec) -> RunSpec:
+    def _with_its_functions(self, spec: RunSpec) -> RunSpec:
         """The run with the functions that its new schedule needs, tiled to need no more memory."""
-        first = self.tiles.within(spec.first, _needed(spec))
+        first = self._tiles.within(spec.first, _needed(spec))
         needed = self._needs(first, not self._placement.devices)
         return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
 
     def _seconds(self, fitted: RunSpec) -> float:
         """Seconds per step of the run fitted to its host; infinite if it never fits."""
-        found = self.on_host(fitted)
+        found = self._to_its_host(fitted)
         return math.inf if found is None else found.first.schedule.seconds
 
-    def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
-        """The run with functions of at most `room` estimated bytes, and the budget they leave."""
+    def _tiled(self, room: float | None, *, estimated: bool = False) -> RunSpec:
+        """The run with functions of at most `room` estimated bytes, and the budget they leave.
+
+        Args:
+            room: Bytes that choose the number of tiles; None for functions without tiles.
+            estimated: Whether to estimate functions even if they can be compiled.
+        """
+        estimated = estimated or not self._placement.devices
 
         def divided(spec: RunSpec) -> RunSpec:
             if room is None:
                 return spec
-            return dataclasses.replace(spec, first=self.tiles.within(spec.first, room))
+            return dataclasses.replace(spec, first=self._tiles.within(spec.first, room))
 
         def with_budget(spec: RunSpec, needed: int) -> RunSpec:
             return self._with_budget(spec, needed, estimated=estimated)
