@@ -4,7 +4,7 @@ Functions depend on the schedule, and the schedule depends on the budget, so the
 turns: functions for the minimum budget, then the budget that these leave, then the functions that
 the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
 room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
-as few as possible.
+as few as possible; if no number of parts fits, blocks stay whole.
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
@@ -67,22 +67,31 @@ def fit_to_machine(
     def fitted(spec: RunSpec) -> RunSpec:
         return _Fitting(spec, kernels, device_bytes, placement, to_host).to_machine()
 
-    found = fitted(spec)
-    while device_bytes is not None and _least_in_all(found) > device_bytes:
-        if spec.finer is None:
-            break
-        try:
-            spec = spec.finer()
-        except BudgetError:  # more parts pass more activations to each other
-            break
-        if _room(spec, device_bytes) > 0:  # otherwise compiling its functions is useless
-            found = min(found, fitted(spec), key=_least_in_all)
-    return found
+    whole = smallest = finer = fitted(spec)
+    if device_bytes is None or least_device_bytes(whole) <= device_bytes:
+        return whole
+    while (finer := _finer(finer)) is not None:
+        if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
+            finer = fitted(finer)
+            if least_device_bytes(finer) <= device_bytes:
+                return finer
+        smallest = min(smallest, finer, key=least_device_bytes)
+    # Parts that don't fit either would only pass more activations to each other.
+    return dataclasses.replace(whole, smallest=smallest)
 
 
-def _least_in_all(spec: RunSpec) -> int:
-    """The fewest device bytes for a fitted run's state, values and functions."""
-    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + _needed(spec)
+def _finer(spec: RunSpec) -> RunSpec | None:
+    """The run with blocks cut into more parts; None if it can't be cut further."""
+    try:
+        return spec.finer and spec.finer()
+    except BudgetError:  # more parts pass more activations to each other
+        return None
+
+
+def least_device_bytes(spec: RunSpec) -> int:
+    """The fewest device bytes for a run's state, values and, if it is fitted, functions."""
+    known = spec.temporary_bytes or 0
+    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + known
 
 
 def in_room(
