@@ -17,7 +17,7 @@ from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
-from megatrain_jax._src.options.not_settable import not_settable
+from megatrain_jax._src.options.wrong_names import not_settable
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.runtime.by_hand import StepsByHand

@@ -26,6 +26,7 @@ from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
@@ -36,6 +37,7 @@ from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import (
+    agreed_host_budget,
     check_host,
     fit_to_host,
     peak_bytes,
@@ -46,14 +48,38 @@ from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
-from megatrain_jax._src.state.placement import Placement, on_several, placed_on
+from megatrain_jax._src.state.placement import Placement, default_mesh, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
 _GIB = 2**30
+
+
+def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
+    """Completes a run's options with the mesh, the hardware and the host memory of this machine.
+
+    Returns:
+        The options, the placement on the devices of their mesh, and whether there is a GPU.
+
+    Raises:
+        ValueError: If this machine can't train on the mesh.
+    """
+    # Starts JAX's backend; settings that must precede this were made on import.
+    machine = this_machine()
+    mesh = run.mesh or default_mesh()
+    check_mesh(mesh)
+    placement = placed_on(mesh)
+    hardware = run.machine or machine
+    if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
+        hardware = replace(hardware, host_bytes=machine.host_bytes)
+    run = replace(run, hardware=hardware, mesh=mesh)
+    if machine is not None:
+        run = replace(run, host_budget=agreed_host_budget(run, placement))
+    return run, placement, machine is not None
 
 
 def with_parts(

@@ -1,13 +1,13 @@
 """`Trainer`: one run, which initialises its state, steps, evaluates, and returns the model."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, Never
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
@@ -20,11 +20,19 @@ from megatrain_jax._src.options.batch_checks import check_batch, check_like, oth
 from megatrain_jax._src.options.inputs import (
     check_data,
     check_loss,
-    check_mesh,
     check_order,
     check_parts,
 )
-from megatrain_jax._src.options.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.options.options import (
+    DeviceBudget,
+    HostBudget,
+    Microbatches,
+    OnNonfinite,
+    Options,
+    PrecisionGiven,
+    Trainable,
+)
+from megatrain_jax._src.options.wrong_names import refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
@@ -37,7 +45,7 @@ from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.budget import in_room
-from megatrain_jax._src.spec.host import agreed_host_budget, on_same_host
+from megatrain_jax._src.spec.host import on_same_host
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import (
     RunSpec,
@@ -46,15 +54,13 @@ from megatrain_jax._src.spec.run_spec import (
     exact_dtypes,
     make_run_spec,
 )
-from megatrain_jax._src.start import start, with_parts
-from megatrain_jax._src.state.cards import this_machine
-from megatrain_jax._src.state.placement import default_mesh, placed_on
+from megatrain_jax._src.start import on_this_machine, start, with_parts
+from megatrain_jax._src.state.hardware import Hardware
 
 
 class Trainer(RunState):
     """Trains one model whose parameters and optimizer state live in pinned host memory."""
 
-    @shows(Options)
     def __init__(
         self,
         model: Any,
@@ -64,7 +70,18 @@ class Trainer(RunState):
         *,
         params: Any = None,
         progress: bool = True,
-        **options: Unpack[RunArguments],
+        microbatches: Microbatches = 1,
+        waves: int | None = None,
+        precision: PrecisionGiven = "bfloat16",
+        device_budget: DeviceBudget = None,
+        host_budget: HostBudget = None,
+        trainable: Trainable = None,
+        on_nonfinite: OnNonfinite = "raise",
+        max_skipped: int = 10,
+        seed: int = 0,
+        hardware: Hardware | str | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        **unknown: Never,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -119,6 +136,7 @@ class Trainer(RunState):
                 `jax.sharding.Mesh` with any axes, with equally many devices of each process or only
                 of this one; None for all GPUs that JAX sees, or else its first device. The loss is
                 still over the whole batch; each process passes its part.
+            **unknown: Refused, with the name of the option that was meant.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -128,18 +146,21 @@ class Trainer(RunState):
             MemoryError: If host or device memory is too small.
         """
         began = time.perf_counter()
-        run = options_of(Trainer.__init__, Options, options)
-        # Starts JAX's backend; settings that must precede this were made on import.
-        machine = this_machine()
-        mesh = run.mesh or default_mesh()
-        check_mesh(mesh)
-        placement = placed_on(mesh)
-        hardware = run.machine or machine
-        if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
-            hardware = dataclasses.replace(hardware, host_bytes=machine.host_bytes)
-        run = dataclasses.replace(run, hardware=hardware, mesh=mesh)
-        if machine is not None:
-            run = dataclasses.replace(run, host_budget=agreed_host_budget(run, placement))
+        refuse_unknown(Trainer.__init__, unknown)
+        run = Options(
+            microbatches=microbatches,
+            waves=waves,
+            precision=precision,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            trainable=trainable,
+            on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
+            seed=seed,
+            hardware=hardware,
+            mesh=mesh,
+        )
+        run, placement, has_gpu = on_this_machine(run)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         order = "Trainer(model, loss_fn, optimizer, sample_batch)"
         check_order(order, optimizer, "sample_batch", sample_batch)
@@ -158,7 +179,7 @@ class Trainer(RunState):
             return make_run_spec(adapted, loss_fn, optimizer, sample, run)
 
         with leaving_garbage(), remembering():
-            spec = make(with_parts(run, make, sample, placement, has_gpu=machine is not None))
+            spec = make(with_parts(run, make, sample, placement, has_gpu=has_gpu))
         # Before anything large is made, so an error comes early.
         placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
         if placement.processes.is_first:
@@ -166,7 +187,6 @@ class Trainer(RunState):
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        has_gpu = machine is not None
         spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
         super().__init__(spec, engine, progress)
         self._startup = dict(seconds)
