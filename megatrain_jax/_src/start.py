@@ -20,17 +20,22 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh
 
+from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.report.run_warnings import warn_of
+from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
+from megatrain_jax._src.runtime.batch import joined_shapes
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
@@ -45,7 +50,7 @@ from megatrain_jax._src.spec.host import (
 )
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.spec.rescheduled import with_all_waves
-from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
 from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
@@ -82,12 +87,51 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     return run, placement, machine is not None
 
 
-def with_parts(
+def cut_here(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+    placement: Placement,
+    has_gpu: bool,
+) -> RunSpec:
+    """The run's spec, with numbers of microbatches and waves; on a GPU, they fit in its memory.
+
+    Args:
+        adapted: The model.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: See `Trainer`.
+        run: The options, completed by `on_this_machine`.
+        placement: The run's devices.
+        has_gpu: Whether this machine has a GPU.
+
+    Raises:
+        ValueError: If model, loss, optimizer, batch and options don't fit together, or the
+            processes don't agree on them.
+    """
+    adapted.check_batch(sample_batch)
+    processes = placement.processes
+    sample = joined_shapes(sample_batch, processes.count)
+
+    def make(run: Options) -> RunSpec:
+        return make_run_spec(adapted, loss_fn, optimizer, sample, run)
+
+    with leaving_garbage(), remembering():
+        spec = make(_with_parts(run, make, sample, placement, has_gpu))
+    # Before anything large is made, so an error comes early.
+    processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
+    if processes.is_first:
+        warn_of(find_warnings(spec))
+    return spec
+
+
+def _with_parts(
     run: Options,
     make: Callable[[Options], RunSpec],
     sample: Any,
     placement: Placement,
-    *,
     has_gpu: bool,
 ) -> Options:
     """Completes a run's options with the numbers of microbatches and waves.
