@@ -138,7 +138,8 @@ def precision_of(name: str, value: Any) -> Precision:
     """Returns the argument for a precision as a record, also where it is a name.
 
     "compact" and "two_bytes" are `Precision.compact()` and `.two_bytes()`. "float32" and
-    "bfloat16" are dtypes of the computation, as after `--compute` on the command line; masters and optimizer state are fp32.
+    "bfloat16" are dtypes of the computation, as after `--compute` on the command line; masters and
+    optimizer state are fp32.
 
     Args:
         name: Name of the argument.
