@@ -119,8 +119,10 @@ def _passed(jaxpr: Any) -> set[Any]:
 def _added(jaxpr: Any) -> set[Any]:
     """The values that an addition reads, possibly reshaped or transposed."""
     added: set[Any] = set()
+    num_readers = Counter(v for eqn in jaxpr.eqns for v in jx.variables(eqn.invars))
     for eqn in reversed(jaxpr.eqns):
-        is_reordered = eqn.primitive.name in _REORDERING and not added.isdisjoint(eqn.outvars)
+        only_added = eqn.outvars[0] in added and num_readers[eqn.outvars[0]] == 1
+        is_reordered = eqn.primitive.name in _REORDERING and only_added
         if is_reordered or eqn.primitive.name in _ADDITIONS:
             added.update(jx.variables(eqn.invars))
     return added
