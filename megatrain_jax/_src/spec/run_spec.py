@@ -373,6 +373,8 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
                 options.num_devices,
                 codecs,
                 state_codecs(precision, cut.optimizer, g, len(rows)),
+                # Several devices gather leaves in one collective, which copies them anyway.
+                apart=options.num_devices == 1 and options.microbatches != 1,
             )
         )
     return tuple(found)
