@@ -17,8 +17,8 @@ from mkdocs.structure.pages import Page
 
 _FOLDERS = {
     "experiments": {".md", ".json", ".png", ".py"},
-    "megatrain_jax": {".py"},
-    "tests": {".py", ".txt"},
+    "megatrain_jax": {".json", ".py"},
+    "tests": {".json", ".py", ".txt"},
 }
 _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 # The target of a Markdown link or image without its anchor; or code, to be left alone.
