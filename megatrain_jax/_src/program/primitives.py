@@ -16,7 +16,7 @@ To add a primitive, put its name into
 - `FREE` if its results need no memory of their own.
 
 `axis_rules.py` gives, for primitives that are not elementwise, the axes along which they can be
-divided into tiles or into the slices of a stack.
+divided into tiles, over devices or into the slices of a stack.
 
 Primitives that cost more than one operation per element, such as products, are counted in
 `flops.py`.
