@@ -80,7 +80,7 @@ def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, di
     An array that is read row by row loses its first axis. A carry is divided if any iteration
     divides it.
     """
-    (body,) = jx.inner_jaxprs(eqn)
+    body = jx.loop_body(eqn).jaxpr
     num_consts, num_carry = jx.scan_parts(eqn)
     carried = slice(num_consts, num_consts + num_carry)
     given = {}
@@ -125,7 +125,7 @@ def _operands(eqn: Any, body: Any) -> Sequence[Any]:
         return eqn.invars[1:]
     if name == "while":
         conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        is_cond = body is jx.opened(eqn.params["cond_jaxpr"])
+        is_cond = body is jx.loop_condition(eqn).jaxpr
         own = eqn.invars[:conds] if is_cond else eqn.invars[conds : conds + bodies]
         return [*own, *eqn.invars[conds + bodies :]]
     return eqn.invars if len(body.invars) == len(eqn.invars) else ()

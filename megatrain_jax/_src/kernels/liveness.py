@@ -119,8 +119,8 @@ def _passed(jaxpr: Any) -> set[Any]:
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     """Whether an equation has one of these names, or only calls such equations (`jnp.where`)."""
-    if eqn.primitive.name in CALLS:
-        return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    if inner := jx.called(eqn, CALLS):
+        return all(_is_fused(e, names) for e in inner.jaxpr.eqns)
     return eqn.primitive.name in names
 
 
