@@ -148,7 +148,14 @@ DIVIDED = {
     "sorted": lambda x: jnp.sort(x, 1),
     "sorted rows": lambda x: jnp.sort(x, 0),
     "stacked": lambda x: jnp.stack([x, 2 * x]),
+    "taken along": lambda x: jnp.take_along_axis(x, jnp.zeros((8, 2), int), 1),
+    "taken by": lambda x: jnp.ones(4)[(3 * x[:, 0]).astype(int)],
     "transposed": lambda x: x.T,
+    "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((8, 12)), x, (0, 2)),
+    "written at places": lambda x: jnp.zeros((8, 12)).at[:, jnp.array([5, 1, 2, 3, 4, 7])].set(x),
+    "written row by row": lambda x: jax.vmap(lambda row: jnp.zeros(9).at[row.astype(int)].set(row))(
+        x
+    ),
 }
 
 
