@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
 from inside import spec_of
@@ -127,9 +128,46 @@ def test_axes_that_devices_divide_are_followed():
 
     x, w, slab = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 8), (8, 8), (64,)))
     jaxpr = jax.make_jaxpr(function)(x, w, slab).jaxpr
-    axes = divided_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0})
+    axes = divided_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0}, 2)
     found = [axes.get(v) for v in jaxpr.outvars]
     assert found == [1, None, 0, None, 0, 0, None, 0, 0, None, 0]
+
+
+# Of x f32[8, 6], divided along its first axis: operations that keep, move and lose the division.
+DIVIDED = {
+    "accumulated": lambda x: jnp.cumsum(x, 1),
+    "accumulated over rows": lambda x: jnp.cumsum(x, 0),
+    "chosen": lambda x: x[jnp.arange(8)[::-1]],
+    "columns": lambda x: jnp.unstack(x, axis=1)[0],
+    "flat": lambda x: x.reshape(-1),
+    "halves": lambda x: x.reshape(-1).reshape(2, -1),
+    "largest": lambda x: x.argmax(1),
+    "lined up": lambda x: jnp.concatenate([x, x], 0),
+    "padded": lambda x: jnp.pad(x, ((1, 1), (0, 0))),
+    "product": lambda x: x.T @ x,
+    "sorted": lambda x: jnp.sort(x, 1),
+    "sorted rows": lambda x: jnp.sort(x, 0),
+    "stacked": lambda x: jnp.stack([x, 2 * x]),
+    "taken along": lambda x: jnp.take_along_axis(x, jnp.zeros((8, 2), int), 1),
+    "taken by": lambda x: jnp.ones(4)[(3 * x[:, 0]).astype(int)],
+    "transposed": lambda x: x.T,
+    "written": lambda x: jax.lax.dynamic_update_slice(jnp.zeros((8, 12)), x, (0, 2)),
+    "written at places": lambda x: jnp.zeros((8, 12)).at[:, jnp.array([5, 1, 2, 3, 4, 7])].set(x),
+    "written row by row": lambda x: jax.vmap(lambda row: jnp.zeros(9).at[row.astype(int)].set(row))(
+        x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_no_array_is_taken_for_divided_that_xla_leaves_whole(name):
+    mesh = Mesh(jax.devices()[:NUM_DEVICES], "data")
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    jaxpr = jax.make_jaxpr(DIVIDED[name])(x).jaxpr
+    (result,) = jaxpr.outvars
+    axis = divided_axes(jaxpr, {jaxpr.invars[0]: 0}, NUM_DEVICES).get(result)
+    spec = jax.jit(DIVIDED[name]).lower(x).compile().output_shardings.spec
+    assert axis is None or spec[axis] == "data"
 
 
 def test_a_loop_over_chunks_of_the_batch_gathers_it():

@@ -414,10 +414,10 @@ def _opened_eqns(jaxpr, env):
         if inner is None:
             yield eqn
         else:
-            pairs = zip(inner.invars, eqn.invars, strict=True)
+            pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
             env.update((v, known.constant(a.val) if jx.is_literal(a) else env[a]) for v, a in pairs)
-            yield from _opened_eqns(inner, env)
-            results = zip(eqn.outvars, inner.outvars, strict=True)
+            yield from _opened_eqns(inner.jaxpr, env)
+            results = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
             env.update((v, env[a]) for v, a in results)
 
 

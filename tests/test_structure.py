@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: which room imports which, and that all stays small."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -94,6 +95,14 @@ def test_where_arrays_live_is_asked_in_one_place():
                 if isinstance(node.value, ast.Name) and node.value.id == "jax":
                     found.add(short(path))
     assert found == {"state/placement.py", "models/causal_attention.py", "cli/devices.py"}
+
+
+def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():
+    # A key stands for the body itself, and is kept as long as it.
+    allowed = {"program/jaxpr.py", "program/structural_key.py"}
+    names = re.compile(r"""["'](call_jaxpr|body_jaxpr|cond_jaxpr|branches)["']""")
+    found = {short(path) for path in FILES if names.search(path.read_text(encoding="utf-8"))}
+    assert found <= allowed, "use called, loop_body, loop_condition and branches of jaxpr.py"
 
 
 @pytest.mark.parametrize("path", FILES, ids=short)

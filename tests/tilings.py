@@ -3,7 +3,7 @@
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from megatrain_jax._src.program.tiling.axes import Label
+from megatrain_jax._src.program.axes import Label
 from megatrain_jax._src.program.tiling.flow import flow_of
 from megatrain_jax._src.program.tiling.labels import Carrier, chosen
 from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered

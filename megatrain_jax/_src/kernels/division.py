@@ -1,8 +1,9 @@
 """Predicts which arrays of a function XLA divides over several devices, from its equations.
 
-XLA's partitioner decides this during compilation; these rules predict it without compiling. An
-array is divided along the same axis as its operands, until an equation sums over that axis or a
-constraint makes the array whole.
+XLA's partitioner decides this during compilation; the rules of `program/axes.py` predict it without
+compiling. An array is divided along the axis that goes together with its operand's, until an
+equation sums or mixes over that axis, or a constraint makes the array whole. If devices can't take
+equally many entries, it counts as whole.
 
 Example: the backward of `y = x @ w`, with x and dy divided along their examples::
 
@@ -13,18 +14,17 @@ Example: the backward of `y = x @ w`, with x and dy divided along their examples
     d_slab   bf16[n]    divided again, by a constraint
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, REDUCTIONS
+from megatrain_jax._src.program.axes import Axes, Label, has_rule
 
-Axes = Mapping[Any, int]
+Divided = Mapping[Any, int]
 """The divided axis of each divided variable of a jaxpr; missing variables are whole."""
 
 
-def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
+def divided_axes(jaxpr: Any, given: Divided, num_devices: int) -> dict[Any, int]:
     """Finds the divided arrays of an open jaxpr, given its divided inputs."""
     axes = dict(given)
     for eqn in jaxpr.eqns:
@@ -33,21 +33,21 @@ def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
             if not makes_whole(eqn):
                 axes[eqn.outvars[0]] = 0
             continue
-        if inner := divided_within(eqn, axes):
+        if inner := divided_within(eqn, axes, num_devices):
             for body, within in inner:
                 axes |= _around(eqn, body, within)
             continue
-        for v in eqn.outvars:
-            axis = _axis_of_result(eqn, v, axes)
+        for number, v in enumerate(eqn.outvars):
+            axis = _axis_of_result(eqn, number, axes, num_devices)
             if axis is not None:
                 axes[v] = axis
     return axes
 
 
-def divided_within(eqn: Any, axes: Axes) -> list[tuple[Any, dict[Any, int]]]:
+def divided_within(eqn: Any, axes: Divided, num_devices: int) -> list[tuple[Any, dict[Any, int]]]:
     """The inner jaxprs of an equation, each with its divided arrays."""
     if eqn.primitive.name == "scan":
-        return [_divided_in_scan(eqn, axes)]
+        return [_divided_in_scan(eqn, axes, num_devices)]
     found = []
     for body in jx.inner_jaxprs(eqn):
         given = {
@@ -55,7 +55,7 @@ def divided_within(eqn: Any, axes: Axes) -> list[tuple[Any, dict[Any, int]]]:
             for inner, v in zip(body.invars, _operands(eqn, body), strict=False)
             if _is_in(v, axes)
         }
-        found.append((body, divided_axes(body, given)))
+        found.append((body, divided_axes(body, given, num_devices)))
     return found
 
 
@@ -66,7 +66,7 @@ def makes_whole(eqn: Any) -> bool:
     return eqn.params["sharding"].is_fully_replicated
 
 
-def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
+def gathered_operands(eqn: Any, axes: Divided) -> list[Any]:
     """The arrays that a loop reads along their divided axis: each device needs them whole."""
     if eqn.primitive.name != "scan":
         return []
@@ -74,13 +74,13 @@ def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
     return [v for v in dict.fromkeys(jx.variables(rows)) if axes.get(v) == 0]
 
 
-def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
+def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, dict[Any, int]]:
     """The body of a loop, and its divided arrays.
 
     An array that is read row by row loses its first axis. A carry is divided if any iteration
     divides it.
     """
-    (body,) = jx.inner_jaxprs(eqn)
+    body = jx.loop_body(eqn).jaxpr
     num_consts, num_carry = jx.scan_parts(eqn)
     carried = slice(num_consts, num_consts + num_carry)
     given = {}
@@ -92,7 +92,7 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
     # A carry that one iteration divides may divide further carries in the next. Each pass adds a
     # carry, so this ends.
     while True:
-        found = divided_axes(body, given)
+        found = divided_axes(body, given, num_devices)
         carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)
         new = {v: found[r] for v, r in carry if v not in found and _is_in(r, found)}
         if not new:
@@ -100,7 +100,7 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
         given |= new
 
 
-def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
+def _around(eqn: Any, body: Any, within: Divided) -> dict[Any, int]:
     """The operands and results of an equation that are divided because inner arrays are."""
     pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
     if eqn.primitive.name != "scan":
@@ -114,7 +114,7 @@ def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
     return results | {v: within[r] for v, r in starts if not jx.is_literal(v) and r in within}
 
 
-def _is_in(atom: Any, axes: Axes) -> bool:
+def _is_in(atom: Any, axes: Divided) -> bool:
     return not jx.is_literal(atom) and atom in axes
 
 
@@ -125,61 +125,26 @@ def _operands(eqn: Any, body: Any) -> Sequence[Any]:
         return eqn.invars[1:]
     if name == "while":
         conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        is_cond = body is jx.opened(eqn.params["cond_jaxpr"])
+        is_cond = body is jx.loop_condition(eqn).jaxpr
         own = eqn.invars[:conds] if is_cond else eqn.invars[conds : conds + bodies]
         return [*own, *eqn.invars[conds + bodies :]]
     return eqn.invars if len(body.invars) == len(eqn.invars) else ()
 
 
-def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
+def _axis_of_result(eqn: Any, number: int, axes: Divided, num_devices: int) -> int | None:
     """The axis along which a result is divided; None if it is whole."""
-    name, found = eqn.primitive.name, None
+    shape = eqn.outvars[number].aval.shape
     # The first divided operand that determines an axis decides; the partitioner moves the
     # remaining operands.
     for at, v in enumerate(eqn.invars):
         if not _is_in(v, axes):
             continue
-        axis, shape = axes[v], v.aval.shape
-        if name == "dot_general":
-            found = _axis_of_product(eqn, at, axis)
-        elif name in REDUCTIONS or name in ARG_REDUCTIONS:
-            summed = eqn.params["axes"]
-            found = None if axis in summed else axis - sum(other < axis for other in summed)
-        elif name == "conv_general_dilated":
-            # With two divided arrays it is the gradient of a kernel, which sums over examples.
-            found = axis if at == 0 and eqn.invars[1] not in axes else None
-        elif name.startswith("scatter") or name == "dynamic_update_slice":
-            found = axis if at == 0 else None
-        elif name == "transpose":
-            found = eqn.params["permutation"].index(axis)
-        elif name == "broadcast_in_dim":
-            found = eqn.params["broadcast_dimensions"][axis]
-        elif name in ("reshape", "squeeze", "expand_dims"):
-            found = _axis_of_reshaped(shape, axis, result.aval.shape)
-        else:
-            found = min(axis, result.aval.ndim - 1) if result.aval.shape else None
-        # A product over the divided axis is whole on each device, for any second operand.
-        if found is not None or name in ("dot_general", "conv_general_dilated"):
-            break
-    return found
-
-
-def _axis_of_product(eqn: Any, at: int, axis: int) -> int | None:
-    contracted, batch = eqn.params["dimension_numbers"]
-    if axis in contracted[at]:
-        return None
-    if axis in batch[at]:
-        return batch[at].index(axis)
-    # A product's axes are the batch axes, then the first operand's own, then the second one's.
-    taken = {*contracted[at], *batch[at]}
-    before = sum(other not in taken for other in range(axis))
-    if at == 1:
-        before += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
-    return len(batch[0]) + before
-
-
-def _axis_of_reshaped(shape: Iterable[int], axis: int, new: Sequence[int]) -> int:
-    """The axis of the new shape that begins at the same place as the old axis; 0 if none does."""
-    outer = math.prod(list(shape)[:axis])
-    begins = [i for i, n in enumerate(new) if n > 1 and math.prod(new[:i]) == outer]
-    return begins[0] if begins else 0
+        axis, size = axes[v], v.aval.shape[axes[v]]
+        if not has_rule(eqn):  # such as a kernel of attention, which treats examples alike
+            return axis if shape[axis : axis + 1] == (size,) else None
+        division = Axes(eqn).division(at, Label(axis, 1, size // num_devices), num_devices)
+        if division is not None:
+            label = division.results[number]
+            # Terms of a sum over the divided axis are whole on each device.
+            return label.axis if label is not None and label.outer == 1 else None
+    return None

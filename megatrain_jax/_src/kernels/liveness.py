@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatrain_jax._src.kernels.division import (
-    Axes,
+    Divided,
     divided_axes,
     divided_within,
     gathered_operands,
@@ -21,7 +21,7 @@ _ADDITIONS = ("add", "add_any")
 _REORDERING = ("reshape", "transpose")
 
 
-def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) -> int:
+def temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 1) -> int:
     """Estimates the peak bytes of a jaxpr's intermediate values.
 
     The estimate goes through the equations in order. A value takes its bytes from the equation that
@@ -48,7 +48,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
         num_devices: Number of devices; the result is per device.
     """
     jaxpr = jx.opened(jaxpr)
-    axes = divided_axes(jaxpr, axes or {})
+    axes = divided_axes(jaxpr, axes or {}, num_devices)
 
     # A gathered array is cut into leaves with their own arrays, so it counts twice.
     twice = {eqn.outvars[0] for eqn in jaxpr.eqns if makes_whole(eqn)}
@@ -90,7 +90,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     for eqn in jaxpr.eqns:
         made = [v for v in eqn.outvars if v in roots[v]]
         live += sum(map(size, made))
-        inner = divided_within(eqn, axes)
+        inner = divided_within(eqn, axes, num_devices)
         within = max((temporary_bytes(*body, num_devices) for body in inner), default=0)
         within += sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, axes))
         most = max(most, live + within)
@@ -130,8 +130,8 @@ def _added(jaxpr: Any) -> set[Any]:
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     """Whether an equation has one of these names, or only calls such equations (`jnp.where`)."""
-    if eqn.primitive.name in CALLS:
-        return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    if inner := jx.called(eqn, CALLS):
+        return all(_is_fused(e, names) for e in inner.jaxpr.eqns)
     return eqn.primitive.name in names
 
 

@@ -1,8 +1,8 @@
 """Rules that say along which axes an operation can be computed in parts, by primitive.
 
-Two uses ask the same question: a kernel that computes its rows in tiles to save memory, and a stack
-of layers whose slices must stay separate. Both want to divide one axis of an array. Which axes of
-an equation's operands and results must then be divided with it?
+Tiles of a kernel, devices that share a batch and slices of a stack of layers all ask, through
+`axes.py`: if one axis of an array is divided, which axes of an equation's operands and results must
+be divided with it?
 
 A rule answers with groups of axes. An axis is named (position of its array, axis), where positions
 count the operands and then the results. If one axis of a group is divided, all axes of the group
@@ -48,13 +48,13 @@ def shape_of(eqn: Any, at: int) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
-def together(eqn: Any) -> Iterator[Together]:
-    """The groups of axes of an equation; reshapes are handled by their own rule elsewhere."""
-    name = eqn.primitive.name
-    if rule := _RULES.get(name):
-        yield from rule(eqn)
-    elif name == BARRIER or is_elementwise(eqn):
-        yield from _elementwise(eqn)
+def rule_of(eqn: Any) -> Callable[[Any], Iterator[Together]] | None:
+    """The function that lists the groups of axes of an equation; None if they are unknown.
+
+    Reshapes have their own rule in `axes.py`.
+    """
+    elementwise = eqn.primitive.name == BARRIER or is_elementwise(eqn)
+    return _RULES.get(eqn.primitive.name, _elementwise if elementwise else None)
 
 
 def is_placed(eqn: Any, name: str = "sharding") -> bool:
@@ -263,37 +263,6 @@ def _matrices(eqn: Any) -> Iterator[Together]:
     positions = range(len(eqn.invars) + len(eqn.outvars))
     for axis in range(len(shape_of(eqn, 0)) - 2):
         yield [(at, axis) for at in positions], MAPPED
-
-
-# Parameters that are a shape: the result's, or the shape of the slice taken from the operand.
-_SHAPES = {
-    "broadcast_in_dim": "shape",
-    "reshape": "new_sizes",
-    "slice": "limit_indices",
-    "dynamic_slice": "slice_sizes",
-}
-
-
-def params_of_part(
-    eqn: Any, result_axis: int, operand_axis: int | None, length: int
-) -> dict[str, Any]:
-    """The parameters of an equation on a part of its arrays along one group of axes.
-
-    Args:
-        eqn: The equation.
-        result_axis: The divided axis of its first result.
-        operand_axis: The divided axis of its first operand; None if that is read whole.
-        length: Length of the part along these axes.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    key, axis = _SHAPES.get(name), result_axis
-    # All remaining primitives, including products, take their shapes from their operands.
-    if name == "gather" and operand_axis is not None:
-        if params["slice_sizes"][operand_axis] > 1:  # the axis lies within a window
-            key, axis = "slice_sizes", operand_axis
-    if key is None:
-        return params
-    return {**params, key: tuple(length if a == axis else n for a, n in enumerate(params[key]))}
 
 
 # JAX versions spell these names with a hyphen or an underscore.

@@ -64,9 +64,9 @@ def is_product(eqn: Any, itemsize: int = 0) -> bool:
 def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
     name = eqn.primitive.name
     if name == "scan":
-        return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
+        return eqn.params["length"] * count_flops(jx.loop_body(eqn).jaxpr, counts)
     if name == "cond":
-        return max(count_flops(branch, counts) for branch in eqn.params["branches"])
+        return max(count_flops(body.jaxpr, counts) for body in jx.branches(eqn))
     # A special primitive may contain a jaxpr: a scatter contains its addition of two numbers.
     if inner := jx.inner_jaxprs(eqn) if name not in _SPECIAL else []:
         return sum(count_flops(jaxpr, counts) for jaxpr in inner)

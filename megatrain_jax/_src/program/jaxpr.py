@@ -7,9 +7,9 @@ jaxpr, and `scan` has different parameters).
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,12 +199,54 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
 
 
-def called(eqn: Any) -> Any | None:
-    """The open jaxpr of an equation that only calls one, or None."""
-    name = eqn.primitive.name
-    if name in CALLS or name in REMAT:
-        return opened(eqn.params[CALLS.get(name, "jaxpr")])
-    return None
+class Body(NamedTuple):
+    """A jaxpr inside an equation.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Values of its constants.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> "Body":
+        """The body of a jaxpr that may be closed."""
+        return cls(opened(jaxpr), constants(jaxpr))
+
+
+def called(eqn: Any, names: Collection[str] = CALLS | REMAT) -> Body | None:
+    """The body that an equation calls, if it does nothing else; else None.
+
+    Args:
+        eqn: The equation.
+        names: Primitives whose bodies are wanted, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
+    """
+    if eqn.primitive.name not in names:
+        return None
+    return Body.of(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+
+
+def loop_body(eqn: Any) -> Body:
+    """The body of a `scan` or a `while`."""
+    return Body.of(eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"])
+
+
+def loop_condition(eqn: Any) -> Body:
+    """The condition of a `while`."""
+    return Body.of(eqn.params["cond_jaxpr"])
+
+
+def branches(eqn: Any) -> list[Body]:
+    """The branches of a `cond`."""
+    return list(map(Body.of, eqn.params["branches"]))
+
+
+def branch(eqn: Any, index: Any) -> Body:
+    """The branch of a `cond` that an index selects; out of bounds, the nearest one, as in JAX."""
+    found = branches(eqn)
+    return found[int(np.clip(index, 0, len(found) - 1))]
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
-from megatrain_jax._src.program.primitives import CUSTOM_RULES, FUSED
+from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, FUSED, REMAT
 
 # Operations that copy parts of an array unchanged, such as one expert's weights.
 _COPIES = ("dynamic_slice", "gather")
@@ -56,7 +56,7 @@ def count_loops(jaxpr: Any) -> Loops:
     for eqn in jx.opened(jaxpr).eqns:
         if eqn.primitive.name == "scan":
             kernels, copied = _trip(eqn)
-            of_trip = Loops(kernels, count_flops(eqn.params["jaxpr"]), copied)
+            of_trip = Loops(kernels, count_flops(jx.loop_body(eqn).jaxpr), copied)
             found = found.plus(of_trip, eqn.params["length"])
         elif inner := _inner(eqn):
             found = found.plus(max(map(count_loops, inner)))  # for a `cond`, the costliest branch
@@ -66,13 +66,11 @@ def count_loops(jaxpr: Any) -> Loops:
 def _inner(eqn: Any) -> list[Any]:
     """The jaxprs that an equation calls: one, or all branches of a `cond`."""
     if eqn.primitive.name == "while":
-        return [eqn.params["body_jaxpr"]]
+        return [jx.loop_body(eqn).jaxpr]
     if eqn.primitive.name == "cond":
-        return list(eqn.params["branches"])
-    if eqn.primitive.name in CUSTOM_RULES:
-        return jx.inner_jaxprs(eqn)[:1]
-    inner = jx.called(eqn)
-    return [] if inner is None else [inner]
+        return [body.jaxpr for body in jx.branches(eqn)]
+    inner = jx.called(eqn, CALLS | REMAT | CUSTOM_RULES)
+    return [inner.jaxpr] if inner else []
 
 
 def _trip(scan: Any) -> tuple[int, int]:
@@ -80,7 +78,7 @@ def _trip(scan: Any) -> tuple[int, int]:
     num_consts, num_carry = jx.scan_parts(scan)
     taken = len(scan.invars) - num_consts - num_carry
     given = len(scan.outvars) - num_carry
-    kernels, copied = _kernels_and_copies(scan.params["jaxpr"])
+    kernels, copied = _kernels_and_copies(jx.loop_body(scan).jaxpr)
     return max(1, kernels + (taken > 0) + (given > 0)), copied
 
 

@@ -16,7 +16,7 @@ To add a primitive, put its name into
 - `FREE` if its results need no memory of their own.
 
 `axis_rules.py` gives, for primitives that are not elementwise, the axes along which they can be
-divided into tiles or into the slices of a stack.
+divided into tiles, over devices or into the slices of a stack.
 
 Primitives that cost more than one operation per element, such as products, are counted in
 `flops.py`.
@@ -89,10 +89,10 @@ _DRAWS = _names("philox2x32 philox4x32 rng_bit_generator rng_uniform threefry2x3
 # Returns its operands; it only keeps the compiler from moving operations past it.
 BARRIER = "optimization_barrier"
 
-# Equations that only call a jaxpr, with the parameter that holds it; a `remat` does so too.
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMAT = ("remat2", "checkpoint")
-CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+# Equations that only call a jaxpr: plainly, with its results recomputed, or with a derivative rule.
+CALLS = _names("jit pjit closed_call core_call")
+REMAT = _names("remat2 checkpoint")
+CUSTOM_RULES = _names("custom_jvp_call custom_vjp_call")
 # With a literal operand, the compiler knows the branch taken or the number of iterations.
 DECIDING = ("cond", "while")
 

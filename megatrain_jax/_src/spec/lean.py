@@ -96,8 +96,8 @@ def _maker(jaxpr: Any, result: Any) -> Any | None:
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     while not jx.is_literal(result) and result in makers:
         eqn = makers[result]
-        if (body := jx.called(eqn)) is not None:
-            return _maker(body, body.outvars[eqn.outvars.index(result)])
+        if inner := jx.called(eqn):
+            return _maker(inner.jaxpr, inner.jaxpr.outvars[eqn.outvars.index(result)])
         if eqn.primitive.name not in _HANDS_ON:
             return eqn
         result = eqn.invars[0]

@@ -15,12 +15,13 @@ Example: `w` of shape (6, 4, 5) is a grid `[s0 ... s5]` along axis 0, each slice
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from megatrain_jax._src.program.axes import MAPPED, Axes, params_of_slice
 from megatrain_jax._src.program.layers.index import remaining
 from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, CUMULATIVE, REDUCTIONS
 
@@ -57,40 +58,40 @@ def moved(
         known: Maps the position of another operand to its known integers, or None.
 
     Returns:
-        The grid of each result; None if the operation mixes slices or has no rule here.
         The grid of each result; None if the operation mixes slices, or isn't known here.
     """
     name = eqn.primitive.name
-    rule = _RULES.get(name)
     # A sharding of the result names axes that a slice doesn't have.
-    if rule is None or eqn.params.get("sharding") is not None:
+    if eqn.params.get("sharding") is not None:
         return None
-    return rule(eqn, grid, axes, known)
+    if rule := _RULES.get(name):
+        return rule(eqn, grid, axes, known)
+    return _apart(eqn, grid, axes) if name in _APART else None
 
 
-def _inner(axes: Sequence[int], dim: int) -> int:
-    """The number, within a slice, of an axis of the whole that is not sliced."""
-    return dim - sum(a < dim for a in axes)
-
-
-def _inner_all(axes, dims) -> tuple[int, ...]:
-    """The numbers, within a slice, of all given axes that are not sliced."""
-    return tuple(_inner(axes, d) for d in dims if d not in axes)
-
-
-def _transpose(eqn, grid, axes, known):
-    order = eqn.params["permutation"]
-    new = tuple(j for j, d in enumerate(order) if d in axes)
-    within = _inner_all(axes, order)
-    params = {**eqn.params, "permutation": within} if within != tuple(sorted(within)) else None
-    turned = grid.transpose([axes.index(order[j]) for j in new])
-    return [_Moved(grid=turned, axes=new, params=params)]
+def _apart(eqn, grid: np.ndarray, axes: tuple[int, ...]) -> list[_Moved] | None:
+    """The grid of each result if the operation leaves the slices apart, each at its place."""
+    rules, ends = Axes(eqn), []
+    for axis in axes:
+        places, kind = rules.together(0, axis) or ((), None)
+        if kind != MAPPED:
+            return None
+        ends.append(dict(places))
+    found = []
+    for at in range(len(eqn.invars), len(eqn.invars) + len(eqn.outvars)):
+        new = [end[at] for end in ends]
+        params: dict[str, Any] | None = params_of_slice(eqn, axes, new)
+        order = params.get("permutation")
+        if order is not None and order == tuple(sorted(order)):
+            params = None
+        turned = grid.transpose(np.argsort(new))
+        found.append(_Moved(grid=turned, axes=tuple(sorted(new)), params=params))
+    return found
 
 
 def _rev(eqn, grid, axes, known):
     dims = eqn.params["dimensions"]
-    within = _inner_all(axes, dims)
-    params = {**eqn.params, "dimensions": within} if within else None
+    params = None if set(dims) <= set(axes) else params_of_slice(eqn, axes, ())
     turned = np.flip(grid, tuple(axes.index(d) for d in dims if d in axes))
     return [_Moved(grid=turned, axes=axes, params=params)]
 
@@ -100,13 +101,9 @@ def _slice(eqn, grid, axes, known):
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(shape)
     taken = grid[tuple(slice(starts[a], limits[a], strides[a]) for a in axes)]
-    within = {
-        "start_indices": remaining(starts, axes),
-        "limit_indices": remaining(limits, axes),
-        "strides": remaining(strides, axes),
-    }
     whole = remaining(eqn.outvars[0].aval.shape, axes) == remaining(shape, axes)
-    return [_Moved(grid=taken, axes=axes, params=None if whole else {**eqn.params, **within})]
+    params = {**params_of_slice(eqn, axes, axes), "strides": remaining(strides, axes)}
+    return [_Moved(grid=taken, axes=axes, params=None if whole else params)]
 
 
 def _dynamic_slice(eqn, grid, axes, known):
@@ -119,13 +116,12 @@ def _dynamic_slice(eqn, grid, axes, known):
         # XLA clamps a dynamic slice that would reach past an end; so do we.
         first = min(max(int(start), 0), shape[a] - sizes[a])
         places.append(slice(first, first + sizes[a]))
-    within = remaining(sizes, axes)
-    whole = within == remaining(shape, axes)
+    whole = remaining(sizes, axes) == remaining(shape, axes)
     return [
         _Moved(
             grid=grid[tuple(places)],
             axes=axes,
-            params=None if whole else {**eqn.params, "slice_sizes": within},
+            params=None if whole else params_of_slice(eqn, axes, axes),
             operands=() if whole else tuple(1 + d for d in range(len(shape)) if d not in axes),
         )
     ]
@@ -164,12 +160,11 @@ def _gather(eqn, grid, axes, known):
 def _squeeze(eqn, grid, axes, known):
     dims = eqn.params["dimensions"]
     taken = grid[tuple(0 if a in dims else slice(None) for a in axes)]
-    within = _inner_all(axes, dims)
     return [
         _Moved(
             grid=np.asarray(taken),
             axes=tuple(a - sum(d < a for d in dims) for a in axes if a not in dims),
-            params={**eqn.params, "dimensions": within} if within else None,
+            params=None if set(dims) <= set(axes) else params_of_slice(eqn, axes, ()),
         )
     ]
 
@@ -186,8 +181,8 @@ def _reshape(eqn, grid, axes, known):
             if any(d not in axes and old[d] > 1 for d in olds):
                 return None
             found += [d for d in news if new[d] > 1]
-    within = remaining(new, found)
-    params = None if within == remaining(old, axes) else {**eqn.params, "new_sizes": within}
+    same = remaining(new, found) == remaining(old, axes)
+    params = None if same else params_of_slice(eqn, axes, found)
     return [_Moved(grid=grid.reshape([new[d] for d in found]), axes=tuple(found), params=params)]
 
 
@@ -212,61 +207,33 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]):
         i, j = i + len(olds), j + len(news)
 
 
-def _broadcast(eqn, grid, axes, known):
-    dims, shape = tuple(eqn.params["broadcast_dimensions"]), eqn.params["shape"]
-    # Repeating a sliced axis of length 1 would need the same slice several times.
-    new = tuple(dims[a] for a in axes)
-    if len(eqn.invars) != 1 or any(shape[d] != n for d, n in zip(new, grid.shape, strict=True)):
-        return None
-    within = {"shape": remaining(shape, new), "broadcast_dimensions": _inner_all(new, dims)}
-    return [_Moved(grid=grid, axes=new, params={**eqn.params, **within})]
-
-
-def _reduction(eqn, grid, axes, known):
-    reduced = tuple(eqn.params["axes"])
-    if not set(reduced).isdisjoint(axes):
-        return None
-    new = tuple(a - sum(d < a for d in reduced) for a in axes)
-    return [_Moved(grid=grid, axes=new, params={**eqn.params, "axes": _inner_all(axes, reduced)})]
-
-
-def _cumulative(eqn, grid, axes, known):
-    if eqn.params["axis"] in axes:
-        return None
-    axis = _inner(axes, eqn.params["axis"])
-    return [_Moved(grid=grid, axes=axes, params={**eqn.params, "axis": axis})]
-
-
 def _split(eqn, grid, axes, known):
     sizes, axis = eqn.params["sizes"], eqn.params["axis"]
     if axis not in axes:
-        params = {**eqn.params, "axis": _inner(axes, axis)}
-        return [_Moved(grid=grid, axes=axes, params=params) for _ in sizes]
+        return _apart(eqn, grid, axes)
     parts = np.split(grid, np.cumsum(sizes)[:-1].tolist(), axis=axes.index(axis))
     return [_Moved(grid=part, axes=axes, params=None) for part in parts]
 
 
 def _unstack(eqn, grid, axes, known):
     axis = eqn.params["axis"]
-    new = tuple(a - (axis < a) for a in axes if a != axis)
     if axis not in axes:
-        params = {**eqn.params, "axis": _inner(axes, axis)}
-        return [_Moved(grid=grid, axes=new, params=params) for _ in eqn.outvars]
+        return _apart(eqn, grid, axes)
+    new = tuple(a - (axis < a) for a in axes if a != axis)
     rows = np.moveaxis(grid, axes.index(axis), 0)
     return [_Moved(grid=rows[i, ...], axes=new, params=None) for i in range(len(rows))]
 
 
+# Operations of one array that never change the slices' order among themselves.
+_APART = REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"broadcast_in_dim", "transpose"}
+# Operations that select or regroup the slices themselves.
 _RULES: dict[str, Callable[..., list[_Moved] | None]] = {
-    "transpose": _transpose,
     "rev": _rev,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "squeeze": _squeeze,
     "reshape": _reshape,
-    "broadcast_in_dim": _broadcast,
     "split": _split,
     "unstack": _unstack,
-    **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
-    **dict.fromkeys(CUMULATIVE, _cumulative),
 }

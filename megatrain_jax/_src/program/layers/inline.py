@@ -65,18 +65,15 @@ class Inliner:
         """The results of an equation: opened, unrolled, slice by slice, or on whole arrays."""
         name = eqn.primitive.name
         pieces = [v for v in ins if isinstance(v, Pieces)]
-        if name in CALLS:
-            return self._call(eqn.params[CALLS[name]], ins)
         # A remat over several blocks would be one equation that reads all of them, so it is opened.
         # A remat within a block stays as the user wrote it.
-        if name in REMAT and (pieces or len(_join_known(ins)) > 1):
-            return self._call(eqn.params["jaxpr"], ins)
-        if self.primal and name in CUSTOM_RULES:
-            return self._call(eqn.params["call_jaxpr"], ins)
+        if name not in REMAT or pieces or len(_join_known(ins)) > 1:
+            rules = CUSTOM_RULES if self.primal else frozenset()
+            if inner := jx.called(eqn, CALLS | REMAT | rules):
+                return self._call(inner, ins)
         # In an unrolled loop, "every third layer" depends on a counter with a known value.
         if name == "cond" and ins[0].integers is not None:
-            which = int(np.clip(ins[0].integers.value, 0, len(eqn.params["branches"]) - 1))
-            return self._call(eqn.params["branches"][which], ins[1:])
+            return self._call(jx.branch(eqn, ins[0].integers.value), ins[1:])
         if self.primal and name == "cond":
             return self._select(eqn, ins)
         if not pieces:
@@ -103,8 +100,8 @@ class Inliner:
         pairs = zip(jx.bind(eqn, [v.array for v in ins]), integers, strict=True)
         return [Value(a, blocks, row, k) for a, k in pairs]
 
-    def _call(self, jaxpr, ins):
-        return self.run(jx.opened(jaxpr), jx.constants(jaxpr), ins)
+    def _call(self, body: jx.Body, ins):
+        return self.run(body.jaxpr, body.consts, ins)
 
     def _select(self, eqn, ins):
         """A conditional, computed as a selection between the results of all its branches.
@@ -112,7 +109,7 @@ class Inliner:
         It is computed slice by slice, so each group's slices need only that group's operands.
         """
         index, *operands = ins
-        branches = eqn.params["branches"]
+        branches = jx.branches(eqn)
         # An index out of bounds takes the nearest branch, as `cond` does.
         which = jax.lax.clamp(0, index.array, len(branches) - 1)
         results = [self._call(b, operands) for b in branches]
@@ -131,13 +128,13 @@ class Inliner:
         consts = ins[:num_consts]
         carry = ins[num_consts : num_consts + num_carry]
         xs = ins[num_consts + num_carry :]
-        length = eqn.params["length"]
+        length, body = eqn.params["length"], jx.loop_body(eqn)
         order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
         # A grid's cell is one array, so sliced results of an iteration are joined first, and the
         # scan's results are then sliced by iteration.
         given: dict[int, list] = {}
         for i in order:
-            out = self._call(eqn.params["jaxpr"], [*consts, *carry, *(first(x, i) for x in xs)])
+            out = self._call(body, [*consts, *carry, *(first(x, i) for x in xs)])
             carry, given[i] = out[:num_carry], [stack(y) for y in out[num_carry:]]
         ys = [rows(column) for column in zip(*(given[i] for i in range(length)), strict=True)]
         return [*carry, *ys]

@@ -51,16 +51,16 @@ class _Search:
             # Operands of a `while`: constants of its condition, constants of its body, then the
             # carry.
             skipped, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            body, stacked, levels = eqn.params["body_jaxpr"], stacked[skipped:], levels[skipped:]
+            stacked, levels = stacked[skipped:], levels[skipped:]
             carry = len(stacked) - count
         else:
-            body, (count, carry) = eqn.params["jaxpr"], jx.scan_parts(eqn)
+            count, carry = jx.scan_parts(eqn)
         counters = [_COUNTER if level and k >= count else level for k, level in enumerate(levels)]
         # A carried number is a counter if it depends only on itself and constants. At first, each
         # carried number with a known start is assumed to be a counter; each walk removes the wrong
         # ones, so this ends.
         while True:
-            given = self._follow(jx.opened(body), stacked, counters)
+            given = self._follow(jx.loop_body(eqn).jaxpr, stacked, counters)
             lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]
             if not lost:
                 return self.found
@@ -82,9 +82,9 @@ class _Search:
             name = eqn.primitive.name
             ins = [of(a) for a in eqn.invars]
             flags = [not jx.is_literal(a) and a in whole for a in eqn.invars]
-            inner = jx.called(eqn)
-            if inner is not None:
-                level.update(zip(eqn.outvars, self._follow(inner, flags, ins), strict=True))
+            if inner := jx.called(eqn):
+                results = self._follow(inner.jaxpr, flags, ins)
+                level.update(zip(eqn.outvars, results, strict=True))
             elif name in ("scan", "while") and any(flags):
                 self.found |= _Search().loop(eqn, flags, ins)
             elif all(ins) and all(known.is_index(v.aval) for v in eqn.outvars):

@@ -75,13 +75,10 @@ def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
 
 def _called(eqn: Any) -> Any | None:
     """The open jaxpr of an equation that only calls one, or None."""
-    name = eqn.primitive.name
-    if name not in CALLS and name not in CUSTOM_RULES:
-        return None
-    jaxpr = eqn.params[CALLS.get(name, "call_jaxpr")]
-    if jx.constants(jaxpr):
+    inner = jx.called(eqn, CALLS | CUSTOM_RULES)
+    if inner is not None and inner.consts:
         raise _NeedsTrace
-    return jx.opened(jaxpr)
+    return inner and inner.jaxpr
 
 
 def _numbers(eqn: Any, ins: Sequence[Any]) -> list[Any] | None:

@@ -4,7 +4,7 @@ Example: `w` of shape (2, 4, 5), a stack of `w0` and `w1`, both (4, 5)::
 
     exp w                           exp w0, exp w1
     w.transpose(0, 2, 1)            transpose(1, 0) of w0 and of w1, by a rule of `grid.py`
-    w w, the layers as a batch      w0 w0, w1 w1, by the axes that go together (`axis_rules.py`)
+    w w, the layers as a batch      w0 w0, w1 w1, by the axes that go together (`axes.py`)
     w.reshape(8, 5)                 w0, w1, as runs of four rows each
     sum w                           sum w0 + sum w1
     sort w, along the layers        None: each entry of the result depends on w0 and w1
@@ -19,9 +19,14 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.axis_rules import FOLDED, MAPPED, params_of_part, shape_of, together
+from megatrain_jax._src.program.axes import (
+    FOLDED,
+    MAPPED,
+    Axes,
+    params_of_part,
+    params_of_slice,
+)
 from megatrain_jax._src.program.layers.grid import moved, segments
-from megatrain_jax._src.program.layers.index import remaining
 from megatrain_jax._src.program.layers.pieces import (
     FOLDS,
     Pieces,
@@ -109,10 +114,9 @@ def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]
 def _fold(eqn, operand: Pieces) -> Value | Pieces:
     """A reduction along sliced axes (and maybe more): within each slice, then between slices."""
     reduced, axes = tuple(eqn.params["axes"]), operand.axes
-    within = tuple(d - sum(a < d for a in axes) for d in reduced if d not in axes)
     parts = list(operand.grid.flat)
-    if within:
-        changed = eqn.replace(params={**eqn.params, "axes": within})
+    if not set(reduced) <= set(axes):
+        changed = eqn.replace(params=params_of_slice(eqn, axes, ()))
         parts = [_bound(changed, [part])[0] for part in parts]
     # Axes that stay sliced move to the front, so each remaining row is one sum.
     kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
@@ -148,12 +152,13 @@ class _Group:
 
 def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
     """The groups of axes along which operands are sliced; None if slices mix."""
-    known = {place: (dict(places), kind) for places, kind in together(eqn) for place in places}
+    rules = Axes(eqn)
     stacks = {at: v for at, v in enumerate(ins) if isinstance(v, Pieces)}
     found: dict[tuple[tuple[int, int], ...], _Group] = {}
     for at, value in stacks.items():
         for axis, count in zip(value.axes, value.grid.shape, strict=True):
-            axes, kind = known.get((at, axis), ({}, None))
+            places, kind = rules.together(at, axis) or ((), None)
+            axes = dict(places)
             # If two operands are sliced along separate axes, each slice of one would need all
             # slices of the second.
             if kind not in (MAPPED, FOLDED) or not axes.keys() >= stacks.keys():
@@ -169,7 +174,7 @@ def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
         whole = any(at not in group.axes for group in groups for at in results)
         return None if whole or len(groups) > 1 and any(g.run for g in groups) else groups
     # Only scalar sums are formed from slices; an array summed over slices is computed at once.
-    return groups if kinds == {FOLDED} and not shape_of(eqn, results[0]) else None
+    return groups if kinds == {FOLDED} and not eqn.outvars[0].aval.shape else None
 
 
 def _apart(eqn, ins: Sequence[Value | Pieces]) -> list | None:
@@ -262,14 +267,12 @@ def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] |
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim" and params.get("sharding") is None and len(ins) == 1:
-        dims, shape = params["broadcast_dimensions"], params["shape"]
 
         def filled(axes):
-            if any(a in dims for a in axes):
+            if any(a in params["broadcast_dimensions"] for a in axes):
                 return None
-            new = tuple(d - sum(a < d for a in axes) for d in dims)
-            within = {"shape": remaining(shape, axes), "broadcast_dimensions": new}
-            return jx.bind(eqn.replace(params={**params, **within}), [ins[0].array])[0]
+            within = params_of_slice(eqn, (), axes)
+            return jx.bind(eqn.replace(params=within), [ins[0].array])[0]
 
         return filled
     if is_elementwise(eqn) and len(eqn.outvars) == 1 and any(v.row for v in ins):

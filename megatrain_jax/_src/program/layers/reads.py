@@ -25,7 +25,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers import known
 from megatrain_jax._src.program.layers.grid import moved
 from megatrain_jax._src.program.layers.loops import reads_by_counter
-from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementwise
+from megatrain_jax._src.program.primitives import REDUCTIONS, is_elementwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,31 +111,23 @@ class Reads:
         self._walk(traced.jaxpr, trails)
 
     def _walk(self, jaxpr, trails: Sequence[_Trail]) -> list[_Trail]:
-        env = dict(zip(jaxpr.invars, trails, strict=True))
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), trails, strict=True))
         for eqn in jaxpr.eqns:
             outs = self._eqn(eqn, [_literal(a) if jx.is_literal(a) else env[a] for a in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [_literal(a) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
-    def _call(self, jaxpr, ins):
-        """Walks a called jaxpr, which may have constants."""
-        opened = jx.opened(jaxpr)
-        consts = [_Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
-        env = [*consts, *ins]
-        body = opened if not opened.constvars else jx.sub_jaxpr(
-            opened, opened.eqns, [*opened.constvars, *opened.invars], opened.outvars
-        )  # fmt: skip
-        return self._walk(body, env)
+    def _call(self, body: jx.Body, ins):
+        """Walks a body."""
+        consts = [_Trail(integers=known.constant(c)) for c in body.consts]
+        return self._walk(body.jaxpr, [*consts, *ins])
 
     def _eqn(self, eqn, ins: list[_Trail]) -> Sequence[_Trail]:
         name = eqn.primitive.name
-        if jx.called(eqn) is not None:
-            return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
+        if inner := jx.called(eqn):
+            return self._call(inner, ins)
         if name == "cond" and ins[0].integers is not None:
-            branches = eqn.params["branches"]
-            # JAX clamps the index of a branch in the same way.
-            which = int(np.clip(ins[0].integers.value, 0, len(branches) - 1))
-            return self._call(branches[which], ins[1:])
+            return self._call(jx.branch(eqn, ins[0].integers.value), ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
         # Not unrolled: the array it scans may be made from parameters (a concatenation). A warning
@@ -180,11 +172,11 @@ class Reads:
         num_consts, num_carry = jx.scan_parts(eqn)
         consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
         carry = ins[num_consts : num_consts + num_carry]
-        length = eqn.params["length"]
+        length, body = eqn.params["length"], jx.loop_body(eqn)
         given = []
         for i in range(length - 1, -1, -1) if eqn.params["reverse"] else range(length):
             rows = [_row(x, i) for x in xs]
-            out = self._call(eqn.params["jaxpr"], [*consts, *carry, *rows])
+            out = self._call(body, [*consts, *carry, *rows])
             carry = out[:num_carry]
             given.append(out[num_carry:])
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.pieces import Pieces, Slicing, Value
 
-# Evaluates a jaxpr on values: (jaxpr, operands) -> results.
-_Call = Callable[[Any, Sequence[Value | Pieces]], Sequence[Value | Pieces]]
+# Evaluates a body on values: (body, operands) -> results.
+_Call = Callable[[jx.Body, Sequence[Value | Pieces]], Sequence[Value | Pieces]]
 
 
 class _SlicesMeet(Exception):
@@ -58,7 +58,7 @@ def _scans(eqn, ins, count: int, call: _Call) -> list:
         raise _SlicesMeet  # a scan over an axis in which layers are merged with more
     # One trip's inputs and outputs lack the scan's own axis 0.
     inner = [*slicings[:first], *(own.shifted(-1) for own in slicings[first:])]
-    body = _SlicedBody.of(eqn.params["jaxpr"], call, count, num_consts, num_carry, inner)
+    body = _SlicedBody.of(jx.loop_body(eqn), call, count, num_consts, num_carry, inner)
     before = [*body.operands[:first], *slicings[first:]]
     after = [*body.results[:num_carry], *(own.shifted(1) for own in body.results[num_carry:])]
 
@@ -83,11 +83,9 @@ def _whiles(eqn, ins, count: int, call: _Call) -> list:
     skipped, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     num_carry = len(ins) - skipped - num_consts
     slicings = [Slicing.of(v) for v in ins]
-    body = _SlicedBody.of(
-        eqn.params["body_jaxpr"], call, count, num_consts, num_carry, slicings[skipped:]
-    )
+    body = _SlicedBody.of(jx.loop_body(eqn), call, count, num_consts, num_carry, slicings[skipped:])
     asked = [*slicings[:skipped], *body.operands[num_consts:]]
-    condition = _SlicedBody.of(eqn.params["cond_jaxpr"], call, count, len(asked), 0, asked)
+    condition = _SlicedBody.of(jx.loop_condition(eqn), call, count, len(asked), 0, asked)
     before = [*slicings[:skipped], *body.operands]
 
     def run(p: int | None) -> list[Any]:
@@ -146,14 +144,14 @@ class _SlicedBody:
 
     @classmethod
     def of(
-        cls, jaxpr, call: _Call, count: int, num_consts: int, num_carry: int, operands
+        cls, body: jx.Body, call: _Call, count: int, num_consts: int, num_carry: int, operands
     ) -> "_SlicedBody":
-        """Traces a jaxpr on slices; carried values are sliced alike before and after.
+        """Traces a body on slices; carried values are sliced alike before and after.
 
         Raises:
             _SlicesMeet: A slice of a result depends on another slice.
         """
-        avals = [v.aval for v in jx.opened(jaxpr).invars]
+        avals = [v.aval for v in body.jaxpr.invars]
         operands, results = list(operands), []
         last = num_consts + num_carry
 
@@ -161,7 +159,7 @@ class _SlicedBody:
             args = [
                 own.whole(list(map(Value, row))) for row, own in zip(rows, operands, strict=True)
             ]
-            values = call(jaxpr, args)
+            values = call(body, args)
             # A carried value that starts whole, such as zeros, may be sliced after a trip.
             # Conversely, if the trip returns a sliced operand whole, each of its slices must depend
             # on one slice, or slices meet.
@@ -184,9 +182,9 @@ class _SlicedBody:
             if operands[num_consts:last] == results[:num_carry]:
                 break
             operands[num_consts:last] = results[:num_carry]
-        body = cls(traced=traced, operands=operands, results=list(results), count=count)
-        body._check()
-        return body
+        found = cls(traced=traced, operands=operands, results=list(results), count=count)
+        found._check()
+        return found
 
     def _inputs(self) -> list[list[Any]]:
         """The variables of each operand's slices."""

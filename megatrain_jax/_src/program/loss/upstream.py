@@ -77,13 +77,13 @@ class _Walk:
     def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
         """Sources of an equation's results; calls and scans over layers are walked into."""
         name = eqn.primitive.name
-        if (body := jx.called(eqn)) is not None:
-            return self.run(body, ins)
+        if inner := jx.called(eqn):
+            return self.run(inner.jaxpr, ins)
         if name == "scan":
             num_consts, num_carry = jx.scan_parts(eqn)
             first = num_consts + num_carry
             if any(s.bits and not s.data for s in ins[first:]):
-                return self._scan(jx.opened(eqn.params["jaxpr"]), ins, num_consts, first)
+                return self._scan(jx.loop_body(eqn).jaxpr, ins, num_consts, first)
         return [self._meet(eqn, ins)] * len(eqn.outvars)
 
     def _scan(self, body, ins, num_consts: int, first: int) -> list[_Source]:

@@ -98,11 +98,10 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
 
 def _inner(eqn: Any) -> Any | None:
     """The jaxpr that an equation only wraps (a `jit`, a custom rule), or None."""
-    if eqn.primitive.name in CALLS:
-        return eqn.params[CALLS[eqn.primitive.name]]
-    if eqn.primitive.name in CUSTOM_RULES:
-        return eqn.params["call_jaxpr"]
-    return None
+    inner = jx.called(eqn, CALLS | CUSTOM_RULES)
+    if inner is not None and inner.consts:
+        raise _NotElementwise
+    return inner and inner.jaxpr
 
 
 def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
@@ -137,7 +136,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         flags = [not jx.is_literal(a) and is_wide[a] for a in eqn.invars]
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
-            params, out_flags = _check(_opened(inner), flags, shape)
+            params, out_flags = _check(inner, flags, shape)
         # Computation on numbers shared by all leaves, such as a learning rate, may be anything.
         elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
@@ -151,13 +150,6 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         body.append((name, operands, params, outs, tuple(str(v.aval.dtype) for v in eqn.outvars)))
     results = tuple(read(a) for a in jaxpr.outvars)
     return (tuple(body), results), [not jx.is_literal(a) and is_wide[a] for a in jaxpr.outvars]
-
-
-def _opened(jaxpr: Any) -> Any:
-    """Opens the jaxpr of a call; refuses one with constants of its own."""
-    if len(jx.constants(jaxpr)):
-        raise _NotElementwise
-    return jx.opened(jaxpr)
 
 
 def _params(eqn: Any) -> Hashable:
@@ -190,7 +182,7 @@ def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[
         operands = [read(a) for a in eqn.invars]
         inner = _inner(eqn)
         if inner is not None:
-            results = _run(_opened(inner), operands, leaf, shape)
+            results = _run(inner, operands, leaf, shape)
         # Among these operations, only this one's parameters contain a leaf's shape.
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
             results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]

@@ -1,8 +1,12 @@
 """The flat update of an Optax transformation: one array per leaf and per piece of state.
 
 If layers are stacked, the update is traced again, slice by slice. Otherwise Optax's trace, with its
-calls opened, is the flat update.
+calls opened, is the flat update. Tiny values that it repeats are computed once.
 """
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +15,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import Inliner
 from megatrain_jax._src.program.layers.open_calls import with_open_calls
 from megatrain_jax._src.program.layers.pieces import Value, constant
-from megatrain_jax._src.program.optimizer.repeats import without_repeats
+from megatrain_jax._src.program.optimizer.slicing import TINY
 from megatrain_jax._src.program.optimizer.trace_optimizer import LeafMap
 
 
@@ -23,7 +27,7 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
     """
     source = leaf_map.traced.update
     flat = with_open_calls(source) if _is_flat(leaf_map) else None
-    return without_repeats(jx.without_dead_code(flat or _traced_again(leaf_map)))
+    return _without_repeats(jx.without_dead_code(flat or _traced_again(leaf_map)))
 
 
 def _is_flat(leaf_map: LeafMap) -> bool:
@@ -62,3 +66,45 @@ def flatten_init(leaf_map: LeafMap) -> jx.Traced:
         return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
 
     return jx.without_dead_code(jx.trace(flat, leaf_map.leaf_shapes()))
+
+
+def _without_repeats(traced: jx.Traced) -> jx.Traced:
+    """Computes each tiny value once, of which an update has many copies.
+
+    Optax computes the learning rate for every parameter. Each of these values would be a separate
+    message to its parameter's group, or a separate equation in *combine*.
+
+    Example, for two parameters and a count::
+
+        before   a = 0.1 / count;  p0 - a * g0;  b = 0.1 / count;  p1 - b * g1
+        after    a = 0.1 / count;  p0 - a * g0;                    p1 - a * g1
+    """
+    same: dict[Any, Any] = {}
+    known: dict[Hashable, Sequence[Any]] = {}
+    eqns = []
+    for eqn in traced.jaxpr.eqns:
+        ins = [a if jx.is_literal(a) else same.get(a, a) for a in eqn.invars]
+        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=ins)
+        key = _repeat_key(eqn)
+        first = eqn.outvars if key is None else known.setdefault(key, eqn.outvars)
+        if first is eqn.outvars:
+            eqns.append(eqn)
+        else:
+            same.update(zip(eqn.outvars, first, strict=True))
+    outs = [a if jx.is_literal(a) else same.get(a, a) for a in traced.jaxpr.outvars]
+    jaxpr = jx.sub_jaxpr(traced.jaxpr, eqns, traced.jaxpr.invars, outs)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
+
+
+def _repeat_key(eqn) -> Hashable | None:
+    small = all(jx.num_elements(v.aval) <= TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
+    if not small or eqn.effects:
+        return None
+    ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)
+    key = (eqn.primitive, ins, tuple(sorted(eqn.params.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

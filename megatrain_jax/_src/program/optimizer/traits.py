@@ -105,9 +105,8 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, [holds(a) for a in eqn.invars]
-        inner = jx.called(eqn)
-        if inner is not None:
-            results = _never_negative(inner, operands)
+        if inner := jx.called(eqn):
+            results = _never_negative(inner.jaxpr, operands)
         elif name == "integer_pow":
             results = [operands[0] or eqn.params["y"] % 2 == 0]
         # A square, however it is written.
@@ -177,12 +176,12 @@ def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
             reaches.update(dict.fromkeys(eqn.outvars, own))
             apart.update(dict.fromkeys(eqn.outvars, differences))
             continue
-        outside = zip(inner.invars, eqn.invars, strict=True)
+        outside = zip(inner.jaxpr.invars, eqn.invars, strict=True)
         known = [(v, a) for v, a in outside if not jx.is_literal(a)]
         inside = {v: reaches.get(a, 0) for v, a in known}
         inside_apart = {v: apart.get(a, 0) for v, a in known}
-        found |= _roots(inner, inside, inside_apart)
-        for out, v in zip(eqn.outvars, inner.outvars, strict=True):
+        found |= _roots(inner.jaxpr, inside, inside_apart)
+        for out, v in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
             literal = jx.is_literal(v)
             reaches[out] = 0 if literal else inside.get(v, 0)
             apart[out] = 0 if literal else inside_apart.get(v, 0)

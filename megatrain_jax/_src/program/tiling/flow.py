@@ -117,15 +117,11 @@ class _Opening:
 
     def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
         name = eqn.primitive.name
-        if name in CALLS or name in CUSTOM_RULES:
-            # A kernel's jaxpr is already differentiated, so a custom rule is an ordinary call.
-            inner = eqn.params[CALLS.get(name, "call_jaxpr")]
-            return self.run(jx.opened(inner), jx.constants(inner), reads)
-        if name in REMAT:
-            if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+        # A kernel's jaxpr is already differentiated, so a custom rule is an ordinary call.
+        if inner := jx.called(eqn, CALLS | REMAT | CUSTOM_RULES):
+            if name in REMAT and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
                 reads = self._barriers(eqn, reads)
-            inner = eqn.params["jaxpr"]
-            return self.run(jx.opened(inner), jx.constants(inner), reads)
+            return self.run(inner.jaxpr, inner.consts, reads)
         # A barrier of several values becomes one each, because only some of them may have tiles.
         if name == BARRIER:
             return self._barriers(eqn, reads)

@@ -19,8 +19,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from megatrain_jax._src.program.axis_rules import MAPPED
-from megatrain_jax._src.program.tiling.axes import Axes, Division, Label
+from megatrain_jax._src.program.axes import MAPPED, Axes, Division, Label
 from megatrain_jax._src.program.tiling.flow import Flow
 
 

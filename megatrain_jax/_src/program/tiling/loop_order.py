@@ -24,9 +24,8 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from megatrain_jax._src.program.axis_rules import MAPPED
+from megatrain_jax._src.program.axes import MAPPED, Division
 from megatrain_jax._src.program.primitives import CUMULATIVE, PRODUCTS
-from megatrain_jax._src.program.tiling.axes import Division
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 

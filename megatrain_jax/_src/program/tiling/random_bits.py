@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import random as jex_random
 
-from megatrain_jax._src.program.tiling.axes import Label
+from megatrain_jax._src.program.axes import Label
 
 
 def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) -> Any:

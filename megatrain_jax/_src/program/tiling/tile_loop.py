@@ -19,8 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from megatrain_jax._src.program.axis_rules import MAPPED
-from megatrain_jax._src.program.tiling.axes import Division, Label
+from megatrain_jax._src.program.axes import MAPPED, Division, Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 from megatrain_jax._src.program.tiling.loop_order import TileLoop

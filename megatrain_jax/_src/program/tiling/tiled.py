@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.tiling.axes import Label
+from megatrain_jax._src.program.axes import Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
 from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
 from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered
