@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _FOLDERS = {
-    "experiments": {".md", ".json", ".png", ".py"},
+    "experiments": {".md", ".json", ".jsonl", ".png", ".py", ".yaml"},
     "megatrain_jax": {".py"},
     "tests": {".py", ".txt"},
 }
