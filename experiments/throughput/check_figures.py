@@ -8,10 +8,10 @@ as many names, with commas. A link to a section of a page repeats numbers of tha
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. A measured figure without a source is a mistake, and so is a row that
 doesn't say how it differs from the first one. Units, kinds of quantity, cards, peers and rows'
-labels are compared with the files, too (`figure_words.py`): a row's label has words of its file's path, name or settings, more
-than any other row's. Numbers that are not measured are listed in a comment:
-`<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
-`<!-- end of planned -->` was made by a script of plans, with which a test compares it.
+labels are compared with the files, too (`figure_words.py`): a row's label has words of its file's
+path, name or settings, more than any other row's. Numbers that are not measured are listed in a
+comment: `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and `<!-- end
+of planned -->` was made by a script of plans, with which a test compares it.
 
 With `--write` it makes the list of all files in `experiments/results/README.md` anew.
 """
