@@ -78,7 +78,8 @@ def test_the_page_shows_its_files():
     text = PAGE.read_text(encoding="utf-8")
     chats = (FOLDER / "chats.jsonl").read_text(encoding="utf-8").splitlines()
     assert (FOLDER / "tune.yaml").read_text(encoding="utf-8") in text
-    assert chats[0] in text and f"{len(chats)} questions" in text
+    (shown_chat,) = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    assert json.loads(shown_chat) == json.loads(chats[0]) and f"{len(chats)} questions" in text
     before, _, after = shown()
     taught = {json.loads(line)["messages"][0]["content"] for line in chats}
     assert questions(before) == questions(after) and not taught & {*questions(after)}
