@@ -22,7 +22,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
+from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.common.remembering import remembering
 
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
@@ -47,7 +47,7 @@ MODELS = (
 @functools.lru_cache(maxsize=1)
 def planned(model: str) -> Callable[..., mt.Plan]:
     """Returns a function that plans a model: the same parts for all machines and forms."""
-    config = models.DecoderConfig.from_hf(KNOWN_MODELS[model].config())
+    config = models.DecoderConfig.from_hf(known_models()[model].config)
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
     return functools.partial(
         mt.plan,

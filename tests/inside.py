@@ -18,35 +18,35 @@ from megatrain_jax._src.state.placement import Placement, placed_on
 
 def spec_of(trainer: mt.Trainer) -> RunSpec:
     """The spec of a trainer's run."""
-    return trainer._spec
+    return trainer.run_state.spec
 
 
 def engine_of(trainer: mt.Trainer) -> Engine:
     """The engine that runs a trainer's steps."""
-    return trainer._engine
+    return trainer.run_state.engine
 
 
 def steps_of(trainer: mt.Trainer) -> list[BoundStep]:
     """The steps of a trainer, one of each batch shape and kind that it has met."""
-    return list(trainer._steps.values())
+    return list(trainer._steps.bound.values())
 
 
 def store_of(trainer: mt.Trainer) -> Store:
     """The store of a trainer's state."""
-    return trainer._store
+    return trainer.run_state.store
 
 
 def count_steps(trainer: Any, num_steps: int) -> None:
     """Has a trainer believe that it has done so many steps."""
-    trainer._training.num_steps = num_steps
+    trainer.run_state.training.num_steps = num_steps
 
 
 def divide(trainer: mt.Trainer, room: float) -> None:
     """Has a trainer compute its stages in the fewest tiles that need so many bytes."""
-    tiles = TileFinder(trainer._engine.kernels, trainer._store.placement)
-    first = tiles.within(trainer._spec.first, room)
-    trainer._spec = dataclasses.replace(trainer._spec, first=first)
-    trainer._steps = {first.key: first}
+    tiles = TileFinder(trainer.run_state.engine.kernels, trainer.run_state.store.placement)
+    first = tiles.within(trainer.run_state.spec.first, room)
+    trainer.run_state.spec = dataclasses.replace(trainer.run_state.spec, first=first)
+    trainer._steps.bound = {first.key: first}
 
 
 def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
@@ -54,10 +54,10 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
 
     In the host it has so much room beside the state, or takes the least.
     """
-    spec = trainer._spec
+    spec = trainer.run_state.spec
     first = with_all_waves(spanning(spec.first, span, spec.budget_bytes, host_room))
-    trainer._spec = dataclasses.replace(spec, host_room=host_room, first=first)
-    trainer._steps = {first.key: first}
+    trainer.run_state.spec = dataclasses.replace(spec, host_room=host_room, first=first)
+    trainer._steps.bound = {first.key: first}
 
 
 def on_one_device() -> Placement:

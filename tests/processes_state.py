@@ -16,7 +16,7 @@ import megatrain_jax as mt
 import small
 from megatrain_jax import callbacks
 from megatrain_jax._src.checkpoint import chunks
-from megatrain_jax._src.checkpoint.read_chunks import ChunkReader
+from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.checkpoint.writing import Writer
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))

@@ -21,7 +21,7 @@ from typing import Any
 import megatrain_jax as mt
 import small
 from megatrain_jax import FitResult
-from megatrain_jax._src import run_state
+from megatrain_jax._src import run_state, run_steps
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.checkpoint import save
 from megatrain_jax._src.options.options import LoopOptions
@@ -32,7 +32,9 @@ from test_fit import LogTrainer, batch_of
 
 RUNS, REAL_RUNS = 80, 25
 LOOP: set[str | None] = {module.__file__ for module in (interrupt, loop, run, source)}
-REAL = LOOP | {m.__file__ for m in (trainers, run_state, training, evaluation, save, series)}
+REAL = LOOP | {
+    m.__file__ for m in (trainers, run_state, run_steps, training, evaluation, save, series)
+}
 # Handlers themselves; and what comes when a run's own handlers are taken away.
 NOT_WATCHED = ("_receive", "_remember", "_is_within", "_waits", "Signals.__exit__")
 OPTIONS = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.options import options
-
 # A heading with its object's path, and the signature right below it, if there is one.
 _DOCUMENTED = re.compile(
     r'<h\d id="(megatrain_jax[\w.]*)"[^>]*class="doc doc-heading">(?:(?!</h\d>).)*</h\d>\s*'
@@ -66,7 +64,7 @@ def parameters_said(signature: str, value: Any) -> Parameters:
     (function,) = ast.parse(f"def {signature}: ...").body
     assert isinstance(function, ast.FunctionDef)
     given = function.args
-    names = {**vars(options), **vars(sys.modules[value.__module__])}
+    names = vars(sys.modules[value.__module__])
     placed = [(arg, "by position only") for arg in given.posonlyargs]
     placed += [(arg, "placed") for arg in given.args]
     defaults = [None] * (len(placed) - len(given.defaults)) + list(given.defaults)

@@ -9,7 +9,7 @@ import jax
 import optax
 import pytest
 
-from megatrain_jax._src import start, trainer
+from megatrain_jax._src import start
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
@@ -60,7 +60,7 @@ class Started:
     def replacing(self) -> Iterator[None]:
         """Has trainers start with what is known."""
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(trainer, "make_run_spec", self.make_run_spec)
+            monkeypatch.setattr(start, "make_run_spec", self.make_run_spec)
             monkeypatch.setattr(start, "KernelCache", self.kernels)
             yield
 

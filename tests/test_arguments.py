@@ -4,6 +4,7 @@ Misuses are drawn from a table of what an argument must not be, together with ri
 others, so that no order of checks is privileged.
 """
 
+import dataclasses
 import importlib
 import inspect
 import random
@@ -11,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 import megatrain_jax as mt
 from megatrain_jax import losses
 from megatrain_jax._src.cli.recipe import precision_of
-from megatrain_jax._src.options.options import (
-    LoopArguments,
-    LoopOptions,
-    MachineArguments,
-    MachineOptions,
-    Options,
-    RunArguments,
-)
+from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
 from misuses import (
     BATCH,
     DRAWN,
@@ -185,25 +179,34 @@ def test_right_arguments_of_every_kind_pass(seed: int, tmp_path: Path):
 @pytest.mark.parametrize("entry", [*ENTRIES, "train"])
 def test_signatures_show_every_option(entry: str):
     function, arguments = entry_of(entry)
-    shown = inspect.signature(function).parameters
-    assert set(shown) == set(arguments)
-    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
-    hinted = function.__init__ if isinstance(function, type) else function
-    assert set(shown) <= set(get_type_hints(hinted))
+    *shown, unknown = inspect.signature(function).parameters.values()
+    assert {p.name for p in shown} == set(arguments)
+    # Type checkers report any keyword that is passed as one more of type `Never`.
+    assert unknown.kind is unknown.VAR_KEYWORD and unknown.annotation is Never
     with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'"):
-        function(*(None for p in shown.values() if p.default is p.empty), microbatch=2)
+        function(*(None for p in shown if p.default is p.empty), microbatch=2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "record"),
+    ("function", "records"),
     [
-        (RunArguments, Options),
-        (LoopArguments, LoopOptions),
-        (MachineArguments, MachineOptions),
+        (mt.fit, (LoopOptions, Options)),
+        (mt.train, (LoopOptions,)),
+        (mt.Trainer, (Options,)),
+        (mt.plan, (Options, MachineOptions)),
+        (mt.compare_plans, (Options, MachineOptions)),
     ],
 )
-def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
-    assert get_type_hints(arguments) == get_type_hints(record)
+def test_keywords_have_the_types_and_defaults_of_the_records(
+    function: Callable[..., Any], records: tuple[type[Any], ...]
+):
+    shown = inspect.signature(function).parameters
+    fields = [f for record in records for f in dataclasses.fields(record)]
+    for field in fields:
+        parameter = shown[field.name]
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        assert (field.name, parameter.annotation) == (field.name, field.type)
+        assert (field.name, parameter.default) == (field.name, field.default)
 
 
 def call(entry: str, **options: Any) -> None:

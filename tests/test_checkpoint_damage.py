@@ -26,7 +26,7 @@ from megatrain_jax._src.checkpoint.checksums import Checksums, as_facts, checksu
 from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import flat
 from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, in_all
-from megatrain_jax._src.checkpoint.read_chunks import ChunkReader
+from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.train import series
 from runs import check_same_bits
 

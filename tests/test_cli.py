@@ -17,7 +17,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.advice import advice
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, KnownModel, known_model
+from megatrain_jax._src.cli.catalogue import KnownModel, known_model, known_models
 from megatrain_jax._src.cli.largest import (
     confirmed,
     fits,
@@ -27,9 +27,9 @@ from megatrain_jax._src.cli.largest import (
     shallow,
 )
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
-from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.common.remembering import remembering
 from published import num_parameters
 
@@ -53,24 +53,24 @@ def count(config: dict[str, Any]) -> int:
 
 
 def test_known_models_have_the_published_number_of_parameters():
-    assert len(KNOWN_MODELS) >= 40
-    sample = random.Random(0).sample(sorted(KNOWN_MODELS), 16)
-    for name, known in ((name, KNOWN_MODELS[name]) for name in sample):
-        config = models.DecoderConfig.from_hf(known.config())
+    assert len(known_models()) >= 40
+    sample = random.Random(0).sample(sorted(known_models()), 16)
+    for name, known in ((name, known_models()[name]) for name in sample):
+        config = models.DecoderConfig.from_hf(known.config)
         assert num_parameters(config) == known.num_parameters, name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", KNOWN_MODELS)
+@pytest.mark.parametrize("name", known_models())
 def test_whole_known_models_have_the_published_number_of_parameters(name: str):
-    known = KNOWN_MODELS[name]
-    assert count(known.config()) == known.num_parameters
+    known = known_models()[name]
+    assert count(dict(known.config)) == known.num_parameters
 
 
 def test_known_models_are_found_by_name():
     found = known_model("Qwen/qwen3-8b")
-    assert found is KNOWN_MODELS["Qwen3-8B"] and known_model("Qwen3") is None
-    assert len({name.lower() for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
+    assert found is known_models()["Qwen3-8B"] and known_model("Qwen3") is None
+    assert len({name.lower() for name in known_models()}) == len(known_models())
 
 
 @pytest.fixture
@@ -397,7 +397,7 @@ def test_the_largest_sizes_fit_and_larger_ones_do_not(tiny, capsys):
 def test_few_plans_tell_the_largest_known_model(monkeypatch):
     """Larger models take more of the host; what they take of the device has no order."""
     rng, planned = random.Random(0), []
-    known = {size: name for name, size in ((n, k.num_parameters) for n, k in KNOWN_MODELS.items())}
+    known = {model.num_parameters: name for name, model in known_models().items()}
     sizes = {config_of(name): size for size, name in known.items()}
     for host in (10 ** rng.uniform(9, 13) for _ in range(100)):
         wide = {size: rng.random() < 0.3 for size in known}
@@ -426,11 +426,12 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
 
 
 def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
-    for name in set(KNOWN_MODELS) - {"Llama-3.2-1B"}:
-        monkeypatch.delitem(KNOWN_MODELS, name)
+    for name in set(known_models()) - {"Llama-3.2-1B"}:
+        monkeypatch.delitem(known_models(), name)
     for name, layers in (("small", 1), ("middle", 2)):
-        known = KnownModel("llama", layers * 10**6, 64, 128, layers, 4, 2, 16, 1024)
-        monkeypatch.setitem(KNOWN_MODELS, name, known)
+        config = TINY | {"num_hidden_layers": layers, "tie_word_embeddings": False}
+        known = KnownModel(num_parameters=layers * 10**6, config=config)
+        monkeypatch.setitem(known_models(), name, known)
     options = ["plan", "--gpu", "RTX3080", "--length", "256"]
     assert main([*options, "--host", "8GiB"]) == 0
     lines = capsys.readouterr().out.splitlines()

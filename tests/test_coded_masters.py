@@ -10,6 +10,7 @@ import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.forms import coding_of
+from megatrain_jax._src.options.precision import precision_of
 from megatrain_jax._src.state.blockwise import Blockwise
 from optimizers import OPTIMIZERS
 from oracle import open_model
@@ -159,6 +160,13 @@ def test_an_update_that_is_skipped_rounds_nothing():
     check_same_bits(trainer.params, before)
     trainer.step(batch)
     assert not np.array_equal(trainer.params[0]["w"], before[0]["w"])
+
+
+def test_two_bytes_is_masters_in_8_bits_and_moments_in_4():
+    short = mt.Precision.two_bytes(compute=jnp.float32)
+    assert short == mt.Precision(master="int8", state="int4", compute=jnp.float32)
+    assert mt.Precision.two_bytes().compute == jnp.bfloat16
+    assert precision_of("precision", "two_bytes") == mt.Precision.two_bytes()
 
 
 @pytest.mark.parametrize("master", ["int8", {"*": "int8"}, {"*/kernel": "int8", "*": "bfloat16"}])

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, steps_of, store_of
-from megatrain_jax._src import trainer as trainers
+from megatrain_jax._src import start
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -390,7 +390,7 @@ def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
 
     whole, expected = trained()
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
-    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: plan.host_peak_bytes * 2 // 3)
@@ -419,7 +419,7 @@ def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, 
     room = mt.plan(*made, short, precision=fp32, device_budget=GIB).device_bytes * 2
     machine = dataclasses.replace(mt.H200, device_bytes=room, host_bytes=64 * GIB)
     if not given:
-        monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+        monkeypatch.setattr(start, "this_machine", lambda: machine)
         monkeypatch.setattr(pool, "free_device_bytes", lambda placement: room)
     budget = room if given else None
     trainer = mt.Trainer(*made, short, precision=fp32, progress=False, device_budget=budget)
@@ -433,7 +433,7 @@ def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, 
 
 def test_a_named_card_is_in_this_host(monkeypatch):
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=9 * GIB)
-    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     made = make_params(), layers, optax.adam(1e-3), BATCH
     named = (None, "RTX 4090", dataclasses.replace(mt.H100, host_bytes=8 * GIB))
@@ -460,7 +460,7 @@ def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
     options = {"precision": fp32, "progress": False, "device_budget": 6 * least // 5}
     expected = mt.Trainer(*made, short, **options).evaluate([middle])
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
-    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 6 * 2**20)

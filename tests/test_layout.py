@@ -108,5 +108,5 @@ def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
         assert np.shares_memory(view, slab), "a slab at rest is read in place"
         np.testing.assert_array_equal(view, leaf)
     assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"
-    sums = jax.jit(lambda leaves: layout.add(slab, leaves))(leaves)
+    (sums,) = jax.jit(lambda leaves: layout.add([slab], leaves))(leaves)
     np.testing.assert_array_equal(sums, 2 * slab)

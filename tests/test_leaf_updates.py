@@ -30,7 +30,7 @@ def at_once(part, layout):
     count = len(layout.master.shapes)
 
     def update(masters, state, gradient, messages, ok, draw):
-        rows = gradient, layout.master.decode(masters)
+        rows = *gradient, layout.master.decode(masters)
         leaves = [layout.master.unpack(slab, i) for slab in rows for i in range(count)]
         args = [*part.consts, *leaves, *layout.state.unpack(layout.state.decode(state)), *messages]
         out = jx.evaluate(part.jaxpr, args)
@@ -52,7 +52,8 @@ def random_arguments(layout, part, num_messages):
     avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
     messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]
     state = layout.state.encode([slab(s) for s in layout.state.layouts])
-    return layout.master.encode(slab(layout.master)), state, slab(layout.master), messages
+    gradient = layout.master.in_segments(slab(layout.master))
+    return layout.master.encode(slab(layout.master)), state, gradient, messages
 
 
 @pytest.mark.parametrize(

@@ -238,12 +238,12 @@ def test_what_is_not_supported_is_named(changes, named):
 @pytest.mark.filterwarnings("ignore:attn_factor of rotary embeddings:UserWarning")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_released_checkpoints(name):
-    values, millions, ignored = PUBLISHED[name]
-    if ignored:
-        with pytest.raises(ValueError, match=f"`{ignored[0]}` = 0.1"):
-            DecoderConfig.from_hf(values)
-    config = DecoderConfig.from_hf(values, ignore=ignored)
-    assert round(num_parameters(config) / 1e6) == millions
+    released = PUBLISHED[name]
+    if released.ignore:
+        with pytest.raises(ValueError, match=f"`{released.ignore[0]}` = 0.1"):
+            DecoderConfig.from_hf(released.config)
+    config = DecoderConfig.from_hf(released.config, ignore=released.ignore)
+    assert round(num_parameters(config) / 1e6) == released.millions
 
 
 def test_unknown_fields_may_be_ignored_by_name():

@@ -1,5 +1,6 @@
 """Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from jax.sharding import AbstractMesh
 
 from inside import spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.budget import fit_to_machine
@@ -99,6 +101,28 @@ def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():
     # Like parts of all blocks are one row.
     parts = {row.name.rpartition("part ")[2] for row in cut.groups if "part" in row.name}
     assert sum("part" in row.name for row in cut.groups) == len(parts) == cut.num_parts
+
+
+def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_does_not():
+    """Parts pass more values to each other, which would only take more of the host."""
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def planned(num_bytes):
+        machine = replace(H200, device_bytes=num_bytes, device_share=1.0)
+        spec = make_spec(case, make, hardware=machine)
+        return make_plan(fit_to_machine(spec, KernelCache(), num_bytes, nowhere, lambda spec: spec))
+
+    whole, least = planned(1 << 30), least_of(make_spec(case, make))
+    cut, unfit = planned(least), planned(1000)
+    assert whole.device_excess == cut.device_excess == "" and cut.fits_device
+    assert (unfit.fits_device, unfit.num_parts) == (False, 1)
+    assert unfit.host_peak_bytes == make_plan(make_spec(case, make)).host_peak_bytes
+    said = r"DOES NOT FIT in 1000 B; at least [\d.]+ KiB with blocks in \d parts, most in the "
+    assert re.search(said + "forward of blocks.0.part", str(unfit))
+    with pytest.raises(MemoryError, match=r"function needs; at least .* of blocks.*\. Nothing was"):
+        check_device(unfit, 1000)
+    assert "at least" not in str(replace(unfit, hardware=replace(H200, host_bytes=2**40)))
 
 
 def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():

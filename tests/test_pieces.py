@@ -44,7 +44,7 @@ def random_arguments(layout, part, num_messages):
     avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
     messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]
     at_rest = layout.master.encode(whole[0]), layout.state.encode(whole[1:])
-    return (*at_rest, gradient, messages)
+    return (*at_rest, layout.master.in_segments(gradient), messages)
 
 
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
@@ -95,7 +95,7 @@ def test_no_decoded_slab_lies_beside_a_coded_one(monkeypatch):
         OPTIMIZERS["adamw_schedule"], 1, least_axes=1, master=Plain()
     )
     args = [*random_arguments(layout, part, num_messages), jnp.array(True), DRAW]
-    args[2] = args[2].astype(jnp.float32)
+    args[2] = tuple(x.astype(jnp.float32) for x in args[2])
     monkeypatch.setattr(pieces, "PIECE", 128)
     assert layout.master.size > 16 * pieces.PIECE
     run = jax.jit(updates._update(part, layout, True), donate_argnums=(0, 1))

@@ -1,7 +1,9 @@
 """Plans and what they print, and the count of floating-point operations behind them."""
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -433,7 +435,7 @@ def test_what_exceeds_the_device_is_refused_with_figures():
     hint = r"a length of 8,191, which none of 2, 3, 5, 7 divides: .* 128, such as 8,192\.$"
     with pytest.raises(MemoryError, match=hint):
         check_device(plan, 19 * GIB, values)
-    with pytest.raises(MemoryError, match=r"`losses\.next_token`\)\.$"):
+    with pytest.raises(MemoryError, match=r"with less state\)\.$"):
         check_device(plan, 19 * GIB, [jax.ShapeDtypeStruct((7, 8190, 11), "float32"), values[0]])
 
 
@@ -540,6 +542,42 @@ def test_known_cards(monkeypatch):
     assert pool.free_device_bytes(placement) is None
     monkeypatch.setattr(Card, "platform", "cpu")
     assert cards.this_machine() is None
+
+
+def test_every_figure_of_a_card_has_a_source():
+    """A card like another one has the other's figures; each public card is in the file."""
+    link = {"value": 3e9, "source": "data sheet"}
+    first = {
+        "name": "A",
+        "source": "measured",
+        "figures": {
+            "device_bytes": {"value": 3, "unit": "GiB", "source": "reported"},
+            "link_bytes_per_s": link,
+            "flops_per_s": {"value": 4e12, "source": "data sheet"},
+            "attention_flops_per_s": {"value": 1e12, "source": "a paper"},
+        },
+    }
+    faster = {"flops_per_s": {"value": 5e12, "source": "data sheet"}}
+    second = {"name": "B", "like": "A", "source": "peak", "figures": faster}
+    found = cards.read_cards({"A": first, "B": second})
+    rates = {"device_bytes": 3 * GIB, "link_bytes_per_s": 3e9}
+    assert found == {
+        "A": mt.Hardware(
+            name="A", source="measured", flops_per_s=4e12, sustained_attention=0.25, **rates
+        ),
+        "B": mt.Hardware(
+            name="B", source="peak", flops_per_s=5e12, sustained_attention=0.2, **rates
+        ),
+    }
+    for figure, named in (
+        ({"value": 3e9}, "`link_bytes_per_s` of A has no source"),
+        (link | {"unit": "TB"}, "`link_bytes_per_s` of A has an unknown unit 'TB'"),
+    ):
+        figures = first["figures"] | {"link_bytes_per_s": figure}
+        with pytest.raises(ValueError, match=named):
+            cards.read_cards({"A": first | {"figures": figures}})
+    public = {name for name in mt.__all__ if isinstance(getattr(mt, name), mt.Hardware)}
+    assert public == json.loads(Path(cards.__file__).with_name("cards.json").read_text()).keys()
 
 
 X = jnp.ones((4, 6))

@@ -79,8 +79,9 @@ def arguments(fragment, layout):
     leaves = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in avals]
     n = len(layout.master.shapes)
     state = leaves[2 * n : 2 * n + len(layout.state.places)]
-    slabs = (*(layout.master.pack(leaves[i : i + n]) for i in (0, n)), layout.state.pack(state))
-    return leaves, (*slabs, leaves[2 * n + len(state) :])
+    slabs = [layout.master.pack_segments(leaves[i : i + n]) for i in (0, n)]
+    state_slabs = [(slab,) for slab in layout.state.pack(state)]
+    return leaves, (*slabs, state_slabs, leaves[2 * n + len(state) :])
 
 
 def has_loop(function, *args):
@@ -108,8 +109,10 @@ def test_small_leaves_are_reduced_as_ever():
 
         def whole(gradient, masters, state, others, fragment=fragment, layout=layout):
             leaves = range(len(layout.master.shapes))
-            rows = (layout.master.unpack(slab, i) for slab in (gradient, masters) for i in leaves)
-            args = [*fragment.consts, *rows, *layout.state.unpack(state), *others]
+            slabs = gradient, masters
+            rows = (layout.master.unpack_from(slab, i) for slab in slabs for i in leaves)
+            state = layout.state.unpack([slab for (slab,) in state])
+            args = [*fragment.consts, *rows, *state, *others]
             return jx.evaluate(fragment.jaxpr, args)
 
         _, slabs = arguments(fragment, layout)
@@ -142,7 +145,7 @@ def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeyp
     ordinary = np.random.default_rng(0).normal(size=size)
 
     def ok_of(gradient, ok=True, guarded=True):
-        return reducing.measured(gradient, jnp.array(ok), guarded, num_shards)[1]
+        return reducing.measured([gradient], jnp.array(ok), guarded, num_shards)[1]
 
     for value in (1.0, -1e25, 3e38, np.nan, np.inf, -np.inf):
         # One gradient for each place of the value.
@@ -193,7 +196,7 @@ def test_the_longest_slabs_are_addressed():
     """Elements beyond 2**31 are found: their numbers have 32 bits and no sign."""
     size = (1 << 32) - (1 << 20)
     gradient = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda x: reducing.measured(x, jnp.array(True), True, 1))(gradient)
+    jaxpr = jax.make_jaxpr(lambda x: reducing.measured([x], jnp.array(True), True, 1))(gradient)
     (starts,) = [c for c in jaxpr.consts if getattr(c, "size", 0) > 1]
     assert starts.dtype == np.uint32
     np.testing.assert_array_equal(np.diff(starts), 1 << 24)

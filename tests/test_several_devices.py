@@ -237,7 +237,7 @@ def test_shards_hold_shares_of_every_leaf(seed):
         write_part(layout, [filled], i, 0, [(0, leaf.reshape(-1))])
     np.testing.assert_array_equal(filled, slab)
     order = rng.sample(range(len(shapes)), 4)
-    gather = jax.jit(lambda slab: layout.unpack_whole(slab, order, "float32", lambda x: x))
+    gather = jax.jit(lambda slab: layout.unpack_whole([slab], order, "float32", lambda x: x))
     unpack = jax.jit(lambda slab: [layout.unpack(slab, i) for i in order])
     read = read_leaves(layout, [slab])
     for i, gathered, unpacked in zip(order, gather(slab), unpack(slab), strict=True):

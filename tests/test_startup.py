@@ -73,7 +73,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     case, events = CASES["nnx_tied"], []
     expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
     machine = dataclasses.replace(H200, host_bytes=None)
-    monkeypatch.setattr("megatrain_jax._src.trainer.this_machine", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.start.this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "_pools", {})
     monkeypatch.setattr(pool, "total_bytes", lambda: 500 * GIB)
@@ -97,7 +97,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
-    monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
+    monkeypatch.setattr("megatrain_jax._src.start.placed_on", lambda mesh: on_gpu)
     monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
     monkeypatch.setattr(starts, "pins_small_pages", lambda: True)
     monkeypatch.setattr(starts, "advice_on_pages", lambda of: events.append("advice") or "Advice")

@@ -15,7 +15,7 @@ from flax import nnx
 import megatrain_jax as mt
 from inside import divide, engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax import models
-from megatrain_jax._src import trainer as trainers
+from megatrain_jax._src import start
 from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.instructions import Op
@@ -124,7 +124,7 @@ def wide_trainer(length=512, **options):
 def on_a_device_of(monkeypatch, num_bytes):
     """Has trainers believe that they have a GPU with so much memory left."""
     machine = dataclasses.replace(mt.H200, device_bytes=num_bytes, host_bytes=None)
-    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: num_bytes)
 
 

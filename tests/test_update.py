@@ -117,9 +117,9 @@ def test_an_update_is_done_in_place(name):
     """A CPU's compiler still copies moments, which several loops read; a GPU's makes one loop."""
     for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
         run = jax.jit(updates._update(part, layout, True), donate_argnums=(0, 1))
-        masters, state, *rest = random_arguments(layout, part, num_messages)
+        masters, state, gradient, messages = random_arguments(layout, part, num_messages)
         at_rest = layout.master.encode(masters), layout.state.encode(state)
-        args = (*at_rest, *rest, jnp.array(True))
+        args = (*at_rest, layout.master.in_segments(gradient), messages, jnp.array(True))
         memory = run.lower(*args).compile().memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == layout.master.num_bytes + layout.state.num_bytes

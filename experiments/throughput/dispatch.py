@@ -15,7 +15,7 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
     XLA's GPU client has 32 computations in flight at most, and has a call wait until there are
     fewer again. So what was dispatched is over before each instruction here.
     """
-    engine = trainer._engine
+    engine = trainer.run_state.engine
     obey, waited = engine.obey, 0.0
 
     def timed(instruction: Instruction, live: Any) -> None:

@@ -90,6 +90,18 @@ SHAPES = {
         batch_size=16,
         seq_len=2048,
     ),
+    # Llama 3 with 70B parameters (https://arxiv.org/abs/2407.21783, table 3), a head of its own.
+    "llama-3-70b": Shape(
+        dim=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=28672,
+        vocab_size=128256,
+        batch_size=8,
+        seq_len=2048,
+    ),
     # https://huggingface.co/mistralai/Mistral-Large-Instruct-2407: 122.6B parameters in 88 layers,
     # a head of its own.
     "mistral-large": Shape(

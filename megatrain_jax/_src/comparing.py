@@ -2,26 +2,28 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Unpack
+from typing import Any, Never
 
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.options.options import (
-    MachineOptions,
-    Options,
-    PlanArguments,
-    check_names,
-    shows,
+    DeviceBudget,
+    HostBudget,
+    Microbatches,
+    OnNonfinite,
+    PrecisionGiven,
+    Trainable,
 )
+from megatrain_jax._src.options.wrong_names import refuse_unknown
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
 
-@shows(Options, MachineOptions)
 def compare_plans(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -29,7 +31,20 @@ def compare_plans(
     sample_batch: Any = None,
     *,
     over: Mapping[str, Any],
-    **options: Unpack[PlanArguments],
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "bfloat16",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    host_gib: float | None = None,
+    num_gpus: int | None = None,
+    **unknown: Never,
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: fit, time and memory.
 
@@ -57,6 +72,7 @@ def compare_plans(
         mesh: See `plan`.
         host_gib: See `plan`.
         num_gpus: See `plan`.
+        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The plans as a table, a sequence of rows.
@@ -81,20 +97,33 @@ def compare_plans(
         >>> [(row.names, row.plan.host_bytes // row.plan.num_parameters) for row in table]
         [(('adamw',), 12), (('lion',), 8)]
     """
-    check_names(compare_plans, options)
-    parts = {
+    refuse_unknown(compare_plans, unknown)
+    arguments = {
         "model": model,
         "loss_fn": loss_fn,
         "optimizer": optimizer,
         "sample_batch": sample_batch,
+        "microbatches": microbatches,
+        "waves": waves,
+        "precision": precision,
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "trainable": trainable,
+        "on_nonfinite": on_nonfinite,
+        "max_skipped": max_skipped,
+        "seed": seed,
+        "hardware": hardware,
+        "mesh": mesh,
+        "host_gib": host_gib,
+        "num_gpus": num_gpus,
     }
-    fixed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    fixed |= options
+    parameters = inspect.signature(compare_plans).parameters
+    fixed = {k: v for k, v in arguments.items() if v is not parameters[k].default}
     axes = _axes(over)
     for name in axes:
         if name in fixed:
             raise ValueError(f"`{name}` is given, and in `over`, too: leave one of them out")
-    for name in parts:
+    for name in ("model", "loss_fn", "optimizer", "sample_batch"):
         if name not in fixed and name not in axes:
             raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
     with remembering():
@@ -105,7 +134,8 @@ def _axes(over: Any) -> dict[str, dict[str, Any]]:
     """The values of each argument, by name."""
     if not isinstance(over, Mapping):
         raise TypeError(checks.refused("over", "a mapping from arguments to their values", over))
-    known = list(inspect.signature(plan).parameters)
+    parameters = inspect.signature(plan).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     if not over:
         raise ValueError(f"`over` is empty: name an argument that differs, of {', '.join(known)}")
     for name in over:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
-from typing import Any, Unpack
+from os import PathLike
+from typing import Any, Never
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
 from megatrain_jax._src.common import checks
@@ -23,13 +24,19 @@ from megatrain_jax._src.options.inputs import (
     check_trainer,
 )
 from megatrain_jax._src.options.options import (
-    FitArguments,
-    LoopArguments,
+    Callbacks,
+    DeviceBudget,
+    EvalData,
+    HostBudget,
     LoopOptions,
+    Microbatches,
+    OnNonfinite,
     Options,
-    options_of,
-    shows,
+    PrecisionGiven,
+    Trainable,
 )
+from megatrain_jax._src.options.wrong_names import refuse_unknown
+from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
@@ -42,7 +49,6 @@ _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()
 
 
-@shows(LoopOptions, Options)
 def fit(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -51,7 +57,27 @@ def fit(
     *,
     params: Any = None,
     resume: bool = True,
-    **options: Unpack[FitArguments],
+    steps: int | None = None,
+    epochs: int | None = None,
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "bfloat16",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    eval_data: EvalData | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    callbacks: Callbacks = (),
+    progress: bool = True,
+    **unknown: Never,
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -88,7 +114,7 @@ def fit(
         waves: Number of groups of microbatches that are trained on one after another; see
             `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
-            "compact", "bfloat16" or "float32"; see `Trainer`.
+            "compact", "two_bytes", "bfloat16" or "float32"; see `Trainer`.
         device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
             None for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
@@ -118,6 +144,7 @@ def fit(
             `megatrain_jax.callbacks.Callback`.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
+        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The trainer and its history.
@@ -135,7 +162,31 @@ def fit(
             be read.
         SystemExit: After SIGTERM.
     """
-    loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
+    refuse_unknown(fit, unknown)
+    loop = LoopOptions(
+        steps=steps,
+        epochs=epochs,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    run = Options(
+        microbatches=microbatches,
+        waves=waves,
+        precision=precision,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+        hardware=hardware,
+        mesh=mesh,
+    )
     resume = checks.boolean("resume", resume)
     check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
     check_parts(model, loss_fn, optimizer, params)
@@ -156,8 +207,8 @@ def fit(
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
-        # Not kept here while the run lasts, because they may be as large as the model.
-        del params
+        # Not kept here while the run lasts: each may be all parameters as arrays.
+        del model, params
         with handed_over(trainer):
             batches: Iterator[Any] = chain([sample], source)
             first, facts = 0, None
@@ -165,24 +216,28 @@ def fit(
                 source.first = batch_digest(sample)
                 facts = series.resume(trainer) if resume else series.begin(trainer)
             if series is not None and facts is not None:
-                shown = loop.progress and processes.is_first
-                position = own_position(facts["data"], processes)
-                path = series.folder / str(trainer.num_steps)
-                if processes.is_first:
-                    same_data = source.is_data_of(position)
-                    _compare(path, facts, trainer, loop, series.num_converted, same_data=same_data)
-                if shown:
-                    remark = upgraded(facts.get("made_of"), trainer.made_of)
-                    tqdm.write(f"Resumed from {path}.{remark}")
-                source.go_to(position, shown)
+                _go_on(series, facts, trainer, source, loop)
                 # The sample was the data's first batch, which the run has already trained on.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series)
 
 
-@shows(LoopOptions)
-def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments]) -> FitResult:
+def train(
+    trainer: Trainer,
+    data: Iterable[Any],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    eval_data: EvalData | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    callbacks: Callbacks = (),
+    progress: bool = True,
+    **unknown: Never,
+) -> FitResult:
     """Continues training with a trainer; `fit` is `Trainer` followed by this.
 
     It ends like `fit`: after Ctrl-C, after SIGTERM, and with an error.
@@ -205,6 +260,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         keep: See `fit`.
         callbacks: See `fit`.
         progress: See `fit`.
+        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The trainer, with all its state on the host, and its history.
@@ -215,7 +271,18 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    loop = options_of(train, LoopOptions, options)
+    refuse_unknown(train, unknown)
+    loop = LoopOptions(
+        steps=steps,
+        epochs=epochs,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
@@ -256,23 +323,33 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
     return replace(run, **parts)
 
 
-def _compare(
-    path: Path,
+def _go_on(
+    series: Checkpoints,
     facts: Mapping[str, Any],
     trainer: Trainer,
+    source: Source,
     loop: LoopOptions,
-    num_converted: int,
-    *,
-    same_data: bool,
 ) -> None:
-    """Warns of settings in which a run differs from the checkpoint that it resumes."""
-    finished = loop.steps is not None and trainer.num_steps >= loop.steps
-    before, now = facts.get("made_of"), trainer.made_of
-    line = differences(
-        path, before, now, same_data=same_data, finished=finished, num_converted=num_converted
-    )
-    if line is not None:
-        warnings.warn(line, stacklevel=3)
+    """Brings the data to a restored checkpoint's position, and warns of settings that differ."""
+    is_first = trainer.processes.is_first
+    position = own_position(facts["data"], trainer.processes)
+    if is_first:
+        path = series.folder / str(trainer.num_steps)
+        before, now = facts.get("made_of"), trainer.run_state.made_of
+        finished = loop.steps is not None and trainer.num_steps >= loop.steps
+        line = differences(
+            path,
+            before,
+            now,
+            same_data=source.is_data_of(position),
+            finished=finished,
+            num_converted=series.num_converted,
+        )
+        if line is not None:
+            warnings.warn(line, stacklevel=3)
+        if loop.progress:
+            tqdm.write(f"Resumed from {path}.{upgraded(before, now)}")
+    source.go_to(position, loop.progress and is_first)
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.records import is_number
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.report.curves import draw_curves
 from megatrain_jax._src.report.run_view import record_cells
@@ -117,7 +116,7 @@ class History(list[dict[str, Any]]):
         names = [metrics] if isinstance(metrics, str) else _names(metrics)
         log, smooth = checks.boolean("log", log), checks.integer("smooth", smooth)
         # In order of first appearance; texts that a callback added are not metrics.
-        known = list(dict.fromkeys(n for r in self for n, v in r.items() if is_number(v)))
+        known = list(dict.fromkeys(n for r in self for n, v in r.items() if checks.is_number(v)))
         for name in names:
             if self and name not in known:
                 raise ValueError(f"no record has the metric {name!r}; there are {', '.join(known)}")

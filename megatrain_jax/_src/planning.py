@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Never
 
 import jax
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.common.attention_kernel import planned_for
@@ -16,12 +16,16 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import check_order, check_parts
 from megatrain_jax._src.options.options import (
+    DeviceBudget,
+    HostBudget,
     MachineOptions,
+    Microbatches,
+    OnNonfinite,
     Options,
-    PlanArguments,
-    options_of,
-    shows,
+    PrecisionGiven,
+    Trainable,
 )
+from megatrain_jax._src.options.wrong_names import refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.spec.budget import fit_to_machine
@@ -29,16 +33,30 @@ from megatrain_jax._src.spec.host import fit_to_host
 from megatrain_jax._src.spec.microbatches import fit_with_parts
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
 
-@shows(Options, MachineOptions)
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
-    **options: Unpack[PlanArguments],
+    *,
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "bfloat16",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    host_gib: float | None = None,
+    num_gpus: int | None = None,
+    **unknown: Never,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
 
@@ -64,6 +82,7 @@ def plan(
             for one device.
         host_gib: Host memory of that machine in GiB; None for the host memory of `hardware`.
         num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The plan; print it, or let a notebook show it.
@@ -88,8 +107,21 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    run = options_of(plan, Options, options)
-    run = options_of(plan, MachineOptions, options).applied(run)
+    refuse_unknown(plan, unknown)
+    run = Options(
+        microbatches=microbatches,
+        waves=waves,
+        precision=precision,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+        hardware=hardware,
+        mesh=mesh,
+    )
+    run = MachineOptions(host_gib=host_gib, num_gpus=num_gpus).applied(run)
     order = "plan(model, loss_fn, optimizer, sample_batch)"
     check_order(order, optimizer, "sample_batch", sample_batch)
     check_parts(model, loss_fn, optimizer)

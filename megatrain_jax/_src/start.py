@@ -20,22 +20,29 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh
 
+from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.report.run_warnings import warn_of
+from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
+from megatrain_jax._src.runtime.batch import joined_shapes
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import (
+    agreed_host_budget,
     check_host,
     fit_to_host,
     peak_bytes,
@@ -43,12 +50,13 @@ from megatrain_jax._src.spec.host import (
 )
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.spec.rescheduled import with_all_waves
-from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
 from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
-from megatrain_jax._src.state.placement import Placement, on_several, placed_on
+from megatrain_jax._src.state.placement import Placement, default_mesh, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
@@ -56,12 +64,74 @@ _SECONDS_TO_EXPLAIN = 10.0
 _GIB = 2**30
 
 
+def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
+    """Completes a run's options with the mesh, the hardware and the host memory of this machine.
+
+    Returns:
+        The options, the placement on the devices of their mesh, and whether there is a GPU.
+
+    Raises:
+        ValueError: If this machine can't train on the mesh.
+    """
+    # Starts JAX's backend; settings that must precede this were made on import.
+    machine = this_machine()
+    mesh = run.mesh or default_mesh()
+    check_mesh(mesh)
+    placement = placed_on(mesh)
+    hardware = run.machine or machine
+    if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
+        hardware = replace(hardware, host_bytes=machine.host_bytes)
+    run = replace(run, hardware=hardware, mesh=mesh)
+    if machine is not None:
+        run = replace(run, host_budget=agreed_host_budget(run, placement))
+    return run, placement, machine is not None
+
+
+def cut_here(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+    placement: Placement,
+    has_gpu: bool,
+) -> RunSpec:
+    """The run's spec, with numbers of microbatches and waves; on a GPU, they fit in its memory.
+
+    Args:
+        adapted: The model.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: See `Trainer`.
+        run: The options, completed by `on_this_machine`.
+        placement: The run's devices.
+        has_gpu: Whether this machine has a GPU.
+
+    Raises:
+        ValueError: If model, loss, optimizer, batch and options don't fit together, or the
+            processes don't agree on them.
+    """
+    adapted.check_batch(sample_batch)
+    processes = placement.processes
+    sample = joined_shapes(sample_batch, processes.count)
+
+    def make(run: Options) -> RunSpec:
+        return make_run_spec(adapted, loss_fn, optimizer, sample, run)
+
+    with leaving_garbage(), remembering():
+        spec = make(with_parts(run, make, sample, placement, has_gpu))
+    # Before anything large is made, so an error comes early.
+    processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
+    if processes.is_first:
+        warn_of(find_warnings(spec))
+    return spec
+
+
 def with_parts(
     run: Options,
     make: Callable[[Options], RunSpec],
     sample: Any,
     placement: Placement,
-    *,
     has_gpu: bool,
 ) -> Options:
     """Completes a run's options with the numbers of microbatches and waves.

@@ -1,60 +1,53 @@
 """`Trainer`: one run, which initialises its state, steps, evaluates, and returns the model."""
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any, Never
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.garbage import leaving_garbage
-from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.history import weighted_means
+from megatrain_jax._src.history import History
 from megatrain_jax._src.kernels.bound_stage import BoundStage
-from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_shapes
-from megatrain_jax._src.options.inputs import (
-    check_data,
-    check_loss,
-    check_mesh,
-    check_order,
-    check_parts,
+from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.inputs import check_order, check_parts
+from megatrain_jax._src.options.options import (
+    DeviceBudget,
+    HostBudget,
+    Microbatches,
+    OnNonfinite,
+    Options,
+    PrecisionGiven,
+    Trainable,
 )
-from megatrain_jax._src.options.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.options.wrong_names import not_settable, refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
+from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.run_state import RunState
-from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
-from megatrain_jax._src.runtime.evaluation import evaluate_batches
+from megatrain_jax._src.run_steps import RunSteps
 from megatrain_jax._src.runtime.exhausted import advised
-from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.budget import in_room
-from megatrain_jax._src.spec.host import agreed_host_budget, on_same_host
-from megatrain_jax._src.spec.rescheduled import with_all_waves
-from megatrain_jax._src.spec.run_spec import (
-    RunSpec,
-    batch_key,
-    distinct_facts,
-    exact_dtypes,
-    make_run_spec,
-)
-from megatrain_jax._src.start import start, with_parts
-from megatrain_jax._src.state.cards import this_machine
-from megatrain_jax._src.state.placement import default_mesh, placed_on
+from megatrain_jax._src.spec.run_spec import exact_dtypes
+from megatrain_jax._src.start import cut_here, on_this_machine, start
+from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.processes import Processes
 
 
-class Trainer(RunState):
-    """Trains one model whose parameters and optimizer state live in pinned host memory."""
+class Trainer:
+    """Trains one model whose parameters and optimizer state live in pinned host memory.
 
-    @shows(Options)
+    Every read of the state first applies pending updates and moves all of it to the host. A trainer
+    prints as a table of its model, its progress and its budget.
+    """
+
     def __init__(
         self,
         model: Any,
@@ -64,7 +57,18 @@ class Trainer(RunState):
         *,
         params: Any = None,
         progress: bool = True,
-        **options: Unpack[RunArguments],
+        microbatches: Microbatches = 1,
+        waves: int | None = None,
+        precision: PrecisionGiven = "bfloat16",
+        device_budget: DeviceBudget = None,
+        host_budget: HostBudget = None,
+        trainable: Trainable = None,
+        on_nonfinite: OnNonfinite = "raise",
+        max_skipped: int = 10,
+        seed: int = 0,
+        hardware: Hardware | str | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        **unknown: Never,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -89,9 +93,9 @@ class Trainer(RunState):
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
-            precision: The dtypes of masters, of compute and of optimizer state, or the name of a
-                `Precision`: "compact" is `Precision.compact()`; "bfloat16", the default, and
-                "float32" compute in this dtype, with masters and optimizer state in fp32.
+            precision: The dtypes of masters, of compute and of optimizer state, or a name: "compact"
+                and "two_bytes" for the methods of `Precision`; "bfloat16", the default, and
+                "float32" compute in this dtype, with masters and state in fp32.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the
@@ -103,10 +107,9 @@ class Trainer(RunState):
                 reserve for the system. With a smaller budget, more is recomputed in backward.
             trainable: The parameters to train: a regular expression to search for in their paths,
                 such as ``"layers/.*/(q|v)_proj"``, a list of them of which any may be found, a
-                predicate of the path, or None for all. Frozen
-                parameters have neither gradients nor optimizer state and are only copied to the
-                device, in `precision.frozen` if that is given; the optimizer sees
-                `optax.MaskedNode` in their place.
+                predicate of the path, or None for all. Frozen parameters have neither gradients nor
+                optimizer state and are only copied to the device, in `precision.frozen` if that is
+                given; the optimizer sees `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known.
@@ -119,6 +122,7 @@ class Trainer(RunState):
                 `jax.sharding.Mesh` with any axes, with equally many devices of each process or only
                 of this one; None for all GPUs that JAX sees, or else its first device. The loss is
                 still over the whole batch; each process passes its part.
+            **unknown: Refused, with the name of the option that was meant.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -128,50 +132,56 @@ class Trainer(RunState):
             MemoryError: If host or device memory is too small.
         """
         began = time.perf_counter()
-        run = options_of(Trainer.__init__, Options, options)
-        # Starts JAX's backend; settings that must precede this were made on import.
-        machine = this_machine()
-        mesh = run.mesh or default_mesh()
-        check_mesh(mesh)
-        placement = placed_on(mesh)
-        hardware = run.machine or machine
-        if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
-            hardware = dataclasses.replace(hardware, host_bytes=machine.host_bytes)
-        run = dataclasses.replace(run, hardware=hardware, mesh=mesh)
-        if machine is not None:
-            run = dataclasses.replace(run, host_budget=agreed_host_budget(run, placement))
+        refuse_unknown(Trainer.__init__, unknown)
+        run = Options(
+            microbatches=microbatches,
+            waves=waves,
+            precision=precision,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            trainable=trainable,
+            on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
+            seed=seed,
+            hardware=hardware,
+            mesh=mesh,
+        )
+        run, placement, has_gpu = on_this_machine(run)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         order = "Trainer(model, loss_fn, optimizer, sample_batch)"
         check_order(order, optimizer, "sample_batch", sample_batch)
         check_parts(model, loss_fn, optimizer, params)
-        num_devices = len(placement.local_devices)
-        number = run.least_microbatches
+        number, num_devices = run.least_microbatches, len(placement.local_devices)
         check_batch(sample_batch, number, "sample_batch", num_devices, or_shapes=True)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.
         del model
-        adapted.check_batch(sample_batch)
-        sample = joined_shapes(sample_batch, placement.processes.count)
-
-        def make(run: Options) -> RunSpec:
-            return make_run_spec(adapted, loss_fn, optimizer, sample, run)
-
-        with leaving_garbage(), remembering():
-            spec = make(with_parts(run, make, sample, placement, has_gpu=machine is not None))
-        # Before anything large is made, so an error comes early.
-        placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
-        if placement.processes.is_first:
-            warn_of(find_warnings(spec))
+        spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        has_gpu = machine is not None
         spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
-        super().__init__(spec, engine, progress)
         self._startup = dict(seconds)
-        self._sample = joined_shapes(sample_batch, 1)
-        self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
+        self._state = RunState(spec, engine, progress)
+        self._steps = RunSteps(self._state, sample_batch)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a private attribute.
+
+        Raises:
+            AttributeError: If its name is public, because setting it would have no effect.
+        """
+        if not name.startswith("_"):
+            raise AttributeError(not_settable(type(self), name))
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Returns the model, the step and the budget as a plain text table."""
+        return "Trainer\n" + aligned(self._state.cells())
+
+    def _repr_html_(self) -> str:
+        return html_box(html_table(self._state.cells()))
 
     @advised()
     def step(self, batch: Any) -> StepMetrics:
@@ -189,40 +199,13 @@ class Trainer(RunState):
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step had a number that is not finite.
         """
-        self._record(keep=1)  # completed steps; at most one step is in flight
-        began = time.perf_counter()
-        return self._dispatch(batch, lambda metrics: self._by_hand.add(began, metrics))
+        self._state.record(keep=1)  # completed steps; at most one step is in flight
+        return self._steps.train(batch, by_hand=True)
 
     @advised()
     def dispatch(self, batch: Any) -> StepMetrics:
-        """Dispatches one training step like `step`, but leaves its record to the caller.
-
-        Args:
-            batch: See `step`.
-
-        Returns:
-            See `step`.
-
-        Raises:
-            ValueError: See `step`.
-            FloatingPointError: See `step`.
-        """
-        return self._dispatch(batch, lambda metrics: None)
-
-    def _dispatch(self, batch: Any, note: Callable[[StepMetrics], None]) -> StepMetrics:
-        self._training.check_whole()
-        self.check_batch(batch)
-        step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
-        # Otherwise steps would queue on the device without bound, each with its batch.
-        self._training.wait_for_room()
-        placement, where = self._store.placement, f"training step {self.num_steps + 1}"
-        with deferred_interrupt(), placement.outside_meshes():
-            self._training.check_whole()
-            placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
-            self._settle_saving()
-            metrics = self._training.dispatch(step, put_batch(batch, step, placement))
-            note(metrics)
-        return metrics
+        """Dispatches one training step like `step`, but leaves its record to the caller."""
+        return self._steps.train(batch, by_hand=False)
 
     def check_batch(self, batch: Any) -> None:
         """Checks a batch like `step`, preferably while it is on the host.
@@ -232,10 +215,7 @@ class Trainer(RunState):
             ValueError: If it differs from the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        num_devices = len(self._store.placement.local_devices)
-        check_batch(batch, self._spec.microbatches, num_devices=num_devices)
-        check_like(batch, self._sample)
-        self._spec.adapted.check_batch(batch)
+        self._steps.check(batch)
 
     @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -249,16 +229,7 @@ class Trainer(RunState):
                 nevertheless; the step and later ones are no longer counted, and training can
                 continue with the next batch. Also if too many consecutive steps were skipped.
         """
-        try:
-            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
-        except (TypeError, ValueError) as error:
-            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
-        if isinstance(metrics, StepMetrics):
-            is_finite = self._training.settle(metrics)
-            self._record(keep=self.num_steps - metrics.step)
-            if self._spec.optimizer.skips:
-                values["skipped"] = float(not is_finite)
-        return values
+        return self._steps.read(metrics)
 
     @advised()
     def evaluate(
@@ -281,25 +252,28 @@ class Trainer(RunState):
             ValueError: If there is no batch, or all weights are 0.
             FloatingPointError: See `read`, of steps that were not read.
         """
-        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
-        if loss_fn is not None:
-            check_loss(loss_fn)
-        self.flush()
+        return self._steps.evaluate(batches, loss_fn)
 
-        def bind(batch: Any) -> BoundStep:
-            check_batch(batch)
-            self._spec.adapted.check_batch(batch)
-            return self._bound_step(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
+    def flush(self) -> None:
+        """Applies pending updates and moves all state to pinned host memory.
 
-        rows, sizes = evaluate_batches(self._engine, batches, bind)
-        if not rows:
-            raise ValueError("`batches` gave no batch to evaluate")
-        return weighted_means(jax.device_get(rows), sizes)
+        Raises:
+            RuntimeError: If an error has cut off a step or a restore, so that there is no state.
+            FloatingPointError: See `Trainer.read`, for steps of `step` that were not read. A second
+                call returns the state that the error describes.
+        """
+        self._state.flush()
+
+    @property
+    def history(self) -> History:
+        """One record per step, by `fit`, `train` or `step`; waits for the steps of `step`."""
+        self._state.record()
+        return self._state.history
 
     @property
     def plan(self) -> Plan:
         """The plan of this run on this machine: memory, transfers, arithmetic."""
-        return make_plan(self._spec, *self.processes.spread)
+        return make_plan(self._state.spec, *self.processes.spread)
 
     @property
     def startup(self) -> dict[str, float]:
@@ -315,37 +289,112 @@ class Trainer(RunState):
     @property
     def schedule(self) -> Schedule:
         """The schedule of a step on the sample's shapes: transfers and computations, as data."""
-        return self._spec.first.schedule
+        return self._state.spec.first.schedule
 
     @property
     def stages(self) -> tuple[BoundStage, ...]:
         """The stages of such a step, each with the groups it reads."""
-        return self._spec.first.stages
+        return self._state.spec.first.stages
 
-    def _bound_step(self, batch, *, train: bool, loss_fn) -> BoundStep:
-        shapes = joined_shapes(batch, self._store.placement.processes.count)
-        # Losses are compared as functions: a new one, even with equal code, is cut again.
-        key = (batch_key(shapes), train, loss_fn)
-        if key not in self._steps:
-            where = f"training step {self.num_steps + 1}" if train else "an evaluation"
-            with self._store.placement.outside_meshes(), _told_apart(where, batch, self._sample):
-                step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
-                step = on_same_host(step, self._spec, *self.processes.spread, training=train)
-                what = self._spec, self._engine.kernels, self._store.placement
-                step = in_room(step, *what, training=train)
-                self._steps[key] = with_all_waves(step, training=train)
-        return self._steps[key]
+    @property
+    def num_steps(self) -> int:
+        """Training steps dispatched so far."""
+        return self._state.training.num_steps
 
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that share the run."""
+        return self._state.store.placement.devices
 
-@contextlib.contextmanager
-def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
-    """Adds to an error in a step how its batch differs from the first one.
+    @property
+    def processes(self) -> Processes:
+        """The processes that share the run."""
+        return self._state.store.placement.processes
 
-    The error may be JAX's own, about two shapes in the middle of the model, or the user's.
-    """
-    try:
-        yield
-    except Exception as error:
-        if shapes := other_shapes(batch, sample):
-            error.add_note(f"This came with the batch of {where}: {shapes}.")
-        raise
+    @property
+    def num_skipped(self) -> int:
+        """Number of skipped steps, among steps whose metrics were read."""
+        return self._state.training.num_skipped
+
+    @property
+    def params(self) -> Any:
+        """The parameters, as host arrays in the model's own structure.
+
+        They share memory with the store and stay unchanged when training continues. Only a
+        parameter stacked over layers, which the store keeps layer by layer, is a copy.
+        """
+        return self._state.params()
+
+    @property
+    def opt_state(self) -> Any:
+        """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
+        return self._state.opt_state()
+
+    @property
+    def model(self) -> Any:
+        """The user's kind of model, with the parameters as NumPy arrays.
+
+        They share memory with the store, like `params`.
+        """
+        return self._state.model()
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The model's state other than parameters, such as running statistics, by path.
+
+        Host arrays that share memory with the store, like `params`; random keys are on the device.
+        """
+        return self._state.variables()
+
+    def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
+        """Writes a checkpoint in Orbax format: parameters under the model's own paths.
+
+        Args:
+            path: The folder to write; must not exist.
+            params_only: Whether to save only parameters. Training can't resume from such a
+                checkpoint.
+
+        Raises:
+            TypeError: If `path` is not a path.
+            ValueError: If Orbax could not read its own files at `path`.
+            FileExistsError: If `path` exists.
+            CheckpointError: If it can't be written; nothing is left of it.
+            FloatingPointError: See `Trainer.read`, for steps that were not read; nothing is
+                written. A second call saves the state described by the error. If that contains a
+                partial step, `restore` warns.
+        """
+        params_only = checks.boolean("params_only", params_only)
+        self._state.training.settle_all()
+        self.start_saving(path, params_only=params_only).wait()
+
+    def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Continues from a checkpoint of the same model and optimizer.
+
+        The checkpoint may have a different device budget, number of microbatches or precision:
+        arrays in a different dtype or code are converted, with a warning.
+
+        Args:
+            path: A folder written by `save` or `fit`.
+
+        Returns:
+            The facts saved beside the arrays.
+
+        Raises:
+            CheckpointError: If it is damaged, or belongs to a different model or optimizer. Unless
+                the message says otherwise, the training state is unchanged. If it says that the
+                state is lost, every use of it raises `RuntimeError` until another checkpoint is
+                restored.
+        """
+        return self._state.restore(path)
+
+    def start_saving(self, path: str | PathLike[str], *, params_only: bool = False) -> Saving:
+        """Starts writing a checkpoint like `save`, and returns the save, to wait for.
+
+        Steps may continue meanwhile. A second save waits for the first by itself.
+        """
+        return self._state.start_saving(path, params_only=params_only)
+
+    @property
+    def run_state(self) -> RunState:
+        """The state behind this trainer, which `fit` and `train` save and restore."""
+        return self._state

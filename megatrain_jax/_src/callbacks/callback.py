@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain_jax import FitResult, Trainer
-from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.common.checks import is_number
 
 
 class Callback:

@@ -18,7 +18,7 @@ from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.checkpoint.foreign import saved_arrays
-from megatrain_jax._src.common.differences import described, listed
+from megatrain_jax._src.common.trees import described, listed
 
 _Names = tuple[str, ...]
 

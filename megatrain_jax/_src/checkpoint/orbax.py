@@ -20,10 +20,10 @@ import numpy as np
 import tensorstore as ts
 from orbax.checkpoint import type_handlers, v1
 
-from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Grid
+from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Cell, Grid
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
 from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, read_error
-from megatrain_jax._src.common.differences import described, listed
+from megatrain_jax._src.common.trees import described, listed
 
 # Bytes that Orbax may use in addition to the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
@@ -287,3 +287,31 @@ def check_arrays(
     ]
     if differences:
         raise CheckpointError(f"{folder} is {what}:{listed(differences)}")
+
+
+class ChunkReader:
+    """Reads chunks of a checkpoint's arrays."""
+
+    def __init__(self, folder: Path):
+        """Makes a reader of a checkpoint with chunks in its manifest; opens nothing yet.
+
+        Args:
+            folder: The checkpoint's folder.
+        """
+        self._folder = folder
+        self._stores = type_handlers.get_ts_context(use_ocdbt=True)
+        self._arrays: dict[TreePath, Any] = {}
+
+    def read(self, wanted: Sequence[tuple[ArrayEntry, Cell]]) -> list[np.ndarray]:
+        """Reads chunks in parallel, as flat arrays.
+
+        Args:
+            wanted: Entries of the arrays, with a chunk of each.
+        """
+        new = {entry.path for entry, _ in wanted} - self._arrays.keys()
+        # All are opened, then all read: TensorStore works in parallel within each phase.
+        specs = {path: ts.Spec(read_spec(self._folder, path)) for path in new}
+        opening = {path: ts.open(spec, context=self._stores) for path, spec in specs.items()}
+        self._arrays |= {path: opened.result() for path, opened in opening.items()}
+        coming = [self._arrays[entry.path][cell.box].read() for entry, cell in wanted]
+        return [np.ascontiguousarray(chunk.result()).reshape(-1) for chunk in coming]

@@ -50,7 +50,7 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all, read_error
 from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
-from megatrain_jax._src.checkpoint.read_chunks import ChunkReader
+from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.layers.index import Index, selector
 from megatrain_jax._src.runtime.store import Store

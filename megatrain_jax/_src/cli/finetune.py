@@ -9,11 +9,10 @@ import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
-from megatrain_jax._src.cli.adapter_settings import frozen_of, with_adapters
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
+from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with_adapters
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
 
 # Pairs of answers per row assumed in a plan, before the data is read. No large array depends on it.

@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatrain_jax._src.cli.allowed_names import Frozen
-from megatrain_jax._src.cli.needs import check_needed
+from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
 

@@ -9,7 +9,7 @@ import jax
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli.allowed_names import Frozen
+from megatrain_jax._src.cli.setting_rules import Frozen
 
 
 @dataclass(frozen=True, kw_only=True)

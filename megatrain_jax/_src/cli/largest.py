@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
+from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.plan_settings import rows_of
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.sizes import sized
@@ -148,7 +148,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     small = planner.plan(few, rows, 128, least=True)
     host = planner.host_bytes or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
-    by_size = {known.num_parameters: name for name, known in KNOWN_MODELS.items()}
+    by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= most)
 
     @functools.cache

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     with checking():
-        from megatrain_jax._src.cli.config_files import config_values
+        from megatrain_jax._src.cli.catalogue import config_values
         from megatrain_jax._src.cli.parsing import parsed
         from megatrain_jax._src.cli.plan_settings import PlanSettings
 

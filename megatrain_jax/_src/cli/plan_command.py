@@ -12,7 +12,7 @@ import jax
 
 import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
+from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.largest import fits, largest_size
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
@@ -68,7 +68,7 @@ def _print_largest(settings: PlanSettings) -> int:
 
 def _advice(planner: Planner) -> str:
     """The advice for the fewest rows of the settings' model, or of the smallest known one."""
-    smallest = min(KNOWN_MODELS, key=lambda name: KNOWN_MODELS[name].num_parameters)
+    smallest = min(known_models(), key=lambda name: known_models()[name].num_parameters)
     config = config_of(planner.settings.model or smallest)
 
     def plan_with(changed: PlanSettings) -> mt.Plan:

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax._src.cli.allowed_names import Frozen, Master, Microbatches, OptimizerName, State
-from megatrain_jax._src.cli.needs import check_needed
+from megatrain_jax._src.cli.setting_rules import (
+    Frozen,
+    Master,
+    Microbatches,
+    OptimizerName,
+    State,
+    check_needed,
+)
 from megatrain_jax._src.common import checks
 
 

@@ -10,11 +10,10 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.adapter_settings import frozen_of, with_adapters
-from megatrain_jax._src.cli.config_files import config_values
+from megatrain_jax._src.cli.catalogue import config_values
+from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with_adapters
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
-from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import bytes_of, sized

@@ -9,11 +9,11 @@ import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
-from megatrain_jax._src.cli.config_files import config_values
+from megatrain_jax._src.cli.catalogue import config_values
 from megatrain_jax._src.cli.job import Job
+from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

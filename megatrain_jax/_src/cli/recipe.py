@@ -8,7 +8,7 @@ import optax
 from jax.typing import DTypeLike
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.allowed_names import Decay, Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.setting_rules import Decay, Frozen, Master, OptimizerName, State
 
 
 def precision_of(

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain_jax._src.cli.allowed_names import Decay, Master, OptimizerName, State
-from megatrain_jax._src.cli.needs import check_needed
+from megatrain_jax._src.cli.setting_rules import Decay, Master, OptimizerName, State, check_needed
 from megatrain_jax._src.common import checks
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]

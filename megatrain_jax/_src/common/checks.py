@@ -196,3 +196,8 @@ def can_be_called(function: Callable[..., Any], num_arguments: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a step's record is a number; Booleans are not."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)

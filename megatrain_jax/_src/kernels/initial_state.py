@@ -51,6 +51,7 @@ def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placemen
 def _of_masters(fragment: Fragment, layout: GroupLayout, masters: Any) -> list[jax.Array]:
     """The results of a fragment on a group's parameters, from its masters at rest."""
     # Rounded or not, as every update starts from these.
-    slab = layout.master.decode(masters)
-    params = [layout.master.unpack(slab, i) for i in range(len(layout.master.shapes))]
+    own = layout.master
+    segments = own.decode_segments(masters)
+    params = [own.unpack_from(segments, i).astype(own.dtype) for i in range(len(own.shapes))]
     return jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])

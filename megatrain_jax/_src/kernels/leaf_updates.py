@@ -74,7 +74,7 @@ def update_by_leaf(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Ca
 
         def read(at: int) -> Array:
             if at < first + count:
-                return layout.master.unpack(gradient, at - first).astype(layout.master.dtype)
+                return layout.master.unpack_from(gradient, at - first).astype(layout.master.dtype)
             number, i = old_of[at]
             # If an earlier turn has written a leaf, its old value is read.
             arrays = given if (number, i) in written else slabs

@@ -18,6 +18,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import CALLS, FREE, FUSED, FUSING
 
 _ADDITIONS = ("add", "add_any")
+_REORDERING = ("reshape", "transpose")
 
 
 def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) -> int:
@@ -30,8 +31,9 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     Rules imitate the compiler's fusion. An elementwise result gets no array if a single elementwise
     equation or reduction reads it, possibly after a reshape, conversion or broadcast; its operands
     stay alive instead. Equations that are elementwise all the way to the results form one pass,
-    such as the update of a slab. A product that is only added to a value is written into the sum.
-    A loop's carry stays in one place, and so does an array that is partly overwritten.
+    such as the update of a slab. A product that is only added to a value, possibly reshaped or
+    transposed, is written into the sum. A loop's carry stays in one place, and so does an array
+    that is partly overwritten.
 
     Example, with arrays of 4 bytes::
 
@@ -57,13 +59,10 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
 
     results = set(jx.variables(jaxpr.outvars))
     readers: dict[Any, list[bool]] = {}  # whether each reader can be fused with the producer
-    added: set[Any] = set()  # the values that an addition reads
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
             readers.setdefault(v, []).append(_is_fused(eqn, FUSING))
-            if eqn.primitive.name in _ADDITIONS:
-                added.add(v)
-    passed = _passed(jaxpr)
+    passed, added = _passed(jaxpr), _added(jaxpr)
     # For each value, the allocated arrays that it is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
@@ -115,6 +114,18 @@ def _passed(jaxpr: Any) -> set[Any]:
         else:
             mixed.update(jx.variables(eqn.invars))
     return passed
+
+
+def _added(jaxpr: Any) -> set[Any]:
+    """The values that an addition reads, possibly reshaped or transposed."""
+    added: set[Any] = set()
+    num_readers = Counter(v for eqn in jaxpr.eqns for v in jx.variables(eqn.invars))
+    for eqn in reversed(jaxpr.eqns):
+        only_added = eqn.outvars[0] in added and num_readers[eqn.outvars[0]] == 1
+        is_reordered = eqn.primitive.name in _REORDERING and only_added
+        if is_reordered or eqn.primitive.name in _ADDITIONS:
+            added.update(jx.variables(eqn.invars))
+    return added
 
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ Example: a leaf of 40M elements in pieces of 16M, which take 64 MiB in fp32::
 With several devices, each reduces pieces of its own shard, and their results are combined last.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -40,11 +41,12 @@ Place = tuple[int, Layout, int]
 
 
 def measured(
-    gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool, num_shards: int
+    gradient: Sequence[Float[Array, " size"]], ok: Bool[Array, ""], guarded: bool, num_shards: int
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The squared norm of a gradient in fp32, and `ok`; if guarded, false for non-finite elements.
 
     The elements are checked, because the squared norm of finite elements above 1.8e19 is infinite.
+    The gradient has an array for each segment of its slab.
     """
 
     # Two sums of one shape, so that a GPU computes both in one pass, and devices exchange them
@@ -53,19 +55,17 @@ def measured(
         wide = x.astype(jnp.float32)
         return jnp.sum(wide * wide, axis), jnp.sum(~jnp.isfinite(x), axis, jnp.float32)
 
-    rows = gradient.reshape(num_shards, -1)
-    if _is_large(rows.shape[1]):
+    def add(x: _Sums, y: _Sums) -> _Sums:
+        return x[0] + y[0], x[1] + y[1]
 
-        def of_piece(start: Any, size: int) -> _Sums:
-            return sums(_piece(rows, start, size), 1)
+    def of_segment(x: jax.Array) -> _Sums:
+        rows = x.reshape(num_shards, -1)
+        if not _is_large(rows.shape[1]):
+            return sums(x, None)
+        by_shard = _in_pieces(lambda start, n: sums(_piece(rows, start, n), 1), rows.shape[1], add)
+        return jnp.sum(by_shard[0]), jnp.sum(by_shard[1])
 
-        def add(x: _Sums, y: _Sums) -> _Sums:
-            return x[0] + y[0], x[1] + y[1]
-
-        by_shard = _in_pieces(of_piece, rows.shape[1], add)
-        square, not_finite = jnp.sum(by_shard[0]), jnp.sum(by_shard[1])
-    else:
-        square, not_finite = sums(gradient, None)
+    square, not_finite = functools.reduce(add, map(of_segment, gradient))
     # The count would suffice. But XLA fuses values with at most one reader into the update's kernel
     # (the norm on a GPU, the count on a CPU), and that changes how updates are rounded.
     spoiled = jnp.where(not_finite == 0, 0.0, square + not_finite)
@@ -75,7 +75,8 @@ def measured(
 def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax.Array]]:
     """The function `(gradient, masters, state slabs, others) -> scalars` of a fragment.
 
-    Masters and state may be None if the fragment doesn't read them.
+    Gradient, masters and each slab of the state have an array for each segment. Masters and state
+    may be None if the fragment doesn't read them.
 
     Args:
         fragment: The group's part of the optimizer's *reduce*.
@@ -102,7 +103,7 @@ def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax
 
         def leaf(at: int) -> jax.Array:
             number, slab, i = places[at - first]
-            return slab.unpack(slabs[number], i).astype(slab.dtype)
+            return slab.unpack_from(slabs[number], i).astype(slab.dtype)
 
         numbers = [
             _reduced(found, [places[at - first] for at in found.arrays], slabs, given)
@@ -123,8 +124,9 @@ def _reduced(
 
     def piece(place: Place, start: Any, size: int) -> jax.Array:
         number, slab, i = place
-        rows = slabs[number].reshape(slab.num_shards, -1)
-        return _piece(rows, start + slab.offsets[i], size).astype(slab.dtype)
+        array, first = slab.place_of(i, slabs[number])
+        rows = array.reshape(slab.num_shards, -1)
+        return _piece(rows, start + first, size).astype(slab.dtype)
 
     def of_piece(start: Any, size: int) -> jax.Array:
         (row,) = found.function([piece(place, start, size) for place in places], others)

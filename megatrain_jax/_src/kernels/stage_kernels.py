@@ -10,8 +10,8 @@ Example: a block `y = sin(x @ up) @ down` with its own group, its two leaves in 
     backward([masters], [x], [dy], [], [])      -> [], [gradient], [dx]
     backward([masters], [x], [dy], [sum], [])   -> [], [sum + gradient], [dx]    # accumulates
 
-`masters` are the slab's arrays at rest. `gradient` is a slab with `d_up` and `d_down` at the same
-offsets as `up` and `down`.
+`masters` are the slab's arrays at rest. `gradient` has an array for each segment of the slab, with
+`d_up` and `d_down` at the same offsets as `up` and `down`.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import fires, firing_once
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Program, Stage
+from megatrain_jax._src.program.wide_products import with_wide_products
 from megatrain_jax._src.state.placement import Placement
 
 
@@ -95,12 +96,14 @@ def backward(
     assert mode is not None
 
     def backward_stage(masters, inputs, cotangents, gradients, sent):
+        def pulled(leaves, inputs, cotangents):
+            outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
+            return *pull(list(cotangents)), outputs if mode.give_outputs else []
+
         leaves = _unpack(bound, placement, masters)
-        outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
-        new, summed = _finish(
-            stage, binding, placement, mode, pull(list(cotangents)), gradients, sent
-        )
-        return (outputs if mode.give_outputs else []), new, summed
+        *found, outputs = _adding_wide(bound, pulled)(leaves, inputs, cotangents)
+        new, summed = _finish(stage, binding, placement, mode, found, gradients, sent)
+        return outputs, new, summed
 
     def build() -> Callable:
         # If the stage has a forward kernel, that has printed already, and the recomputation must
@@ -144,8 +147,9 @@ def backward_of_kept(
 
     def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
         leaves = _unpack(bound, placement, masters)
-        pulled = residuals.backward([*leaves, *inputs], kept, cotangents)
-        return [], *_finish(stage, binding, placement, mode, pulled, gradients, sent)
+        pulled = _adding_wide(bound, residuals.backward)
+        found = pulled([*leaves, *inputs], kept, list(cotangents))
+        return [], *_finish(stage, binding, placement, mode, found, gradients, sent)
 
     return Kernel(
         name=keeping_names(residuals.lean)[1],
@@ -199,10 +203,10 @@ def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtyp
 
 def _accumulated(
     binding: Binding, mode: Backward, placement: Placement
-) -> list[jax.ShapeDtypeStruct]:
+) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Shapes and shardings of the existing gradients that a backward adds to."""
     rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
-    avals = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+    avals = [layout.gradient_avals(dtype) for layout, dtype, adds in rows if adds and dtype]
     return placed(avals, placement.slabs_on_device)
 
 
@@ -215,6 +219,17 @@ def _cotangent_bytes(
     """
     ids = (*bound.arriving * microbatches, *bound.leaving)
     return sum(program.num_bytes(i, placement.num_devices) for i in ids)
+
+
+def _adding_wide(bound: BoundStage, pulled: Callable) -> Callable:
+    """A pullback, which returns gradients first, with gradients in fp32 for fp32 sums."""
+    stage, mode = bound.stage, bound.mode
+    assert mode is not None
+    # With effects, it would be traced and evaluated in a second place.
+    if fires(stage.jaxpr):
+        return pulled
+    rows = zip(bound.binding.slots, stage.is_trainable, strict=True)
+    return with_wide_products(pulled, [mode.accumulate[slot.slab] for slot, yes in rows if yes])
 
 
 def _finish(
@@ -245,9 +260,7 @@ def _unpack(
     for positions in bound.alike:
         slab, dtype = binding.slots[positions[0]].slab, dtypes[positions[0]]
         layout, rows = binding.layouts[slab], [binding.slots[i].leaf for i in positions]
-        values = layout.unpack_whole(
-            layout.decode(masters[slab], dtype), rows, dtype, placement.whole
-        )
+        values = layout.unpack_whole(masters[slab], rows, dtype, placement.whole)
         leaves.update(zip(positions, values, strict=True))
     return [leaves[i] for i in range(len(leaves))]
 
@@ -274,8 +287,8 @@ def _pack_gradients(
     mode: Backward,
     leaf_gradients,
     gradients,
-) -> list[jax.Array]:
-    """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros.
+) -> list[tuple[jax.Array, ...]]:
+    """The segments of a stage's gradients, by slab; zeros for a leaf that it does not read.
 
     `order` has the slots in the order of their gradients' computation.
     """
@@ -295,5 +308,5 @@ def _pack_gradients(
             if adds:
                 packed.append(lying.add(next(earlier), row, placement.spread))
             else:
-                packed.append(lying.pack(row, placement.spread, leaves))
+                packed.append(lying.pack_segments(row, placement.spread, leaves))
     return packed

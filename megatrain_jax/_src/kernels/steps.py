@@ -87,13 +87,13 @@ def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
         placement: Placement of the gradient.
         dtype: Dtype of the gradient.
     """
-    size, dtype = layout.size, jnp.dtype(dtype)
+    avals = layout.gradient_avals(dtype)
 
     def build() -> Callable:
-        return lambda: jnp.zeros(size, dtype)
+        return lambda: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals)
 
-    # The key has only size and dtype, so that groups of one size share the function.
-    return Kernel(name="zeros", key=(size, dtype), build=build, gives=placement.slabs_on_device)
+    # The key has only sizes and dtype, so that groups of the same sizes share the function.
+    return Kernel(name="zeros", key=avals, build=build, gives=placement.slabs_on_device)
 
 
 def widen(layout: Layout, placement: Placement) -> Kernel:
@@ -105,9 +105,10 @@ def widen(layout: Layout, placement: Placement) -> Kernel:
     """
 
     def build() -> Callable:
-        return lambda gradient: gradient.astype(jnp.float32)
+        return lambda gradient: tuple(x.astype(jnp.float32) for x in gradient)
 
-    return Kernel(name="widen", key=layout.size, build=build, gives=placement.slabs_on_device)
+    sizes = layout.gradient_avals("float32")
+    return Kernel(name="widen", key=sizes, build=build, gives=placement.slabs_on_device)
 
 
 def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
@@ -118,17 +119,21 @@ def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
         placement: Placement of the gradient.
         stochastic: Whether to round up or down at random, with new bits for each count.
     """
-    size = layout.size
+    sizes = layout.gradient_avals("float32")
 
     def narrowed(total, key, step, group, count):
         if not stochastic:
-            return total.astype(jnp.bfloat16), count + 1
+            return tuple(x.astype(jnp.bfloat16) for x in total), count + 1
         draw = part_of(part_of(draw_of(key, step, group), _SUMS), count)
-        bits = random_bits(draw, jnp.arange(size, dtype=jnp.uint32))
-        return round_stochastically(total, bits), count + 1
+        found, first = [], 0
+        for x in total:  # elements are numbered through all segments
+            bits = random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
+            found.append(round_stochastically(x, bits))
+            first += x.size
+        return tuple(found), count + 1
 
     gives = placement.slabs_on_device, placement.small_on_device
-    return Kernel(name="narrow", key=(size, stochastic), build=lambda: narrowed, gives=gives)
+    return Kernel(name="narrow", key=(sizes, stochastic), build=lambda: narrowed, gives=gives)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:

@@ -46,13 +46,14 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
     edges = sorted({edge for slab in slabs for s in slab.segments for edge in (s.start, s.stop)})
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
-        gradient = gradient.reshape(layout.master.num_shards, -1)
+        gradient = [x.reshape(layout.master.num_shards, -1) for x in gradient]
         draws = layout.slab_draws(draw)
 
         def update(pieces, arrays, in_loop=False):
             start, length = pieces[0].start, pieces[0].length
             old = [piece.read(own) for piece, own in zip(pieces, arrays, strict=True)]
-            grads = jax.lax.dynamic_slice_in_dim(gradient, start, length, axis=1)
+            own = pieces[0]
+            grads = jax.lax.dynamic_slice_in_dim(gradient[own.number], own.inside, length, axis=1)
             columns = start + jax.lax.broadcasted_iota(jnp.int32, grads.shape, 1)
             rows = [grads.reshape(-1).astype(layout.master.dtype)]
             rows += [piece.decode(own) for piece, own in zip(pieces, old, strict=True)]
@@ -120,7 +121,7 @@ class Columns:
     def encode(self, row: Array, draw: Draw | None) -> tuple[Array, ...]:
         """The columns' arrays that encode these numbers."""
         row = row.astype(self.layout.dtype).reshape(self.layout.num_shards, -1)
-        return self.layout.encode_columns(row, self.number, self.start - self._segment.start, draw)
+        return self.layout.encode_columns(row, self.number, self.inside, draw)
 
     def write(self, arrays: Sequence[Array], new: Sequence[Array]) -> tuple[Array, ...]:
         """The slab's arrays with new ones for these columns."""
@@ -131,6 +132,11 @@ class Columns:
             ]
         segments = enumerate(self.layout.by_segment(arrays))
         return tuple(x for n, own in segments for x in (new if n == self.number else own))
+
+    @property
+    def inside(self) -> Any:
+        """The first column within the segment."""
+        return self.start - self._segment.start
 
     @property
     def is_whole(self) -> bool:
@@ -147,7 +153,7 @@ class Columns:
     def _ranges(self) -> list[tuple[Any, int]]:
         """First column and count of columns in each of the segment's arrays."""
         parts = self._segment.codec.parts(self.layout.dtype)
-        start = self.start - self._segment.start
+        start = self.inside
         return [(start // part.per, self.length // part.per) for part in parts]
 
     def _sliced(self, x: Array, at: Any, length: int) -> Array:

@@ -62,8 +62,8 @@ def reduce(
         # Arrays that it doesn't read were not fetched and are passed as None.
         def reduce_group(gradient, masters, state, loss, small, ok):
             square, ok = measured(gradient, ok, cut.guarded, layout.master.num_shards)
-            masters = layout.master.decode(masters) if Kind.MASTERS in reads else None
-            state = layout.state.decode(state) if Kind.OPTIMIZER_STATE in reads else ()
+            masters = layout.master.decode_segments(masters) if Kind.MASTERS in reads else None
+            state = layout.state.decode_segments(state) if Kind.OPTIMIZER_STATE in reads else ()
             return _stacked(reduced(gradient, masters, state, [loss, *small])), square, ok
 
         return reduce_group
@@ -73,7 +73,7 @@ def reduce(
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=build,
         takes=(
-            placed(layout.master.gradient_aval(gradient), slabs),
+            placed(layout.master.gradient_avals(gradient), slabs),
             placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
             placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
             placed(_LOSS, small),
@@ -151,7 +151,7 @@ def update(
     """
     fragment = cut.apply[group]
     # A deferred update follows a REDUCE, which has already measured the gradient.
-    build = _update if cut.deferred else _update_at_once
+    build = _update if cut.deferred else _immediate_update
     slabs, small = placement.slabs_on_device, placement.small_on_device
     return Kernel(
         name="update",
@@ -160,7 +160,7 @@ def update(
         takes=(
             placed(layout.master.at_rest, slabs),
             placed(layout.state.at_rest, slabs),
-            placed(layout.master.gradient_aval(gradient), slabs),
+            placed(layout.master.gradient_avals(gradient), slabs),
             placed([cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]], small),
             placed(_OK, small),
             placed((_key(), _STEP, _GROUP), small) if layout.draws else None,
@@ -181,21 +181,57 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
         return update_by_leaf(fragment, layout, guarded)
     if layout.num_coded:
         return update_in_pieces(elements, layout, guarded)
-    compute = _update_of_slabs(elements, layout)
+    edges = {tuple((s.start, s.stop) for s in slab.segments) for slab in layout.slabs}
+    run = (_update_by_segment if len(edges) == 1 else _update_at_once)(elements, layout)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
-        old = tuple(masters), tuple(state)
-        slabs = layout.master.decode(masters), layout.state.decode(state)
-        masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
-        own, *others = layout.slab_draws(draw)
-        new = layout.master.encode(masters, own), layout.state.encode(state, others)
+        new = run(masters, state, gradient, messages, layout.slab_draws(draw))
+        if not guarded:
+            return new
         # Selects among arrays at rest, so that unchanged state is not rounded again.
-        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
+        old = tuple(masters), tuple(state)
+        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
     return update_group
 
 
-def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+def _update_by_segment(elements: Compute, layout: GroupLayout) -> Callable:
+    """The update `(masters, state, gradient, messages, draws) -> (masters, state)`, by segment.
+
+    All slabs have the same segments.
+    """
+    slabs, shards = layout.slabs, layout.master.num_shards
+
+    def update(masters, state, gradient, messages, draws):
+        given = [layout.master.decode_segments(masters), *layout.state.decode_segments(state)]
+        found: list[tuple] = [() for _ in slabs]
+        for n, segment in enumerate(layout.master.segments):
+            compute = _update_of_slabs(elements, layout, segment.start, segment.stop)
+            own, *others = (arrays[n] for arrays in given)
+            own, others = compute(own, others, gradient[n].astype(slabs[0].dtype), messages)
+            for k, row in enumerate((own, *others)):
+                row = row.reshape(shards, -1)
+                found[k] = (*found[k], *slabs[k].encode_columns(row, n, 0, draws[k]))
+        return found[0], tuple(x for arrays in found[1:] for x in arrays)
+
+    return update
+
+
+def _update_at_once(elements: Compute, layout: GroupLayout) -> Callable:
+    """The update `(masters, state, gradient, messages, draws) -> (masters, state)` of slabs."""
+    compute = _update_of_slabs(elements, layout)
+
+    def update(masters, state, gradient, messages, draws):
+        slabs = layout.master.decode(masters), layout.state.decode(state)
+        gradient = layout.master.joined(gradient).astype(layout.master.dtype)
+        masters, state = compute(*slabs, gradient, messages)
+        own, *others = draws
+        return layout.master.encode(masters, own), layout.state.encode(state, others)
+
+    return update
+
+
+def _immediate_update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """The immediate update, which measures its gradient as well; see `update`."""
     apply = _update(fragment, layout, guarded)
 
@@ -207,14 +243,25 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
     return update_group
 
 
-def _update_of_slabs(elements: Compute, layout: GroupLayout) -> Callable:
-    """An update of all elements of whole slabs at once."""
-    size, shards = layout.master.size, layout.master.num_shards
+def _update_of_slabs(
+    elements: Compute, layout: GroupLayout, start: int = 0, stop: int | None = None
+) -> Callable:
+    """An update of all elements of slabs, or of a segment's, at once.
+
+    Args:
+        elements: The update of some elements.
+        layout: Layout of the group.
+        start: First column of the segment in each shard.
+        stop: The column after its last; None for the slabs' end.
+    """
+    shards = layout.master.num_shards
+    size = shards * ((layout.master.size // shards if stop is None else stop) - start)
 
     def compute(masters, state, gradient, messages):
         columns = jnp.arange(size)
         if shards > 1:
             columns = columns % (size // shards)
+        columns = columns + start if start else columns
         masters, *state = elements([gradient, masters, *state], columns, messages)
         return masters, tuple(state)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import too_deep
-from megatrain_jax._src.models import hf_config
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
+from megatrain_jax._src.models.families.registry import read_config
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope
@@ -205,7 +205,7 @@ class DecoderConfig:
         # Before anything recurses into it, because each level takes a frame of Python's stack.
         if too_deep(dict(config)):
             raise ValueError("`config` is nested too deeply for a configuration")
-        fields = hf_config.read(config, as_ignored(ignore))
+        fields = read_config(config, as_ignored(ignore))
         try:
             original = json.dumps(dict(config))
         except TypeError as error:

@@ -1,6 +1,7 @@
 """Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,8 +12,7 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import existing_folder
-from megatrain_jax._src.models import companions
+from megatrain_jax._src.common.hf_folder import existing_folder, own_file
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
@@ -30,6 +30,28 @@ from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, open_folder, some
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+# Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
+_COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_TEMPLATES = "additional_chat_templates"
 
 
 def save_pretrained(
@@ -108,7 +130,9 @@ def save_pretrained(
     with unfinished(folder) as at:
         write_tensors(at, tensors, max_shard_bytes)
         _write_config(at, config, dtype)
-        companions.copy(copied, at)
+        for name, path in copied.items():
+            (at / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, at / name)
         if chat_template is not None:
             # Transformers prefers this file to a template in tokenizer_config.json.
             (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -235,10 +259,20 @@ def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
 
 
 def _companions(source: str | PathLike[str] | None) -> dict[str, Path]:
+    """The names of the files beside a checkpoint's weights that are copied, and their real paths.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, or a file is a dangling link.
+        ValueError: If a file is not a regular one, is a link out of the folder, or is damaged.
+    """
     if source is None:
         return {}
-    if not Path(source).is_dir():
+    folder = Path(source)
+    if not folder.is_dir():
         raise FileNotFoundError(
             f"there is no folder {source} to copy the tokenizer from; name another as `source`"
         )
-    return companions.companions(Path(source))
+    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
+    names = [*_COMPANIONS, *(f"{_TEMPLATES}/{name}" for name in templates)]
+    found = {name: own_file(folder, name) for name in names}
+    return {name: path for name, path in found.items() if path is not None}

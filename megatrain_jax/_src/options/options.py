@@ -1,15 +1,16 @@
-"""The options of a run: records with checks, and their use in functions' signatures.
+"""The options of a run, as records with checks.
 
-`fit`, `train`, `Trainer` and `plan` take `**options` and make these records first. So a mistake is
+`fit`, `train`, `Trainer` and `plan` make these records from their keywords first. So a mistake is
 reported before data is drawn, and before anything is traced, made or saved. To add an option, add
-its type for callers, its default and its check here, and describe it in the docstrings.
+its default and its check here, and the keyword with the same default to these functions; a test
+compares their signatures with these records.
 """
 
-import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -17,36 +18,19 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.options.machine import check_mesh_given, found_hardware
 from megatrain_jax._src.options.precision import Precision, precision_of
-from megatrain_jax._src.options.trainable import trainable_of
-from megatrain_jax._src.options.unknown_options import unknown_option
 from megatrain_jax._src.state.hardware import Hardware
 
 Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
+PrecisionGiven = Precision | Literal["compact", "two_bytes", "float32", "bfloat16"]
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
+Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
 
 # JAX converts a seed to a signed 64-bit integer.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
-
-
-class RunArguments(TypedDict, total=False):
-    """The fields of `Options` as arguments, for type checkers."""
-
-    microbatches: Microbatches
-    waves: int | None
-    precision: PrecisionGiven
-    device_budget: DeviceBudget
-    host_budget: HostBudget
-    trainable: Trainable
-    on_nonfinite: OnNonfinite
-    max_skipped: int
-    seed: int
-    hardware: Hardware | str | None
-    mesh: Mesh | AbstractMesh | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +44,7 @@ class Options:
 
     microbatches: Microbatches = 1
     waves: int | None = None
-    precision: PrecisionGiven = Precision()
+    precision: PrecisionGiven = "bfloat16"
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
     trainable: Trainable = None
@@ -103,7 +87,7 @@ class Options:
         _store(
             self,
             precision=precision_of("precision", self.precision),
-            trainable=trainable_of(self.trainable),
+            trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
@@ -115,13 +99,6 @@ class Options:
         _check_waves(self.waves, self.microbatches)
         _check_on_nonfinite(self.on_nonfinite)
         check_mesh_given(self.mesh)
-
-
-class MachineArguments(TypedDict, total=False):
-    """The fields of `MachineOptions` as arguments, for type checkers."""
-
-    host_gib: float | None
-    num_gpus: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +137,6 @@ class MachineOptions:
         return replace(run, hardware=machine, mesh=mesh)
 
 
-class PlanArguments(MachineArguments, RunArguments, total=False):
-    """All options of `plan`, the union of both records."""
-
-
-class LoopArguments(TypedDict, total=False):
-    """The fields of `LoopOptions` as arguments, for type checkers."""
-
-    steps: int | None
-    epochs: int | None
-    eval_data: EvalData | None
-    eval_every: int | None
-    checkpoint_dir: str | PathLike[str] | None
-    checkpoint_every: int | None
-    keep: int
-    callbacks: Sequence[Callable[[Any, dict[str, Any]], None]]
-    progress: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
     """The options of the training loop; see `fit`. Integers are stored as Python `int`s.
@@ -194,7 +153,7 @@ class LoopOptions:
     checkpoint_dir: str | PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep: int = 3
-    callbacks: Sequence[Callable[[Any, dict[str, Any]], None]] = ()
+    callbacks: Callbacks = ()
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -234,78 +193,6 @@ class LoopOptions:
         }
 
 
-class FitArguments(LoopArguments, RunArguments, total=False):
-    """All options of `fit`, the union of both records."""
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_Record = TypeVar("_Record", Options, LoopOptions, MachineOptions)
-_TAKERS = (
-    (Options, "`Trainer` and `fit` take"),
-    (LoopOptions, "`fit` and `train` take"),
-    (MachineOptions, "`plan` takes"),
-)
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
-
-
-def shows(*records: type) -> Callable[[_Function], _Function]:
-    """A decorator that shows records' fields in a function's signature instead of `**options`.
-
-    So `help`, notebooks, `inspect` and `typing.get_type_hints` show every option, after the
-    positional arguments and before the function's own keyword arguments.
-    """
-
-    def decorated(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        placed = [p for p in own if p.kind is not _BY_NAME]
-        options = [
-            inspect.Parameter(f.name, _BY_NAME, default=f.default, annotation=f.type)
-            for record in records
-            for f in fields(record)
-        ]
-        shown = [*placed, *options, *own[len(placed) :]]
-        function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        returned = {k: v for k, v in function.__annotations__.items() if k == "return"}
-        function.__annotations__ = {p.name: p.annotation for p in shown} | returned
-        return function
-
-    return decorated
-
-
-def options_of(
-    function: Callable[..., Any], record: type[_Record], given: Mapping[str, Any]
-) -> _Record:
-    """Makes a record from the options of a function that belong to the record.
-
-    Args:
-        function: A function that `shows` the record.
-        record: The record's class.
-        given: The function's `**options`.
-
-    Raises:
-        TypeError: If the function has no such option, or an option has the wrong type.
-        ValueError: See the record.
-    """
-    check_names(function, given)
-    # A function may show two records, and each takes its own options.
-    own = {field.name for field in fields(record)}
-    return record(**{name: value for name, value in given.items() if name in own})
-
-
-def check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
-    """Checks that a function takes keywords of these names.
-
-    Raises:
-        TypeError: If it doesn't take one; the message suggests the intended option.
-    """
-    allowed = inspect.signature(function).parameters
-    for name in given:
-        if name not in allowed:
-            takers = {f.name: words for record, words in _TAKERS for f in fields(record)}
-            raise TypeError(unknown_option(function.__qualname__, name, allowed, takers))
-
-
 def are_batches(value: Any) -> bool:
     """Whether a value looks like an iterable of batches, not like a single batch."""
     # A batch is usually a dict, which is also iterable: over its keys.
@@ -321,6 +208,31 @@ def _store(record: Any, **values: Any) -> None:
 
 def _integer_or_none(name: str, value: Any) -> int | None:
     return None if value is None else checks.integer(name, value, other=", or None")
+
+
+def _trainable(value: Any) -> Any:
+    """Returns the option `trainable`, a list of patterns as a tuple.
+
+    Raises:
+        TypeError: If it is neither a pattern, a list of patterns, a function nor None.
+        ValueError: If a pattern is no regular expression.
+    """
+    is_listed = isinstance(value, list | tuple) and value and all(type(p) is str for p in value)
+    for pattern in value if is_listed else [value] if isinstance(value, str) else []:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            given = f"`trainable`={value!r}"
+            at = f": {pattern!r}" if is_listed else ""
+            raise ValueError(f"{given}{at} is no regular expression: {error}") from error
+    if is_listed:
+        return tuple(value)
+    if not (value is None or isinstance(value, str)) and not (
+        callable(value) and checks.can_be_called(value, 1)
+    ):
+        allowed = "a regular expression, a list of them, a function of a parameter's path, or None"
+        raise TypeError(refused("trainable", allowed, value))
+    return value
 
 
 def _microbatches(value: Any) -> Microbatches:

@@ -108,6 +108,17 @@ class Precision:
         """
         return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
+    @classmethod
+    def two_bytes(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
+        """Two bytes per parameter with Adam: masters in 8 bits, moments in 4.
+
+        With Muon or Lion, which have one moment, a parameter takes 1.6 bytes.
+
+        Args:
+            compute: dtype that parameters are cast to before the model sees them.
+        """
+        return cls(master=jnp.int8, state=jnp.int4, compute=compute)
+
     @property
     def update(self) -> Any:
         """The dtype that the optimizer computes in: fp32, or float64 if the masters are."""
@@ -126,8 +137,9 @@ class Precision:
 def precision_of(name: str, value: Any) -> Precision:
     """Returns the argument for a precision as a record, also where it is a name.
 
-    "compact" is `Precision.compact()`. "float32" and "bfloat16" are dtypes of the computation, as
-    after `--compute` on the command line; masters and optimizer state are fp32.
+    "compact" and "two_bytes" are `Precision.compact()` and `.two_bytes()`. "float32" and
+    "bfloat16" are dtypes of the computation, as after `--compute` on the command line; masters and
+    optimizer state are fp32.
 
     Args:
         name: Name of the argument.
@@ -139,11 +151,11 @@ def precision_of(name: str, value: Any) -> Precision:
     """
     if isinstance(value, Precision):
         return value
-    if isinstance(value, str) and value == "compact":
-        return Precision.compact()
+    if isinstance(value, str) and value in ("compact", "two_bytes"):
+        return getattr(Precision, value)()
     if isinstance(value, str) and value in ("float32", "bfloat16"):
         return Precision(compute=value)
-    allowed = 'a megatrain_jax.Precision, "compact", "float32" or "bfloat16"'
+    allowed = 'a megatrain_jax.Precision, "compact", "two_bytes", "float32" or "bfloat16"'
     hint = "pass for example Precision(compute=jnp.bfloat16)"
     error = ValueError if isinstance(value, str) else TypeError
     raise error(refused(name, allowed, value, hint))

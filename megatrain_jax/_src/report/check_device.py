@@ -28,12 +28,15 @@ def check_device(
     """
     if free_bytes is None or plan.device_bytes <= free_bytes:
         return
+    excess = f"; {plan.device_excess}" if plan.device_excess else ""
     raise MemoryError(
         f"Training needs {sized(plan.device_bytes)} of device memory, {sized(free_bytes)} "
         f"available: {sized(plan.device_state_bytes)} for state and activations (least with "
         f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
-        "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
-        "or a loss that makes fewer logits at a time (a smaller `chunk` of `losses.next_token`)."
+        f"compiled function needs{excess}. Nothing was allocated. Use more `microbatches`, smaller "
+        "batches, a loss that makes fewer logits at a time (a smaller `chunk` of "
+        "`losses.next_token`), or fewer bytes per parameter (Precision.compact(), an optimizer "
+        "with less state)."
         f"{_undivided(values)}"
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
-from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.common.checks import is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,6 +4,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.stage_kernels import keeping_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
@@ -13,9 +14,10 @@ from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.run_warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.budget import other_bytes
+from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
 from megatrain_jax._src.spec.host import peak_bytes, pool_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
@@ -59,6 +61,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         host_budget=spec.options.host_bytes,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
+        device_excess=_excess(spec.smallest) if spec.smallest else "",
         device_other_bytes=other_bytes(step),
         device_temporary_bytes=spec.temporary_bytes,
         device_temporary_estimated=spec.temporary_estimated,
@@ -158,6 +161,23 @@ def _optimizer_flops(cut: OptimizerCut) -> int:
     # Counted once per key, because equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
+
+
+def _excess(spec: RunSpec) -> str:
+    """The least device memory of a run, and the task with the largest part of it, in words."""
+    step, names = spec.first, spec.grouping.names
+    tasks = build_task_lists(step.workload, few_waves=True).steady
+    largest = max(tasks, key=lambda task: sum(step.workload.size(use.key) for use in task.uses))
+    rows = [computation.instruction for computation in largest.computations]
+    groups = [g for row in rows if row.stage is not None for g in step.stages[row.stage].groups]
+    groups += [row.group for row in rows if row.group is not None]
+    named = (Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE)
+    operations = " and ".join(dict.fromkeys(row.op.value for row in rows if row.op in named))
+    parts = "" if spec.num_parts == 1 else f" with blocks in {spec.num_parts} parts"
+    return (
+        f"at least {sized(least_device_bytes(spec))}{parts}, most in the {operations} of "
+        f"{names[groups[0]] if groups else 'a stage without parameters'}"
+    )
 
 
 def _templates(step: BoundStep) -> tuple[list[int | str], int]:

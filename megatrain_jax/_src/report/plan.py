@@ -85,6 +85,8 @@ class Plan:
         host_budget: Maximum host memory of a process; None for its share of the machine's.
         device_budget: Bytes per device for state and activations; None for the minimum.
         device_state_bytes: Peak bytes per device that the schedule uses for them.
+        device_excess: The reason why the run doesn't fit on the device, such as "at least 22.73 GiB
+            with blocks in 3 parts, most in the backward and update of lm_head"; empty if it fits.
         device_other_bytes: Estimate of values between stages that the schedule doesn't count: small
             ones, and values that depend only on the batch.
         device_temporary_bytes: Peak temporary bytes of a compiled function; None if unknown.
@@ -111,8 +113,7 @@ class Plan:
             their bytes, such as attention's on long sequences.
         num_templates: Templates that are compiled for the stages.
         num_parts: Number of parts that each block is cut into, because a whole block doesn't fit on
-            the device: the fewest that fit or, if none does, the number that takes the least; 1 if
-            a whole block fits.
+            the device: the fewest that fit; 1 if a whole block fits, or no number of parts.
         tiles: The tiled stages, in order.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.
@@ -163,6 +164,7 @@ class Plan:
     host_pool_bytes: int | None = None
     host_budget: int | None = None
     device_budget: int | None = None
+    device_excess: str = ""
     num_devices: int = 1
     num_processes: int = 1
     processes_per_host: int = 1

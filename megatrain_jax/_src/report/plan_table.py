@@ -260,7 +260,8 @@ def _device_verdict(plan: "Plan") -> str:
     if plan.fits_device is None:
         return "unknown: without temporaries"
     share = f", {limit / whole:.0%} of the card" if limit < whole else ""
-    return f"{_verdict(plan.fits_device)} in {sized(limit)}{share}"
+    excess = f"; {plan.device_excess}" if plan.device_excess and not plan.fits_device else ""
+    return f"{_verdict(plan.fits_device)} in {sized(limit)}{share}{excess}"
 
 
 def _verdict(fits: bool | None) -> str:

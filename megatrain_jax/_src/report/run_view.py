@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
-from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.common.checks import is_number
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.report.curves import points

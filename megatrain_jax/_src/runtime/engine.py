@@ -279,11 +279,11 @@ class Engine:
             # memory.
             lasting = [i for i in bound.leaving if i not in live.step.taken_over]
             held = [cotangents[i] for i in lasting or bound.leaving]
-            self._dispatched.note_stage(task, (held or gradients)[0], hold=bool(held))
+            self._dispatched.note_stage(task, (held or gradients[0])[0], hold=bool(held))
             del gradients
         for g in bound.trained:
             gradient = self._narrow(live, g, sums.pop(g), task)
-            self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
+            self.store.on_device[Key(Kind.GRADIENT, g)] = gradient
 
     def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
@@ -304,25 +304,25 @@ class Engine:
         self.store.host.pop(key, None)
         return self.store.on_device.pop(key)
 
-    def _wide(self, group: int) -> jax.Array:
+    def _wide(self, group: int) -> Slabs:
         """Removes a group's gradient to add to it; in fp32, even if it is stored in bfloat16."""
-        (gradient,) = self._take(Key(Kind.GRADIENT, group))
-        if gradient.dtype != jnp.bfloat16:
+        gradient = self._take(Key(Kind.GRADIENT, group))
+        if gradient[0].dtype != jnp.bfloat16:
             return gradient
         what = self.store.layouts[group].master, self.store.placement
         return self._find(("widen", group), lambda: steps.widen(*what))(gradient)
 
-    def _narrow(self, live: LiveValues, group: int, gradient: jax.Array, task: int) -> jax.Array:
+    def _narrow(self, live: LiveValues, group: int, gradient: Slabs, task: int) -> Slabs:
         """A group's gradient in its stored dtype; rounds sums that are stored in bfloat16."""
         step = live.step
-        if gradient.dtype == step.gradient_dtypes[group]:
+        if gradient[0].dtype == step.gradient_dtypes[group]:
             return gradient
         store, is_random = self.store, step.narrow_sums == "stochastic"
         what = store.layouts[group].master, store.placement
         run = self._find(("narrow", group), lambda: steps.narrow(*what, stochastic=is_random))
         of = self._draws.number(group)
         gradient, live.rounded = run(gradient, store.key, store.step, of, live.rounded)
-        self._dispatched.note(task, gradient)  # noting the fp32 sum would keep it alive
+        self._dispatched.note(task, gradient[0])  # noting the fp32 sum would keep it alive
         return gradient
 
     def _zeros(self, step: BoundStep, group: int) -> None:
@@ -330,16 +330,16 @@ class Engine:
         layout, placement = self.store.layouts[group].master, self.store.placement
         key = Op.ZEROS, group, dtype
         make = self._find(key, lambda: steps.zeros(layout, placement, dtype))
-        self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
+        self.store.on_device[Key(Kind.GRADIENT, group)] = make()
 
     def _reduce(self, live: LiveValues, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
-        (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
+        gradient = store.on_device[Key(Kind.GRADIENT, group)]
         masters = store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
         state = None
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
-        run = self._of_group(Op.REDUCE, group, gradient.dtype)
+        run = self._of_group(Op.REDUCE, group, gradient[0].dtype)
         loss = self._means(live)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
         live.scalars[group] = scalars
@@ -366,8 +366,8 @@ class Engine:
         # Removed here, because the kernel writes the new arrays into their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
-        (gradient,) = self._take(Key(Kind.GRADIENT, group))
-        run = self._of_group(Op.UPDATE, group, gradient.dtype)
+        gradient = self._take(Key(Kind.GRADIENT, group))
+        run = self._of_group(Op.UPDATE, group, gradient[0].dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
         store.host.pop(masters_key, None)  # stale from now on
         store.host.pop(state_key, None)

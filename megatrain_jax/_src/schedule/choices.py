@@ -50,15 +50,6 @@ class Choice:
         return len(self.lists.workload.kept)
 
     @functools.cached_property
-    def computing(self) -> float:
-        """Seconds of computation in a steady step, a lower bound of its time."""
-        return sum(
-            self.lists.times(number) * computation.seconds
-            for number, task in enumerate(self.lists.steady)
-            for computation in task.computations
-        )
-
-    @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
         """Units that may stay, best first; the parts of a unit stay together or not at all."""
         travelling = [(key,) for key in self._residuals[self._num_staying :]]
@@ -114,7 +105,7 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
 
     @functools.cache
     def keeping(count: int) -> Choice:
-        return _keeping(workload, count)
+        return keeping_residuals(workload, count)
 
     def fits(count: int, *, with_all: bool) -> bool:
         choice = keeping(count)
@@ -134,7 +125,7 @@ def _travelling(
 ) -> Iterator[Choice]:
     """The choice with the most stages that save residuals, if some may wait in the host."""
     able = len(_ranked(workload))
-    every = _keeping(workload, able, able)
+    every = keeping_residuals(workload, able, able)
     if not able or every.least_bytes(0) > budget:
         return
     if fits_host(every):
@@ -146,7 +137,7 @@ def _travelling(
         """Residuals of `count` stages; as many stay on the device as fit."""
 
         def beside(num_staying: int) -> Choice:
-            return _keeping(workload, count, count - num_staying)
+            return keeping_residuals(workload, count, count - num_staying)
 
         return beside(room.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget))
 
@@ -154,7 +145,14 @@ def _travelling(
         yield keeping(count)
 
 
-def _keeping(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
+def keeping_residuals(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
+    """The choice in which the best `count` stages save residuals.
+
+    Args:
+        workload: The step.
+        count: Number of stages that save residuals.
+        num_travelling: See `Choice`.
+    """
     kept = frozenset(_ranked(workload)[:count])
     lists = build_task_lists(replace(workload, kept=kept), few_waves=True)
     return Choice(lists=lists, num_travelling=num_travelling)

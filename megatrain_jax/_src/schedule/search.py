@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.schedule.choices import Choice, find_choices
+from megatrain_jax._src.schedule.choices import Choice, find_choices, keeping_residuals
 from megatrain_jax._src.schedule.instructions import Instruction
 from megatrain_jax._src.schedule.laid_steps import Steps, at_rest, copies, lay_down
 from megatrain_jax._src.schedule.passing import Passing, find_waiting, least_passing_bytes
@@ -170,9 +170,42 @@ def find_schedule(
     # fastest steps may need more host memory for them than there is.
     fastest = min(steps.seconds for steps in tried) if workload.waves > 1 else steps.seconds
     if not steps.fits_host(room.host) or steps.seconds > (1 + _UNCERTAINTY) * fastest:
-        sparing = [dataclasses.replace(choice, spares_host=True) for choice in choices]
-        steps = _best([steps, *_worth_trying(sparing, room)], room)
+        choices = [dataclasses.replace(choice, spares_host=True) for choice in choices]
+        steps = _best([steps, *_worth_trying(choices, room)], room)
+    if workload.waves > 1:
+        steps = _with_more_kept(
+            steps, lean if lean and steps.workload.lean else workload, choices, room
+        )
     return _finished(steps, smallest)
+
+
+def _with_more_kept(
+    steps: Steps, workload: Workload, choices: Sequence[Choice], room: "_Room"
+) -> Steps:
+    """The steps, or faster ones in which more stages save residuals than in these.
+
+    In a step of many waves, computation takes most of the time, so each stage counts.
+
+    Args:
+        steps: The best steps of all choices.
+        workload: The workload that they are for, without saved residuals.
+        choices: The choices that were tried.
+        room: Bytes available.
+    """
+    kept = len(steps.workload.kept)
+    more = [choice for choice in choices if choice.num_kept > kept]
+    more = [choice for choice in more if choice.lists.workload.lean == workload.lean]
+    above = min(more, key=lambda choice: choice.num_kept, default=None)
+    while above is not None and above.num_kept > kept + 1:
+        count = (kept + above.num_kept) // 2
+        choice = keeping_residuals(workload, count)
+        choice = dataclasses.replace(choice, spares_host=above.spares_host)
+        found = _best([steps, _with_residents(choice, room)], room)
+        if found is steps:
+            above = choice
+        else:
+            steps, kept = found, count
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +220,8 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
     """The fastest steps of each choice, without choices that compute for too long."""
     fastest = math.inf
     # Choices with the least computation come first, so that most later ones need no instructions.
-    for choice in sorted(choices, key=lambda choice: choice.computing):
-        if choice.computing <= (1 + _UNCERTAINTY) * fastest:
+    for choice in sorted(choices, key=lambda choice: choice.lists.computing):
+        if choice.lists.computing <= (1 + _UNCERTAINTY) * fastest:
             steps = _with_residents(choice, room)
             if steps.fits_host(room.host):
                 fastest = min(fastest, steps.seconds)
@@ -231,7 +264,14 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
-    good = [s for s in fitting if s.seconds <= (1 + uncertainty) * fastest.seconds]
+    # Rates of links are uncertain. But steps that compute for longer than the fastest ones take,
+    # because fewer stages save residuals, are slower at any rate of links.
+    longest = (1 + _SMALL_UNCERTAINTY) * fastest.seconds
+    good = [
+        steps
+        for steps in fitting
+        if steps.seconds <= (1 + uncertainty) * fastest.seconds and steps.lists.computing <= longest
+    ]
 
     def order(steps: Steps) -> tuple[int, float, int]:
         return copies(steps)[0], steps.seconds, len(steps.workload.kept)

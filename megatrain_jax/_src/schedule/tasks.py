@@ -23,6 +23,7 @@ If updates are deferred, because they need a scalar of all gradients, the tasks 
 The first step omits the UPDATEs, and a flush consists of them alone.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -120,6 +121,15 @@ class TaskLists:
     def times(self, task: int) -> int:
         """The number of times that a step runs a task of the lists."""
         return 1 + (self.left_out if self.steady[task].wave == 1 else 0)
+
+    @functools.cached_property
+    def computing(self) -> float:
+        """Seconds of computation in a steady step, a lower bound of its time."""
+        return sum(
+            self.times(number) * computation.seconds
+            for number, task in enumerate(self.steady)
+            for computation in task.computations
+        )
 
 
 def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskLists:

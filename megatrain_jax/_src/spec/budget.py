@@ -4,7 +4,7 @@ Functions depend on the schedule, and the schedule depends on the budget, so the
 turns: functions for the minimum budget, then the budget that these leave, then the functions that
 the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
 room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
-as few as possible.
+as few as possible; if no number of parts fits, blocks stay whole.
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
@@ -63,64 +63,35 @@ def fit_to_machine(
             `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
             need no host memory.
     """
-    fitted = _fitted(spec, kernels, device_bytes, placement, to_host)
-    while device_bytes is not None and _least_in_all(fitted) > device_bytes:
-        if spec.finer is None:
-            break
-        try:
-            spec = spec.finer()
-        except BudgetError:  # more parts pass more activations to each other
-            break
-        if _room(spec, device_bytes) > 0:  # otherwise compiling its functions is useless
-            finer = _fitted(spec, kernels, device_bytes, placement, to_host)
-            fitted = min(fitted, finer, key=_least_in_all)
-    return fitted
+
+    def fitted(spec: RunSpec) -> RunSpec:
+        return _Fitting(spec, kernels, device_bytes, placement, to_host).to_machine()
+
+    whole = smallest = finer = fitted(spec)
+    if device_bytes is None or least_device_bytes(whole) <= device_bytes:
+        return whole
+    while (finer := _finer(finer)) is not None:
+        if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
+            finer = fitted(finer)
+            if least_device_bytes(finer) <= device_bytes:
+                return finer
+        smallest = min(smallest, finer, key=least_device_bytes)
+    # Parts that don't fit either would only pass more activations to each other.
+    return dataclasses.replace(whole, smallest=smallest)
 
 
-def _least_in_all(spec: RunSpec) -> int:
-    """The fewest device bytes for a fitted run's state, values and functions."""
-    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + _needed(spec)
+def _finer(spec: RunSpec) -> RunSpec | None:
+    """The run with blocks cut into more parts; None if it can't be cut further."""
+    try:
+        return spec.finer and spec.finer()
+    except BudgetError:  # more parts pass more activations to each other
+        return None
 
 
-def _fitted(
-    spec: RunSpec,
-    kernels: KernelCache,
-    device_bytes: int | None,
-    placement: Placement,
-    to_host: Callable[[RunSpec], RunSpec | None],
-) -> RunSpec:
-    """The run fitted without cutting its blocks further; see `fit_to_machine`."""
-    fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
-    fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
-    # A run that never fits in the host is returned unchanged, to be refused.
-    found = fitting.on_host(fitted) or dataclasses.replace(fitted, fits_host=False)
-    if not _has_functions_of(fitted.first.schedule, found.first.schedule):
-        found = fitting.with_its_functions(found)
-    if device_bytes is None:
-        return found
-    left = _room(fitted, device_bytes)
-    return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
-
-
-def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec:
-    """The run fitted to its device; see `fit_to_machine`."""
-    room = _room(spec, device_bytes)
-    if room <= 0:  # refused in any case
-        return fitting.whole()
-    share = 1.0
-    # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded tiles
-    # cost little. But XLA takes minutes to compile a huge function undivided, because it times all
-    # ways to compute products that take a second each.
-    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= room else None
-    for _ in range(_MAX_TURNS):
-        if fitted is not None and _needed(fitted) <= room:
-            break
-        fitted = fitting.within(share * room)
-        share /= 2
-    assert fitted is not None
-    if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
-        fitted = fitting.faster(fitted)
-    return fitted
+def least_device_bytes(spec: RunSpec) -> int:
+    """The fewest device bytes for a run's state, values and, if it is fitted, functions."""
+    known = spec.temporary_bytes or 0
+    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + known
 
 
 def in_room(
@@ -149,7 +120,7 @@ def in_room(
 
 
 class _Fitting:
-    """Fits a run to its device in different ways."""
+    """Fits a run to its device and its host, without cutting its blocks further."""
 
     def __init__(
         self,
@@ -163,33 +134,58 @@ class _Fitting:
         self._spec, self._kernels = spec, kernels
         self._device_bytes, self._placement = device_bytes, placement
         self._to_host = to_host
-        self.tiles = TileFinder(kernels, placement)
+        self._tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
         self._on_host: dict[int, RunSpec | None] = {}
 
-    def whole(self) -> RunSpec:
-        """The run without tiles."""
-        return self._fitted(None, estimated=not self._placement.devices)
+    def to_machine(self) -> RunSpec:
+        """The run fitted to its device, then to its host."""
+        device_bytes = self._device_bytes
+        fitted = self._tiled(None) if device_bytes is None else self._to_device(device_bytes)
+        # A run that never fits in the host is returned unchanged, to be refused.
+        found = self._to_its_host(fitted) or dataclasses.replace(fitted, fits_host=False)
+        if not _has_functions_of(fitted.first.schedule, found.first.schedule):
+            found = self._with_its_functions(found)
+        if device_bytes is None:
+            return found
+        left = _room(fitted, device_bytes)
+        return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
 
-    def within(self, room: float) -> RunSpec:
-        """The run with functions in the fewest tiles that need at most `room` estimated bytes."""
-        return self._fitted(room, estimated=not self._placement.devices)
+    def _to_device(self, device_bytes: int) -> RunSpec:
+        """The run fitted to its device."""
+        spec, room = self._spec, _room(self._spec, device_bytes)
+        if room <= 0:  # refused in any case
+            return self._tiled(None)
+        share = 1.0
+        # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded
+        # tiles cost little. But XLA takes minutes to compile a huge function undivided, because it
+        # times all ways to compute products that take a second each.
+        fitted = self._tiled(None) if self._tiles.most(spec.first) <= room else None
+        for _ in range(_MAX_TURNS):
+            if fitted is not None and _needed(fitted) <= room:
+                break
+            fitted = self._tiled(share * room)
+            share /= 2
+        assert fitted is not None
+        if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
+            fitted = self._faster(fitted)
+        return fitted
 
-    def faster(self, fitted: RunSpec) -> RunSpec:
+    def _faster(self, fitted: RunSpec) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""
         trials = [
-            (self._fitted(room, estimated=True), room)
+            (self._tiled(room, estimated=True), room)
             for room in (share * _needed(fitted) for share in _SHARES)
         ]
         best = self._seconds(fitted)
         # Of two equally fast choices, the larger tiles are taken.
         for trial, room in trials:
             if self._seconds(trial) < (1 - _WORTH) * best:
-                fitted = trial if not self._placement.devices else self.within(room)
+                fitted = trial if not self._placement.devices else self._tiled(room)
                 best = self._seconds(fitted)
         return fitted
 
-    def on_host(self, fitted: RunSpec) -> RunSpec | None:
+    def _to_its_host(self, fitted: RunSpec) -> RunSpec | None:
         """The run fitted to its host; None if it never fits."""
         # Cached like budgets: runs with equal needs have the same schedule for any tiles, and so
         # need the same host memory.
@@ -203,24 +199,30 @@ class _Fitting:
             first=dataclasses.replace(found.first, stages=fitted.first.stages),
         )
 
-    def with_its_functions(self, spec: RunSpec) -> RunSpec:
+    def _with_its_functions(self, spec: RunSpec) -> RunSpec:
         """The run with the functions that its new schedule needs, tiled to need no more memory."""
-        first = self.tiles.within(spec.first, _needed(spec))
+        first = self._tiles.within(spec.first, _needed(spec))
         needed = self._needs(first, not self._placement.devices)
         return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
 
     def _seconds(self, fitted: RunSpec) -> float:
         """Seconds per step of the run fitted to its host; infinite if it never fits."""
-        found = self.on_host(fitted)
+        found = self._to_its_host(fitted)
         return math.inf if found is None else found.first.schedule.seconds
 
-    def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
-        """The run with functions of at most `room` estimated bytes, and the budget they leave."""
+    def _tiled(self, room: float | None, *, estimated: bool = False) -> RunSpec:
+        """The run with functions of at most `room` estimated bytes, and the budget they leave.
+
+        Args:
+            room: Bytes that choose the number of tiles; None for functions without tiles.
+            estimated: Whether to estimate functions even if they can be compiled.
+        """
+        estimated = estimated or not self._placement.devices
 
         def divided(spec: RunSpec) -> RunSpec:
             if room is None:
                 return spec
-            return dataclasses.replace(spec, first=self.tiles.within(spec.first, room))
+            return dataclasses.replace(spec, first=self._tiles.within(spec.first, room))
 
         def with_budget(spec: RunSpec, needed: int) -> RunSpec:
             return self._with_budget(spec, needed, estimated=estimated)

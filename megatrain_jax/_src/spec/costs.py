@@ -139,8 +139,8 @@ def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> 
         return 0.0
     mode = bound.mode
     rows = zip(bound.binding.layouts, mode.gradients, mode.accumulate, strict=True)
-    sums = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
-    num_bytes = sum(aval.size * aval.dtype.itemsize for aval in sums)
+    sums = [layout.gradient_avals(dtype) for layout, dtype, adds in rows if adds and dtype]
+    num_bytes = sum(aval.size * aval.dtype.itemsize for avals in sums for aval in avals)
     return 2 * num_bytes / num_devices / hardware.memory_bytes_per_s
 
 

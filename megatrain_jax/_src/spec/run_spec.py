@@ -67,6 +67,8 @@ class RunSpec:
         optimizer: The optimizer, cut by group.
         first: The training step for the first batch shape.
         num_parts: Number of parts that each block is cut into.
+        smallest: The same run in the number of parts that needs the fewest device bytes, if none
+            fits on the device; otherwise None.
         finer: Makes the same run with blocks cut into more parts; None if there is no more.
     """
 
@@ -86,6 +88,7 @@ class RunSpec:
     optimizer: OptimizerCut
     first: BoundStep
     num_parts: int = 1
+    smallest: "RunSpec | None" = None
     finer: "Callable[[], RunSpec] | None" = dataclasses.field(default=None, compare=False)
 
     @property
@@ -370,6 +373,8 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
                 options.num_devices,
                 codecs,
                 state_codecs(precision, cut.optimizer, g, len(rows)),
+                # Several devices gather leaves in one collective, which copies them anyway.
+                apart=options.num_devices == 1 and options.microbatches != 1,
             )
         )
     return tuple(found)

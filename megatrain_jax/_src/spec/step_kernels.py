@@ -38,7 +38,7 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
         kernel = make(bound, program, placement, step.wave_microbatches)
         if step.narrow_sums:  # sums are in fp32 while the backward adds to them
             layouts = (step.stages[number].binding.layouts[i] for i in _adding(bound))
-            wide = sum(layout.gradient_aval("float32").size for layout in layouts)
+            wide = sum(layout.size for layout in layouts)
             beside = kernel.beside_bytes + 4 * wide // placement.num_devices
             kernel = dataclasses.replace(kernel, beside_bytes=beside)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):

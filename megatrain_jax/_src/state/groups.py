@@ -23,7 +23,7 @@ from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.draws import Draw, draw_of, part_of
 from megatrain_jax._src.state.layout import PLAIN, Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
-from megatrain_jax._src.state.offsets import in_order, layout_of
+from megatrain_jax._src.state.offsets import in_order, large_leaves, layout_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,6 +167,8 @@ def layout_group(
     num_shards: int = 1,
     master_codecs: Sequence[Plain] | None = None,
     state_codecs: Sequence[Plain] | None = None,
+    *,
+    apart: bool = False,
 ) -> GroupLayout:
     """Lays out one group's leaves and its optimizer state.
 
@@ -180,6 +182,7 @@ def layout_group(
         num_shards: Number of equal parts that slabs are divided into, one per device.
         master_codecs: Codec of each leaf's master; None for plain ones.
         state_codecs: Codec of each leaf of the state; None for plain ones.
+        apart: Whether the masters of large leaves, and their gradients, have their own arrays.
     """
     shapes = [leaves[i].shape for i in rows]
     masters = list(master_codecs or [PLAIN] * len(rows))
@@ -188,8 +191,12 @@ def layout_group(
     # Masters and state share one order and one unit, so that each leaf has the same offset in both.
     # This lets an elementwise update compute on whole slabs.
     order = in_order(list(zip(masters, *mirrors, strict=True)))
+    large = large_leaves(shapes) if apart else frozenset()
+    order = sorted(order, key=large.__contains__)  # small leaves share an array
     unit = max((codec.block for codec in (*masters, *states)), default=1)
+    # An update of numbers goes by segment; an update of codes goes by pieces of any length.
+    alike = large if unit == 1 else ()
     return GroupLayout(
-        master=layout_of(shapes, master, num_shards, masters, order, unit),
-        state=mixed_layout_of(state, shapes, num_shards, states, order, unit),
+        master=layout_of(shapes, master, num_shards, masters, order, unit, large),
+        state=mixed_layout_of(state, shapes, num_shards, states, order, unit, alike),
     )

@@ -15,7 +15,7 @@ the output of its segments' codecs, such as a narrower dtype. Kernels `decode` t
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 
 import jax
 import jax.numpy as jnp
@@ -138,10 +138,14 @@ class Layout:
         if segment.codec.block > 1:
             rows = self._without_padding(rows, segment, start)
         if draw is not None:
-            # Each segment numbers its elements from 0, so each needs its own draw.
-            own = draw if len(self.segments) == 1 else part_of(draw, number)
+            # Each run of segments with one codec numbers its elements from 0, so each run needs its
+            # own draw. The bits don't depend on the segments that a run is divided into.
+            runs = [list(run) for _, run in groupby(self.segments, key=lambda s: s.codec)]
+            at, run = next((n, run) for n, run in enumerate(runs) if segment in run)
+            own = draw if len(runs) == 1 else part_of(draw, at)
             shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
-            numbers = shard * (segment.stop - segment.start) + jnp.asarray(start, jnp.uint32) + at
+            first = segment.start - run[0].start + jnp.asarray(start, jnp.uint32)
+            numbers = shard * (run[-1].stop - run[0].start) + first + at
             draws = own, numbers.reshape(-1)
         return segment.codec.encode(rows.reshape(-1), draws)
 
@@ -154,30 +158,64 @@ class Layout:
         """
         dtype = self.dtype if dtype is None else dtype
         pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
-        # A plain slab is not cast here, because `unpack_whole` casts leaf by leaf.
         if len(pairs) == 1:
-            ((segment, own),) = pairs
-            return own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
+            return self.decode_segments(arrays, dtype)[0]
         rows = [
             segment.codec.decode(own, dtype).reshape(-1, segment.stop - segment.start)
             for segment, own in pairs
         ]
         return jnp.concatenate(rows, axis=1).reshape(-1)
 
+    def decode_segments(
+        self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[Array, ...]:
+        """The segments decoded from a slab's arrays at rest, one array each; see `decode`."""
+        dtype = self.dtype if dtype is None else dtype
+        # A plain segment is not cast here, because `unpack_whole` casts leaf by leaf.
+        return tuple(
+            own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
+            for segment, own in zip(self.segments, self.by_segment(arrays), strict=True)
+        )
+
     def parts(self, i: int) -> tuple[Part, ...]:
         """The arrays at rest that encode leaf `i`."""
         return self.segment_of(i)[0].codec.parts(self.dtype)
 
-    def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a slab of gradients, with the same offsets as the leaves."""
-        return jax.ShapeDtypeStruct((self.size,), jnp.dtype(dtype))
+    def gradient_avals(self, dtype: jax.typing.DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of a gradient: an array per segment, with the leaves' offsets."""
+        sizes = (self.num_shards * (s.stop - s.start) for s in self.segments)
+        return tuple(jax.ShapeDtypeStruct((size,), jnp.dtype(dtype)) for size in sizes)
+
+    def in_segments(self, slab: jax.Array) -> tuple[jax.Array, ...]:
+        """A slab's segments, one array each, as in a gradient; for use inside jit."""
+        rows = slab.reshape(self.num_shards, -1)
+        return tuple(rows[:, s.start : s.stop].reshape(-1) for s in self.segments)
+
+    def joined(self, segments: Sequence[jax.Array]) -> jax.Array:
+        """The slab of these segments; undoes `in_segments`."""
+        rows = [x.reshape(self.num_shards, -1) for x in segments]
+        return jnp.concatenate(rows, axis=1).reshape(-1) if rows[1:] else segments[0]
 
     def unpack(self, slab: jax.Array, i: int) -> jax.Array:
         """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
         return self._leaf(slab.reshape(*self._rows, -1), i, self.offsets[i])
 
+    def unpack_from(self, segments: Sequence[jax.Array], i: int) -> jax.Array:
+        """Leaf `i` of a slab that is given by segment, such as a gradient; for use inside jit."""
+        array, at = self.place_of(i, segments)
+        return self._leaf(array.reshape(*self._rows, -1), i, at)
+
+    def place_of(self, i: int, segments: Sequence[jax.Array]) -> tuple[jax.Array, int]:
+        """The array, of a slab given by segment, that has leaf `i`, and the leaf's first column."""
+        segment, number = self.segment_of(i)
+        return segments[number], self.offsets[i] - segment.start
+
     def unpack_whole(
-        self, slab: jax.Array, leaves: Sequence[int], dtype: jax.typing.DTypeLike, whole: Spread
+        self,
+        arrays: Sequence[jax.Array],
+        leaves: Sequence[int],
+        dtype: jax.typing.DTypeLike,
+        whole: Spread,
     ) -> list[jax.Array]:
         """Some leaves of a slab, whole on every device; for use inside jit.
 
@@ -185,14 +223,15 @@ class Layout:
         gathered together, in one collective.
 
         Args:
-            slab: The slab.
+            arrays: The slab's arrays at rest.
             leaves: Numbers of the leaves.
             dtype: Dtype of the leaves.
             whole: Makes an array whole on every device.
         """
         if self.num_shards == 1:
-            return [self.unpack(slab, i).astype(dtype) for i in leaves]
-        rows = slab.astype(dtype).reshape(self.num_shards, -1)
+            segments = self.decode_segments(arrays, dtype)
+            return [self.unpack_from(segments, i).astype(dtype) for i in leaves]
+        rows = self.decode(arrays, dtype).astype(dtype).reshape(self.num_shards, -1)
         parts = [rows[:, self.offsets[i] : self.offsets[i] + self.shares[i]] for i in leaves]
         starts = accumulate((part.shape[1] for part in parts), initial=0)
         gathered = whole(jnp.concatenate(parts, axis=1))
@@ -212,50 +251,84 @@ class Layout:
             order: Numbers of the leaves in the order of writing; None for the order of offsets. The
                 best order is that of their computation, because a write waits for all earlier ones.
         """
-        slab, size = None, self.size // self.num_shards
+        return self._packed(leaves, spread, order, 0, self.size // self.num_shards)
+
+    def pack_segments(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+        order: Sequence[int] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """The segments of the slab of these leaves, one array each; see `pack`."""
+        return tuple(self._packed(leaves, spread, order, s.start, s.stop) for s in self.segments)
+
+    def _packed(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread,
+        order: Sequence[int] | None,
+        start: int,
+        stop: int,
+    ) -> jax.Array:
+        """The columns from `start` to `stop` of the slab of these leaves; see `pack`."""
+        slab, size = None, stop - start
         # Leaves are written one by one, as copies. In a concatenation, a GPU computes the source of
         # each element, which takes several times as long.
-        for offset, part in self._parts(leaves, spread, order):
+        for offset, part in self._parts(leaves, spread, start, stop, order):
             if slab is None:
                 # Padding is zero, so that it does not change reductions over whole slabs.
                 behind = size - offset - part.shape[-1]
                 slab = jnp.pad(part, [(0, 0)] * len(self._rows) + [(offset, behind)])
             else:
                 slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
-        return jnp.zeros(self.size, self.dtype) if slab is None else slab.reshape(-1)
+        return jnp.zeros(size * self.num_shards, self.dtype) if slab is None else slab.reshape(-1)
 
     def add(
-        self, slab: jax.Array, leaves: Sequence[jax.Array | None], spread: Spread = _as_it_is
+        self,
+        segments: Sequence[jax.Array],
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+    ) -> tuple[jax.Array, ...]:
+        """The sums of a slab's segments and the segments of the slab of these leaves."""
+        return tuple(
+            x + self._joined(leaves, spread, segment.start, segment.stop)
+            for x, segment in zip(segments, self.segments, strict=True)
+        )
+
+    def _joined(
+        self, leaves: Sequence[jax.Array | None], spread: Spread, start: int, stop: int
     ) -> jax.Array:
-        """The sum of a slab and the slab of these leaves; see `pack`."""
-        rows, end, size = [], 0, self.size // self.num_shards
-        for offset, part in (*self._parts(leaves, spread), (size, None)):
+        """The same columns as of `_packed`, as an operand of a sum."""
+        rows, end = [], 0
+        for offset, part in (*self._parts(leaves, spread, start, stop), (stop - start, None)):
             if offset > end:
                 rows.append(jnp.zeros((*self._rows, offset - end), self.dtype))
             if part is not None:
                 rows.append(part)
                 end = offset + part.shape[-1]
         # XLA fuses a concatenation into the sum, so that it allocates no array.
-        return slab + jnp.concatenate(rows, axis=-1).reshape(-1)
+        return jnp.concatenate(rows, axis=-1).reshape(-1) if rows[1:] else rows[0].reshape(-1)
 
     def _parts(
         self,
         leaves: Sequence[jax.Array | None],
         spread: Spread,
+        start: int,
+        stop: int,
         order: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, jax.Array]]:
-        """The leaves as rows of a slab's shards, each with its first column, by `order`."""
+        """The leaves between two columns as rows of shards, by `order`, each with its column."""
         if order is None:  # by offset: leaves are placed by codec, not by number
             order = sorted(range(len(leaves)), key=lambda i: (self.offsets[i], self.shares[i]))
         for i in order:
             leaf, share, offset = leaves[i], self.shares[i], self.offsets[i]
-            if leaf is not None:
+            if leaf is not None and start <= offset < stop:
                 flat = leaf.reshape(-1).astype(self.dtype)
                 if missing := self.num_shards * share - math.prod(self.shapes[i]):
                     flat = jnp.pad(flat, (0, missing))
                 # Each leaf is divided where its gradient is computed. So a device sums only its own
                 # share, and needs no whole slab.
-                yield offset, spread(flat.reshape(*self._rows, share))
+                yield offset - start, spread(flat.reshape(*self._rows, share))
 
     @property
     def _rows(self) -> tuple[int, ...]:

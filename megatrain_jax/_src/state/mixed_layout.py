@@ -1,7 +1,7 @@
 """Layouts of leaves with several dtypes, such as optimizer state: a sequence of slabs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 import jax
@@ -53,6 +53,11 @@ class MixedLayout:
         rows = zip(self.layouts, self.by_slab(arrays), strict=True)
         return tuple(layout.decode(own) for layout, own in rows)
 
+    def decode_segments(self, arrays: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
+        """The segments of each slab, decoded; see `Layout.decode_segments`."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode_segments(own) for layout, own in rows)
+
     def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
         """The arrays at rest of each slab."""
         row = iter(arrays)
@@ -82,6 +87,7 @@ def mixed_layout_of(
     codecs: Sequence[Plain] | None = None,
     order: Sequence[int] | None = None,
     unit: int = 1,
+    apart: Collection[int] = (),
 ) -> MixedLayout:
     """Lays out leaves of any dtypes: moments like the masters, the rest of the state together.
 
@@ -102,6 +108,7 @@ def mixed_layout_of(
         codecs: Codec of each leaf; None for plain ones.
         order: The order of the parameters in their slab; see `layout_of`.
         unit: Number of elements that are encoded together; see `layout_of`.
+        apart: Parameters that have their own segments in their slab; see `layout_of`.
     """
     codecs = codecs or [PLAIN] * len(avals)
     kinds: dict[tuple[str, int], list[int]] = {}
@@ -122,6 +129,7 @@ def mixed_layout_of(
             # In the masters' order, so that an update can compute on whole slabs.
             order if start >= 0 else None,
             unit,
+            apart if start >= 0 else (),
         )
         for (dtype, start), rows in kinds.items()
     )

@@ -8,7 +8,7 @@ Example: leaves of shapes (3, 2), (5,) and (70,) over two shards, aligned to 64 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from megatrain_jax._src.state.layout import ALIGNMENT, PLAIN, Layout, Segment
 
 # The maximum padding that a leaf's shares may add, as a fraction of its size.
 _PADDING = 1 / 16
+# Leaves apart have at least this number of elements, and at least one of so many parts of a slab.
+LEAST_APART = 1 << 20
+_MOST_APART = 32
 
 
 def layout_of(
@@ -27,6 +30,7 @@ def layout_of(
     codecs: Sequence[Plain] | None = None,
     order: Sequence[int] | None = None,
     unit: int = 1,
+    apart: Collection[int] = (),
 ) -> Layout:
     """Lays out leaves of one dtype back to back, each aligned, in each shard.
 
@@ -38,6 +42,7 @@ def layout_of(
         order: The leaves in the order of their offsets; None puts leaves of one codec together.
         unit: Number of elements that are encoded together: leaves and their shares begin at
             multiples of it.
+        apart: Leaves with their own segments; see `large_leaves`.
     """
     # Leaves of one codec are adjacent, so that a slab has few segments and few arrays at rest.
     codecs = codecs or [PLAIN] * len(shapes)
@@ -45,14 +50,17 @@ def layout_of(
     shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)
     offsets, end, step = [0] * len(shapes), 0, max(ALIGNMENT, unit)
     segments: list[Segment] = []
+    before = None
     for i in order:
         offsets[i] = start = end
         # A leaf without elements also takes space, so that no slab and no segment is empty.
         end += max(1, -(-shares[i] // step)) * step
         # Neighbours with one codec form one segment, including the padding between them.
-        if segments and segments[-1].codec == codecs[i]:
+        is_alike = segments and segments[-1].codec == codecs[i]
+        if is_alike and i not in apart and before not in apart:
             start = segments.pop().start
         segments.append(Segment(codec=codecs[i], start=start, stop=end))
+        before = i
     return Layout(
         dtype=jnp.dtype(dtype).name,
         shapes=tuple(tuple(s) for s in shapes),
@@ -62,6 +70,18 @@ def layout_of(
         num_shards=num_shards,
         segments=tuple(segments),
     )
+
+
+def large_leaves(shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
+    """The leaves that are worth their own arrays, if many microbatches read and add to them.
+
+    A product can read its weights, and add to the sum of their gradients, where they lie, if they
+    have an array to themselves. A part of an array has to be copied first. But each array takes
+    time to dispatch.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    least = max(LEAST_APART, sum(sizes) / _MOST_APART)
+    return frozenset(i for i, size in enumerate(sizes) if size >= least)
 
 
 def in_order(kinds: Sequence[Hashable]) -> list[int]:

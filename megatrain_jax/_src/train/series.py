@@ -102,7 +102,7 @@ class Checkpoints:
             CheckpointError: If there are checkpoints, but none that this trainer can continue from,
                 or other files occupy the place of later ones.
         """
-        trainer.check_names()
+        trainer.run_state.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
         found = by_first(self._processes, where, self._candidates)
@@ -194,7 +194,7 @@ class Checkpoints:
         path = self.folder / str(trainer.num_steps)
         by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
         facts = {} if position is None else {"data": position}
-        self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
+        self._saving = trainer.run_state.start_saving(path, facts, workspace=self._workspace)
         # Reset by `finish` if it could not be written.
         self.saved = trainer.num_steps
 
@@ -235,7 +235,7 @@ class Checkpoints:
         if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
         # The number of converted arrays becomes a part of the one warning of changed settings.
-        facts, self.num_converted = trainer.start_from(path)
+        facts, self.num_converted = trainer.run_state.start_from(path)
         if "data" not in facts:
             warnings.warn(
                 f"{path}, saved by hand or by `train`, has no position of `data`: as many "

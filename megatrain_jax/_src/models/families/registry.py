@@ -1,8 +1,12 @@
-"""All families, by the `model_type` of a Hugging Face configuration.
+"""All families by the `model_type` of a Hugging Face configuration, and the reading of one.
 
-A new family is a file in this folder, and a line here.
+A new family is a file in this folder, which reads the family's own fields, and two lines here.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
@@ -32,6 +36,8 @@ from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
 from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields, shown
+from megatrain_jax._src.models.tensors import some
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -67,3 +73,33 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
     )
 }
+
+
+def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` for a Hugging Face configuration.
+
+    Every field is either read, known not to affect results, or refused by name: a checkpoint never
+    loads with an option silently dropped.
+
+    Raises:
+        ValueError: See `DecoderConfig.from_hf`.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(
+            f"`model_type` = {shown(name)} isn't supported; these are: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[name]
+    fields = Fields(config, ignore)
+    names = fields.listed("architectures", str, "names") or []
+    # A classifier on the same body has a different head, and no logits of tokens.
+    others = [n for n in names if n != family.architecture]
+    if others:
+        raise ValueError(
+            f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
+        )
+    hf_common.refuse_others(fields)
+    arguments = family.read(fields)
+    fields.finish()
+    return arguments

@@ -28,7 +28,7 @@ from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.forms import coding_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ORIGIN = Origin(commit=None, commit_from=None, clean=False, run="x")
 SIZES = dataclasses.replace(
     settings.TINY, steps=6, eval_every=3, loss_every=2, seq_len=16, final_batches=3

@@ -31,7 +31,7 @@ from timing import MIN_STEPS, Work, time_from_rest, time_long_steps, time_steps
 from inside import engine_of, store_of
 from megatrain_jax import models
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -1,8 +1,15 @@
-"""Checks of options that have an effect only with another option, and are refused without it."""
+"""Rules that settings share: the names to choose from, and options that need another option."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, Literal
+
+State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
+Master = Literal["float32", "bfloat16", "int8"]
+Frozen = Literal["float32", "bfloat16", "int8"]
+Microbatches = int | Literal["auto"]
+Decay = Literal["cosine", "linear", "constant"]
+OptimizerName = Literal["adamw", "lion"]
 
 
 def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed: str) -> None:

@@ -1,0 +1,123 @@
+"""Errors for names that a function or a trainer doesn't have, with the name that was meant."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
+
+# Names in Keras, Lightning, Transformers and Flax's examples for options of this library.
+_ELSEWHERE = {
+    "steps": "max_steps num_steps total_steps train_steps num_train_steps max_iters iterations",
+    "epochs": "num_epochs max_epochs n_epochs num_train_epochs nb_epoch",
+    "microbatches": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps "
+    "gradient_accumulation accumulation_steps num_microbatches",
+    "eval_data": "val_data validation_data eval_dataset val_dataset eval_dataloader "
+    "val_dataloader val_dataloaders",
+    "eval_every": "eval_steps eval_interval",
+    "checkpoint_dir": "output_dir save_dir ckpt_dir default_root_dir checkpoint_path",
+    "checkpoint_every": "save_steps save_every save_interval checkpoint_interval",
+    "keep": "save_total_limit max_to_keep",
+    "resume": "resume_from_checkpoint",
+    "progress": "verbose progress_bar enable_progress_bar show_progress",
+    "precision": "dtype mixed_precision compute_dtype bf16",
+    "seed": "random_seed rng rngs key",
+    "hardware": "gpu card",
+    "device_budget": "device_memory gpu_memory gpu_budget",
+    "host_budget": "host_memory cpu_memory host_gib",
+    "num_gpus": "gpus n_gpus num_devices devices",
+    "mesh": "gpus n_gpus num_gpus num_devices devices",
+}
+_MEANT: dict[str, list[str]] = {}
+for _option, _names in _ELSEWHERE.items():
+    for _name in _names.split():
+        _MEANT.setdefault(_name, []).append(_option)
+
+_OPTIMIZER = "the optimizer has it, as in optax.adamw(1e-3, weight_decay=0.1)"
+_CLIPPING = "the optimizer clips: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))"
+_MESH = 'write mesh=jax.make_mesh((n,), ("data",)) for n GPUs'
+_NO_OPTION = {
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OPTIMIZER),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip"), _CLIPPING),
+    "metrics": 'loss_fn returns them, as in (loss, {"accuracy": accuracy})',
+}
+
+
+_TAKERS = {
+    field.name: words
+    for record, words in (
+        (Options, "`Trainer` and `fit` take"),
+        (LoopOptions, "`fit` and `train` take"),
+        (MachineOptions, "`plan` takes"),
+    )
+    for field in fields(record)
+}
+
+_PARAMETERS = "pass `params=` to a new Trainer, or restore a checkpoint"
+_RATE = (
+    "the optimizer has it: give that a schedule, as in "
+    "optax.adamw(optax.cosine_decay_schedule(1e-3, 1000)), or make a new Trainer with another "
+    "optimizer and restore a checkpoint"
+)
+_NEW = (
+    "it is fixed when a trainer is made: pass it to a new Trainer, and restore a checkpoint there"
+)
+_WAYS = {
+    "params": _PARAMETERS,
+    "model": _PARAMETERS,
+    "opt_state": "restore a checkpoint",
+    **dict.fromkeys(("learning_rate", "lr"), _RATE),
+    **dict.fromkeys(("loss_fn", "optimizer", *(f.name for f in fields(Options))), _NEW),
+    **{f.name: f"pass `{f.name}=` to `train`" for f in fields(LoopOptions)},
+}
+
+
+def refuse_unknown(function: Callable[..., object], unknown: Iterable[str]) -> None:
+    """Refuses keywords that a function doesn't have, and names the option that was meant.
+
+    Args:
+        function: The function that was called.
+        unknown: The keywords that are none of its parameters.
+
+    Raises:
+        TypeError: If there is one. The message is Python's own, followed by a suggestion.
+    """
+    for name in unknown:
+        parameters = inspect.signature(function).parameters.values()
+        hint = _hint(name, [p.name for p in parameters if p.kind is not p.VAR_KEYWORD])
+        said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{said}{hint}")
+
+
+def not_settable(kind: type, name: str) -> str:
+    """The message for a public attribute that was set, with a way to reach the same.
+
+    Args:
+        kind: The class of the trainer.
+        name: The attribute's name.
+    """
+    way = f": {_WAYS[name]}" if name in _WAYS else ""
+    if hasattr(kind, name):
+        return f"`{name}` of a {kind.__name__} is read-only{way}"
+    if not way:
+        public = [known for known in dir(kind) if not known.startswith("_")]
+        way = did_you_mean(name, [*public, *_WAYS])
+    return f"a {kind.__name__} has no attribute `{name}` that could be set{way}"
+
+
+def _hint(name: str, allowed: list[str]) -> str:
+    if name in _NO_OPTION:
+        return f"; {_NO_OPTION[name]}"
+    if name in ("batch_size", "per_device_train_batch_size"):
+        batches = "batches come from `data`" if "data" in allowed else "`sample_batch` has it"
+        return f"; {batches}: its arrays' first axis is the number of examples"
+    meant = _MEANT.get(name, [])
+    for option in meant:
+        if option in allowed:
+            more = f" ({_MESH})" if option == "mesh" else ""
+            return f"; did you mean `{option}`{more}?"
+    for option in (name, *meant):
+        if option in _TAKERS:
+            return f"; {_TAKERS[option]} `{option}`"
+    return did_you_mean(name, allowed)

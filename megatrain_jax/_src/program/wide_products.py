@@ -1,0 +1,104 @@
+"""Matrix products that give fp32, because their results are added to fp32 sums.
+
+A gradient of weights is a product. If its result is bfloat16, a GPU writes it to memory, and reads
+it again to add it to the sum. A product in fp32 adds to the sum while it computes: the gradient is
+never in memory, and is not rounded before it is added.
+
+Example: the gradient of `w` in `y = x @ w`, with bfloat16 arrays::
+
+    t = dot_general dy x        # bfloat16; with fp32 asked for: float32
+    dw = transpose t            # likewise
+    sum + dw
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.primitives import CALLS, REMAT
+
+_WIDE = jnp.dtype("float32")
+# A result's elements in a different order are as wide as the result.
+_REORDERING = ("reshape", "transpose")
+
+
+def with_wide_products(function: Callable, are_wide: Sequence[bool]) -> Callable:
+    """A function with some of its results in fp32, if they come from narrower products.
+
+    Args:
+        function: The function, of trees of arrays, without effects.
+        are_wide: For each array that it returns, whether it should be in fp32 if possible.
+    """
+
+    def run(*args: Any) -> Any:
+        traced = jx.trace(function, *args)
+        values = [*traced.consts, *jax.tree.leaves(args)]
+        wide = [*are_wide, *[False] * (len(traced.jaxpr.outvars) - len(are_wide))]
+        return jax.tree.unflatten(traced.out_tree, _evaluate(traced.jaxpr, values, wide))
+
+    return run
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool]) -> list[Any]:
+    """Evaluates an open jaxpr, with the flagged results in fp32 where `with_wide_products` can."""
+    sources = _sources(jaxpr, are_wide)
+    values = dict(zip(jaxpr.invars, args, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if jx.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [value(atom) for atom in eqn.invars]
+        wide = [v in sources for v in eqn.outvars]
+        if not any(wide):
+            results = jx.bind(eqn, ins)
+        elif (inner := jx.called(eqn)) is not None:
+            consts = jx.constants(eqn.params[CALLS.get(eqn.primitive.name, "jaxpr")])
+            body = jx.sub_jaxpr(inner, inner.eqns, [*inner.constvars, *inner.invars], inner.outvars)
+            results = _evaluate(body, [*consts, *ins], wide)
+        else:
+            params = {**eqn.params, "preferred_element_type": _WIDE}
+            results = jx.bind(eqn.replace(params=params), ins)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def _sources(jaxpr: Any, are_wide: Sequence[bool]) -> set[Any]:
+    """The variables that products, or calls, give in fp32 so that the flagged results are fp32."""
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
+    num_readers = Counter(jx.variables(atoms))
+    found = set()
+    for v, wide in zip(jaxpr.outvars, are_wide, strict=True):
+        if not wide or jx.is_literal(v):
+            continue
+        # Other readers would get a different dtype than they expect.
+        while (eqn := producer.get(v)) is not None and num_readers[v] == 1:
+            if eqn.primitive.name in _REORDERING:
+                v = eqn.invars[0]
+                continue
+            if _is_narrow_product(eqn) or _is_open(eqn):
+                found.add(v)
+            break
+    return found
+
+
+def _is_narrow_product(eqn: Any) -> bool:
+    dtype = eqn.outvars[0].aval.dtype
+    is_narrow = dtype in (jnp.bfloat16, jnp.float16)
+    return eqn.primitive.name == "dot_general" and is_narrow and _operands_have(eqn, dtype)
+
+
+def _operands_have(eqn: Any, dtype: Any) -> bool:
+    return all(atom.aval.dtype == dtype for atom in eqn.invars)
+
+
+def _is_open(eqn: Any) -> bool:
+    """Whether a call's equations may be evaluated one by one."""
+    # A compiler must not share the equations of a remat with others if that asks for it.
+    closed = eqn.primitive.name in REMAT and eqn.params.get("prevent_cse")
+    return jx.called(eqn) is not None and not closed

@@ -1,0 +1,139 @@
+"""The steps of a run on batches: cut and scheduled once per batch shape, then dispatched."""
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.history import weighted_means
+from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_shapes
+from megatrain_jax._src.options.inputs import check_data, check_loss
+from megatrain_jax._src.run_state import RunState
+from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
+from megatrain_jax._src.runtime.evaluation import evaluate_batches
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.runtime.training import StepMetrics
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.budget import in_room
+from megatrain_jax._src.spec.host import on_same_host
+from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.run_spec import batch_key
+
+
+class RunSteps:
+    """The steps of a run: training and evaluation, one per batch shape.
+
+    Attributes:
+        bound: The steps that were cut and scheduled, by batch shape, kind and loss.
+    """
+
+    def __init__(self, state: RunState, sample_batch: Any):
+        """Starts with the training step of the first batch's shape.
+
+        Args:
+            state: The run.
+            sample_batch: The first batch, or its shapes.
+        """
+        self._state = state
+        self._sample = joined_shapes(sample_batch, 1)
+        first = state.spec.first
+        self.bound: dict[Hashable, BoundStep] = {first.key: first}
+
+    def check(self, batch: Any) -> None:
+        """Checks a batch to train on; see `Trainer.check_batch`."""
+        state = self._state
+        num_devices = len(state.store.placement.local_devices)
+        check_batch(batch, state.spec.microbatches, num_devices=num_devices)
+        check_like(batch, self._sample)
+        state.spec.adapted.check_batch(batch)
+
+    def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
+        """Dispatches a training step; see `Trainer.step`.
+
+        Args:
+            batch: A batch.
+            by_hand: Whether the step's record is added to the history when its results are known.
+        """
+        state, began = self._state, time.perf_counter()
+        state.training.check_whole()
+        self.check(batch)
+        step = self._bind(batch, train=True, loss_fn=state.spec.loss_fn)
+        # Otherwise steps would queue on the device without bound, each with its batch.
+        state.training.wait_for_room()
+        placement = state.store.placement
+        where = f"training step {state.training.num_steps + 1}"
+        with deferred_interrupt(), placement.outside_meshes():
+            state.training.check_whole()
+            placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
+            state.settle_saving()
+            metrics = state.training.dispatch(step, put_batch(batch, step, placement))
+            if by_hand:
+                state.by_hand.add(began, metrics)
+        return metrics
+
+    def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step and returns its metrics; see `Trainer.read`."""
+        state = self._state
+        try:
+            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
+        if isinstance(metrics, StepMetrics):
+            is_finite = state.training.settle(metrics)
+            state.record(keep=state.training.num_steps - metrics.step)
+            if state.spec.optimizer.skips:
+                values["skipped"] = float(not is_finite)
+        return values
+
+    def evaluate(
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None
+    ) -> dict[str, float]:
+        """Computes loss and metrics of batches; see `Trainer.evaluate`."""
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        if loss_fn is not None:
+            check_loss(loss_fn)
+        state = self._state
+        state.flush()
+
+        def bind(batch: Any) -> BoundStep:
+            check_batch(batch)
+            state.spec.adapted.check_batch(batch)
+            return self._bind(batch, train=False, loss_fn=loss_fn or state.spec.loss_fn)
+
+        rows, sizes = evaluate_batches(state.engine, batches, bind)
+        if not rows:
+            raise ValueError("`batches` gave no batch to evaluate")
+        return weighted_means(jax.device_get(rows), sizes)
+
+    def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
+        """The step on batches of this shape, cut and scheduled when it is first needed."""
+        state = self._state
+        placement, spec = state.store.placement, state.spec
+        shapes = joined_shapes(batch, placement.processes.count)
+        # Losses are compared as functions: a new one, even with equal code, is cut again.
+        key = (batch_key(shapes), train, loss_fn)
+        if key not in self.bound:
+            where = f"training step {state.training.num_steps + 1}" if train else "an evaluation"
+            with placement.outside_meshes(), _told_apart(where, batch, self._sample):
+                step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                step = on_same_host(step, spec, *placement.processes.spread, training=train)
+                step = in_room(step, spec, state.engine.kernels, placement, training=train)
+                self.bound[key] = with_all_waves(step, training=train)
+        return self.bound[key]
+
+
+@contextlib.contextmanager
+def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
+    """Adds to an error in a step how its batch differs from the first one.
+
+    The error may be JAX's own, about two shapes in the middle of the model, or the user's.
+    """
+    try:
+        yield
+    except Exception as error:
+        if shapes := other_shapes(batch, sample):
+            error.add_note(f"This came with the batch of {where}: {shapes}.")
+        raise
