@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason='needed to chat: pip install -e ".[torch]"')
-pytest.importorskip("gguf", reason='needed to read the model: pip install -e ".[torch]"')
-
 from pages import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
@@ -88,6 +85,8 @@ def test_the_page_shows_its_files():
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_real_model_learns_to_answer_like_a_pirate(tmp_path: Path):
+    for name in ("torch", "gguf"):
+        pytest.importorskip(name, reason='needed by the tutorial: pip install -e ".[torch]"')
     (tmp_path / "experiments").symlink_to(FOLDER.parent)
     get, chat_before, tune, chat_after = commands()
     status, printed = run(tmp_path, get)
