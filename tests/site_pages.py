@@ -1,4 +1,4 @@
-"""Reads the signatures on the pages of the site, as they are rendered."""
+"""Reads signatures and the outputs of notebooks on the pages of the site, as they are rendered."""
 
 import ast
 import dataclasses
@@ -30,6 +30,13 @@ def rendered(site: Path) -> Iterator[tuple[str, str]]:
             text = html.unescape(_TAG.sub("", signature)).strip()
             if re.match(r"\w+\(", text):  # not an attribute
                 yield path, text
+
+
+def shown_outputs(page: Path) -> str:
+    """The text of what a notebook's cells print or show, on its page of the site."""
+    text = re.sub(r"<(style|script)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.S)
+    outputs = re.findall(r'<div class="[^"]*\bjp-OutputArea-output\b.*?</div>\s*</div>', text, re.S)
+    return html.unescape(" ".join(_TAG.sub(" ", output) for output in outputs))
 
 
 def documented(path: str) -> tuple[Any, bool]:

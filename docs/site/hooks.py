@@ -4,23 +4,35 @@
   as its root, so these files are added under their own paths, and the links follow.
 - The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
 - Where a page says `<!-- quickstart -->`, the site shows the quickstart's program for its code.
+- Notebooks are kept without outputs; the site runs them and shows what they print.
 """
 
 import re
 import subprocess
+import tempfile
 import textwrap
+from functools import cache
 from pathlib import Path, PurePosixPath
 
+import nbclient
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority, get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _FOLDERS = {
-    "experiments": {".md", ".json", ".png", ".py"},
+    "experiments": {".md", ".json", ".jsonl", ".png", ".py", ".yaml"},
     "megatrain_jax": {".json", ".py"},
     "tests": {".json", ".py", ".txt"},
 }
 _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
+_NOTEBOOKS = "notebooks"
+# Seconds that a cell may take.
+_LONGEST_CELL = 300
+_LOG = get_plugin_logger(__name__)
+# Executed notebooks, until the process ends.
+_SCRATCH = tempfile.TemporaryDirectory()
 # The target of a Markdown link or image without its anchor; or code, to be left alone.
 _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re.M | re.S)
 
@@ -52,9 +64,16 @@ def web_address(remote: str) -> str | None:
     return f"https://{match[1]}/{match[2]}" if match else None
 
 
+@event_priority(100)  # before the plugin that shows notebooks
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds the files outside docs/ that pages may link to."""
+    """Adds the files outside docs/ that pages may link to, and runs the notebooks."""
     root = Path(config.docs_dir).parent
+    for notebook in sorted((root / "docs" / _NOTEBOOKS).glob("*.ipynb")):
+        uri = f"{_NOTEBOOKS}/{notebook.name}"
+        if old := files.get_file_from_path(uri):
+            files.remove(old)
+        folder = _executed(notebook.name, notebook.read_text(encoding="utf-8"))
+        files.append(File(uri, str(folder), config.site_dir, config.use_directory_urls))
     for folder, suffixes in _FOLDERS.items():
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in suffixes and path.is_file():
@@ -63,6 +82,36 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name in _PAGES:
         files.append(File.generated(config, name, abs_src_path=str(root / name)))
     return files
+
+
+@cache  # `mkdocs serve` builds again after each change of any page
+def _executed(name: str, text: str) -> Path:
+    """Runs a notebook in an empty folder, and returns the folder that has it with outputs.
+
+    Progress bars are left out. A warning that a cell prints is one of the build, which `--strict`
+    refuses; a cell that fails ends the build.
+    """
+    notebook = nbformat.reads(text, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"metadata": {"path": folder}}
+        nbclient.NotebookClient(notebook, timeout=_LONGEST_CELL, resources=where).execute()
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        for printed in (o.text for o in outputs if o.output_type == "stream"):
+            # Without ipywidgets, tqdm says so.
+            if "Warning" in printed and "ipywidgets" not in printed:
+                _LOG.warning(f"{name} prints a warning: {printed}")
+        cell["outputs"] = [output for output in outputs if not _is_progress(output)]
+    scratch = Path(_SCRATCH.name)
+    (scratch / _NOTEBOOKS).mkdir(exist_ok=True)
+    nbformat.write(notebook, scratch / _NOTEBOOKS / name)
+    return scratch
+
+
+def _is_progress(output: nbformat.NotebookNode) -> bool:
+    """Whether an output is a progress bar: in a notebook's widget, or as text."""
+    is_widget = "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+    return is_widget or output.get("name") == "stderr"
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -7,11 +7,11 @@ A figure in running text is a link to its file, whose anchor names it as `figure
 as many names, with commas. A link to a section of a page repeats numbers of that section. In a
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. A measured figure without a source is a mistake, and so is a row that
-doesn't say how it differs from the first one. Units, cards and rows' labels are compared with the
-files, too (`figure_words.py`): a row's label has words of its file's path, name or settings, more
-than any other row's. Numbers that are not measured are listed in a comment:
-`<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
-`<!-- end of planned -->` was made by a script of plans, with which a test compares it.
+doesn't say how it differs from the first one. Units, kinds of quantity, cards, peers and rows'
+labels are compared with the files, too (`figure_words.py`): a row's label has words of its file's
+path, name or settings, more than any other row's. Numbers that are not measured are listed in a
+comment: `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and `<!-- end
+of planned -->` was made by a script of plans, with which a test compares it.
 
 With `--write` it makes the list of all files in `experiments/results/README.md` anew.
 """
@@ -30,7 +30,10 @@ import figures
 from figure_words import (
     wrong_card,
     wrong_form,
+    wrong_kind,
     wrong_labels,
+    wrong_owners,
+    wrong_peer,
     wrong_place,
     wrong_unit,
     wrong_yardstick,
@@ -64,6 +67,8 @@ _GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
 _SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 _TABLE = re.compile(r"(?:^\|.*\|\n)+", re.M)
 _HEADING = re.compile(r"^#+ .*$", re.M)
+# What begins a paragraph, an item of a list or a row of a table.
+_ITEM = re.compile(r"\n\s*\n|\n\s*- |\n\|")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,8 @@ def problems(page: Page) -> list[str]:
             prose = prose[: table.start()] + _blank(_TABLE, table[0]) + prose[table.end() :]
     for match in _LINK.finditer(prose):
         found += _link(page, match)
-    return found + _without_source(page, prose) + _not_marked(page, visible)
+    owners = [page.at(m.start(), f"{m[0]!r} is DeepSpeed's") for m in wrong_owners(prose)]
+    return found + owners + _without_source(page, prose) + _not_marked(page, visible)
 
 
 def _blank(pattern: re.Pattern[str], text: str) -> str:
@@ -147,6 +153,10 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
     names = [unquote(name) for name in anchor.split(",")]
     found = _compare(printed, target, names, "", None, match[0])
     before, after = page.text[: match.start()], page.text[match.end() :]
+    if len(names) == len(printed) == 1:
+        ahead, behind = before + shown[: printed[0].start()], shown[printed[0].end() :] + after
+        if kind := wrong_kind(ahead, re.split(r"[\[.]", behind, maxsplit=1)[0], names[0]):
+            found.append(f"{match[0]} is {names[0]}, not {kind}")
     paragraph = before.rpartition("\n\n")[2] + match[1] + after.partition("\n\n")[0]
     line = before.rpartition("\n")[2] + match[1] + after.partition("\n")[0]
     row = [line] if line.startswith("|") else []
@@ -156,6 +166,9 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
         found.append(f"{match[0]} is not {form}")
     if peer := wrong_yardstick(re.split(r"[\[.]", after, maxsplit=1)[0], names[-1]):
         found.append(f"{match[0]} is not beside {peer}")
+    item = _ITEM.split(before)[-1] + match[1] + _ITEM.split(after)[0]
+    if peer := wrong_peer(_LINK.sub(lambda link: link[1], item), target):
+        found.append(f"{match[0]} is not of {peer}")
     return [page.at(match.start(), wrong) for wrong in found]
 
 

@@ -1,7 +1,8 @@
 """Words beside figures: units, names of rows and cards, compared with the files of the figures.
 
-A unit belongs to a figure's name, a row's label to the name and the settings of its file, a card to
-the hardware that the file records, and a peer beside a ratio to the ratio's name.
+A unit and a kind of quantity belong to a figure's name; a row's label belongs to the name and the
+settings of its file, a card to the hardware that the file records, and a peer to the figure's file
+or, beside a ratio, to the file of the ratio's other rate.
 `check_figures.py` asks here after it has compared the numbers.
 """
 
@@ -18,7 +19,7 @@ _UNIT = re.compile(
     r"(?<![A-Za-z])(tokens/s|tokens a second|tokens|[KMGT]i?B/s|[KMGT]i?B|[GTP]FLOP/s|[GTP]FLOP|"
     r"ms|s/step|steps|s|seconds?|minutes?|hours?|h)(?![A-Za-z/])"
 )
-_CARD = re.compile(r"\b(?:[ABH]\d{3}|L40S?|RTX \d{4})\b")
+_CARD = re.compile(r"\b(?:[ABH]\d{3}|L40S?|RTX \d{4})(?=s?\b)")
 _UNITS = {
     "gib_per_s": ("GiB/s",),
     "link_rate": ("GiB/s",),
@@ -31,9 +32,34 @@ _UNITS = {
     "pinning": ("s", "ms"),
     "spread": ("s", "ms", "s/step"),
 }
-# Peers by which ratios are named, as pages call them.
-_PEERS = {"ZeRO-3": "zero_3", "Twin-Flow": "twin_flow"}
+# Words for a kind of quantity, and the kinds of figures by words of their names.
+_KINDS = {"throughput": "throughput", "speed": "throughput", "memory": "memory", "time": "time"}
+_KIND_OF_NAME = {
+    "tokens_per_second": "throughput",
+    "gib_per_s": "throughput",
+    "gib": "memory",
+    "seconds": "time",
+}
+_KIND_BEHIND = re.compile(
+    rf"(?:\s*(?:times|[KMGT]i?B|s|tokens/s)\b)?[\s*]*(?:of )?(?:the |its )?({'|'.join(_KINDS)})\b"
+)
+_KIND_BEFORE = re.compile(rf"\b({'|'.join(_KINDS)}) (?:is|was) (?:between )?$")
+# Peers as pages call them, by words in the names of their files.
+_PEERS = {
+    "DeepSpeed": ("deepspeed", "zero-3"),
+    "ZeRO-3": ("zero-3",),
+    "Twin-Flow": ("twin-flow",),
+    "SuperOffload": ("superoffload",),
+    "ZenFlow": ("zenflow",),
+    "FSDP2": ("fsdp2",),
+    "PyTorch": ("pytorch",),
+    "RoundPipe": ("roundpipe",),
+    "`jax.jit`": ("jax.jit",),
+}
 _PEER = re.compile("|".join(_PEERS))
+_PARTS_OF_DEEPSPEED = re.compile(
+    r"\b(FSDP2|PyTorch|RoundPipe)(?: [\d.]+)?(?:'s)? (?:ZeRO-3|Twin-Flow|SuperOffload|ZenFlow)"
+)
 _SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "auto": "automatic", "one": "1", "two": "2"}
 
 
@@ -55,6 +81,21 @@ def wrong_unit(text: str, end: int, name: str) -> str | None:
     return found[1]
 
 
+def wrong_kind(before: str, behind: str, name: str) -> str | None:
+    """The kind of quantity beside a figure, such as memory, if the figure is of another kind.
+
+    Args:
+        before: The text before the number.
+        behind: The text behind it, up to the next number.
+        name: The figure's name; a ratio is one of throughputs.
+    """
+    before, behind = " ".join(before[-200:].split()) + " ", " ".join(behind.split())
+    found = _KIND_BEHIND.match(behind) or _KIND_BEFORE.search(before)
+    kinds = (kind for word, kind in _KIND_OF_NAME.items() if word in name)
+    own = "throughput" if name in RATIOS else next(kinds, None)
+    return found[1] if found and own and _KINDS[found[1]] != own else None
+
+
 def wrong_yardstick(text: str, name: str) -> str | None:
     """The peer that a text names, if a ratio is beside another one's rate.
 
@@ -62,8 +103,25 @@ def wrong_yardstick(text: str, name: str) -> str | None:
         text: The text behind the ratio, up to the next figure.
         name: The ratio's name.
     """
-    found = _PEER.search(text)
-    return found[0] if found and name in RATIOS and _PEERS[found[0]] not in name else None
+    found = _PEER.findall(text) if name in RATIOS else ()
+    return next((peer for peer in found if not _is_of(peer, RATIOS[name])), None)
+
+
+def wrong_peer(text: str, path: Path) -> str | None:
+    """The peers that a paragraph names, if a figure in it is of a peer that it doesn't name."""
+    if not any(_is_of(peer, path.stem) for peer in _PEERS):
+        return None
+    named = set(_PEER.findall(text))
+    return " and ".join(sorted(named)) if not any(_is_of(p, path.stem) for p in named) else None
+
+
+def wrong_owners(text: str) -> list[re.Match[str]]:
+    """The places of a text where a part of DeepSpeed is called another peer's."""
+    return [*_PARTS_OF_DEEPSPEED.finditer(text)]
+
+
+def _is_of(peer: str, file: str) -> bool:
+    return any(word in file for word in _PEERS[peer])
 
 
 def wrong_labels(rows: Sequence[tuple[str, Path, str]]) -> list[str]:

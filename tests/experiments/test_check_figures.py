@@ -89,7 +89,8 @@ def test_a_figure_without_its_link_has_no_source():
                 assert len(problems(changed)) > before, match[0]
 
 
-README, MEMORY, LONG = "README.md", "docs/less_memory.md", "docs/long_sequences.md"
+README, INDEX = "README.md", "docs/index.md"
+MEMORY, LONG = "docs/less_memory.md", "docs/long_sequences.md"
 DESIGN, FITTING, TABLES = "docs/design.md", "docs/fitting.md", "experiments/results/README.md"
 # Two texts of a page change places (<->), or one is replaced by the other (->).
 FALSE = [
@@ -128,6 +129,13 @@ FALSE = [
     (DESIGN, "[35 s]", "->", "[42 s]"),
     (FITTING, "[24.8%]", "->", "[28.4%]"),
     (FITTING, "[1.592 s/step]", "->", "[1.592 minutes]"),
+    (README, "Two H200s reach", "->", "Two H100s reach"),
+    (README, "[94% of the throughput]", "->", "[94% of the memory]"),
+    (LONG, "the throughput is [1.59 times]", "->", "the memory is [1.59 times]"),
+    (INDEX, "the throughput** of DeepSpeed's ZeRO-3", "->", "the throughput** of FSDP2's ZeRO-3"),
+    (INDEX, "the throughput** of DeepSpeed's ZeRO-3", "->", "the throughput** of RoundPipe"),
+    (README, "**RoundPipe allocates", "->", "**DeepSpeed allocates"),
+    (MEMORY, "DeepSpeed 0.19.8's ZeRO-3", "->", "FSDP2 0.19.8's ZeRO-3"),
 ]
 
 
