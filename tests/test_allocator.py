@@ -48,6 +48,26 @@ def test_a_fraction_under_its_old_name_stays_alone(monkeypatch):
     assert found == {allocator.VARIABLE: "cuda_async"} | given
 
 
+@pytest.mark.parametrize(
+    ("variable", "preallocate", "lists"),
+    [
+        (None, None, False),
+        ("DEFAULT", None, True),
+        ("bfc", "true", True),
+        ("bfc", "false", False),
+        ("platform", None, False),
+    ],
+)
+def test_jaxs_own_allocator_keeps_lists_where_it_takes_a_gpu_at_once(
+    variable, preallocate, lists, monkeypatch
+):
+    for name, value in ((allocator.VARIABLE, variable), (allocator.PREALLOCATE, preallocate)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    assert allocator.keeps_lists() is lists
+
+
 @pytest.mark.parametrize(("preallocate", "allocates"), [("true", True), ("0", False)])
 def test_cudas_pool_has_to_preallocate_to_tell_its_limit(preallocate, allocates, monkeypatch):
     given = {allocator.PREALLOCATE: preallocate}

@@ -1,5 +1,7 @@
 """Masters in 8 bits: updates are those of plain Optax, rounded at random onto the code's levels."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,11 +133,34 @@ def test_parameters_read_given_and_saved_are_those_that_train(tmp_path):
 
 
 def test_frozen_parameters_of_coded_masters_stay_as_they_are():
-    trainer = make(trainable="bias")
+    with pytest.warns(mt.PlanWarning, match="are not trained are held in 8 bits"):
+        trainer = make(trainable="bias")
     before = trainer.params
     run = train(trainer, [CASE.batch(seed) for seed in range(2)], gradients=False)
     for path, x in _by_path(run.params).items():
         assert np.array_equal(x, _by_path(before)[path]) == ("bias" not in path), path
+
+
+def test_frozen_parameters_are_rounded_with_a_warning_unless_their_form_is_given():
+    def planned(trainable: str | None = "bias", master: Any = "int8", **options: Any):
+        precision = mt.Precision(master=master, compute=jnp.float32, **options)
+        given = CASE.build, CASE.loss_fn, OPTIMIZERS["adam"](None), CASE.batch(0)
+        return mt.plan(*given, precision=precision, trainable=trainable)
+
+    (text,) = planned().warnings
+    params = open_model(CASE, CASE.batch(0)).params
+    matrices = [x for x in jax.tree.leaves(params) if x.ndim > 1]
+    assert text.startswith(f"{sum(x.size for x in matrices):,} parameters that are not trained ")
+    exact = planned(frozen="float32")
+    assert exact.frozen_bytes > planned(frozen="int8").frozen_bytes
+    for plan in (
+        exact,
+        planned(frozen="int8"),
+        planned(master={"*": "int8"}),
+        planned(master="bfloat16"),
+        planned(trainable=None),
+    ):
+        assert not plan.warnings
 
 
 def test_an_update_that_is_skipped_rounds_nothing():

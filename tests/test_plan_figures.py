@@ -1,5 +1,6 @@
 """Every figure of a plan's table, against numbers worked out by hand."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,8 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
 from megatrain_jax._src.report.plan import TileRow
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.host import check_host, fit_to_host
+from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
 from test_plan_table import GIB, SGD, big_plan, spec_of
@@ -132,6 +135,36 @@ def test_a_plan_counts_what_its_run_says():
     assert plan.host_pool_bytes == pool.pool_bytes(*given)
     pooled, taken = plan.host_pool_bytes, plan.host_process_bytes
     assert pooled and taken and plan.host_peak_bytes <= pooled < taken
+
+
+def test_lists_of_a_gpu_s_memory_count_where_jax_allocates_it(monkeypatch):
+    """JAX's own allocator has 8 bytes in the host for each 256 bytes that it takes of a GPU."""
+    machine = replace(mt.H100, device_share=0.85, host_bytes=64 * GIB)
+    lists = (machine.usable_bytes or 0) // 32
+    spec = spec_of(device_budget="least", hardware=machine)
+
+    def planned(of, num_processes=1):
+        return make_plan(of, num_processes, num_processes).host_process_bytes or 0
+
+    def refused(of):
+        with pytest.raises(MemoryError, match="of host memory") as found:
+            check_host(replace(of, options=replace(of.options, host_budget=2**30)), 1, 1, None)
+        return re.findall(r"([\d.]+) GiB for the rest of the process", str(found.value))[0]
+
+    several = replace(spec, first=replace(spec.first, num_devices=4))
+    monkeypatch.setenv(allocator.PREALLOCATE, "true")
+    monkeypatch.setenv(allocator.VARIABLE, "cuda_async")
+    before, of_several, said = planned(spec), planned(several, 2), refused(spec)
+    for name in ("default", "BFC"):
+        monkeypatch.setenv(allocator.VARIABLE, name)
+        assert planned(spec) - before == lists
+        assert planned(several, 2) - of_several == 2 * lists, "two devices a process"
+        assert float(refused(spec)) == pytest.approx(float(said) + lists / GIB, abs=0.01)
+        # A host with just enough room for the run has too little beside the lists.
+        limited = replace(spec.options, host_budget=before)
+        assert fit_to_host(replace(spec, options=limited)) is None
+    monkeypatch.setenv(allocator.VARIABLE, "platform")
+    assert planned(spec) == before
 
 
 def test_flops_of_stages_computed_again_and_of_reductions():

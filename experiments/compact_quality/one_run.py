@@ -2,6 +2,8 @@
 
     python experiments/compact_quality/one_run.py --row fp32 --seed 0 --out runs/fp32.json
 
+The learning rate warms up from 0: step 1 changes no parameter, in all committed results, too.
+
 Stopped by SIGTERM it saves a checkpoint beside the file, and the same command goes on from there.
 """
 

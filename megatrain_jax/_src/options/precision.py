@@ -37,16 +37,16 @@ class Precision:
             one axis (norms, biases) are not coded but stay in fp32.
         compute: dtype that parameters are cast to before the model sees them: bfloat16, float32 or
             float64. A dtype with a narrower range, such as float16, would need loss scaling.
-        frozen: dtype of parameters in the host that are not trained; None for the masters' dtype.
-            bfloat16 halves their memory and transfer time. int8, with one scale per block of 128,
-            quarters them, and also applies to norms and biases.
+        frozen: dtype of parameters in the host that are not trained; None for the masters' dtype,
+            with a warning if that is "int8". bfloat16 halves their memory and transfer time. int8,
+            with one scale per block of 128, quarters them, and also applies to norms and biases.
         state: storage of optimizer state with the parameters' shapes, such as Adam's moments:
             bfloat16; "int8" or "int4" for codes with one scale per block of 128; None (or float32)
             for the optimizer's own dtype; or a mapping from paths to these. Without a mapping,
             codes apply to matrices with these exceptions: the state of parameters with one axis
             (norms, biases) stays in fp32, and so does state if an optimizer takes the root of its
             difference; state that begins as a copy of parameters is stored in bfloat16.
-        sums: dtype in which sums of gradients are stored, if a step has several microbatches or
+        sums: dtype of the stored sums of gradients, if a step has several microbatches or
             several blocks read a parameter: float32, or bfloat16 with half the memory and transfer
             time. Gradients are summed in fp32 within a wave and rounded at its end, so that results
             depend on the number of waves.

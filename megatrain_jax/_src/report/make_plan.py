@@ -18,7 +18,7 @@ from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
-from megatrain_jax._src.spec.host import peak_bytes, pool_bytes
+from megatrain_jax._src.spec.host import host_process, peak_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.pool_limit import beside_bytes
@@ -41,7 +41,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
-    pools = hardware and pool_bytes(spec, num_processes, hardware.assumed_host_bytes)
+    pools, taken = _process_bytes(spec, num_processes, processes_per_host)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     work = microbatch_work(step)
@@ -56,7 +56,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         host_gradient_bytes=devices * schedule.passing.gradients,
         host_activation_bytes=devices * schedule.passing.activations,
         host_residual_bytes=devices * schedule.passing.residuals,
-        host_process_bytes=None if pools is None else pools + beside_bytes(pools),
+        host_process_bytes=taken,
         host_pool_bytes=pools,
         host_budget=spec.options.host_bytes,
         device_budget=spec.budget_bytes,
@@ -94,6 +94,17 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         workload=step.scheduled,
         schedule=schedule,
     )
+
+
+def _process_bytes(
+    spec: RunSpec, num_processes: int, processes_per_host: int
+) -> tuple[int, int] | tuple[None, None]:
+    """The pinned host memory of a process, and all of it; None without hardware."""
+    if spec.options.machine is None:
+        return None, None
+    process = host_process(spec, num_processes, processes_per_host)
+    pools = process.pool_bytes(peak_bytes(spec.first) // num_processes)
+    return pools, pools + beside_bytes(pools, process.list_bytes)
 
 
 def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
-from megatrain_jax._src.spec.codecs import coded_differences
+from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 _PACKAGE = __name__.partition(".")[0]
@@ -42,7 +42,7 @@ def warn_of(texts: Iterable[str]) -> None:
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
-    own = (_one_stage, _wide_products, _coded_differences)
+    own = (_one_stage, _wide_products, _coded_differences, _coded_frozen)
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
 
@@ -118,4 +118,22 @@ def _coded_differences(spec: RunSpec) -> list[str]:
         f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: rounded, a difference may "
         "fall below zero, and parameters become NaN. Map these paths to float32 in "
         "Precision(state={...})"
+    ]
+
+
+def _coded_frozen(spec: RunSpec) -> list[str]:
+    """Warns of frozen parameters that are rounded because masters are held in codes."""
+    precision = spec.precision
+    # A mapping and `frozen` name these parameters.
+    if precision.frozen is not None or isinstance(precision.master, tuple):
+        return []
+    frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
+    coded = [leaf for leaf in frozen if held_dtype(precision, leaf) == np.dtype("int8")]
+    if not coded:
+        return []
+    return [
+        f"{sum(map(jx.num_elements, coded)):,} parameters that are not trained are held in 8 bits "
+        "like the masters, each rounded by at most 1/254 of the largest number in its block of "
+        '128. Precision(frozen="bfloat16") or frozen="float32" holds them more exactly, and '
+        'frozen="int8" silences this warning'
     ]

@@ -50,6 +50,49 @@ _RETURNED_BYTES = 2**25
 _COMPILING = 2**28
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostProcess:
+    """The host memory that one process of a run may take and needs.
+
+    Attributes:
+        num_devices: Number of the process's devices.
+        total_bytes: The host's memory; None if unknown.
+        usable_bytes: Maximum bytes of the process; None if unknown.
+        array_bytes: Bytes of the largest array of the store per device.
+        list_bytes: See `beside_bytes`.
+    """
+
+    num_devices: int
+    total_bytes: int | None
+    usable_bytes: int | None
+    array_bytes: int
+    list_bytes: int
+
+    def needed(self, peak: int) -> int:
+        """Bytes of the process if its state and waiting parts take `peak` bytes."""
+        what = self.total_bytes, self.num_devices, self.list_bytes
+        return pool.process_bytes(peak, self.array_bytes, *what)
+
+    def pool_bytes(self, peak: int) -> int:
+        """The pinned memory among them."""
+        return pool.pool_bytes(peak, self.array_bytes, self.total_bytes, self.num_devices)
+
+
+def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
+    """The host memory of each process of a run; see `fit_to_host`."""
+    own, options = spec.first.num_devices // num_processes, spec.options
+    # The devices of a host share its memory.
+    machine = options.machine and options.machine.times(own * processes_per_host)
+    total = machine and machine.assumed_host_bytes
+    return HostProcess(
+        num_devices=own,
+        total_bytes=total,
+        usable_bytes=pool.usable_bytes(options.host_bytes, total, own, processes_per_host),
+        array_bytes=spec.largest_slab_bytes,
+        list_bytes=own * machine.list_bytes if machine else 0,
+    )
+
+
 def fit_to_host(
     spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
 ) -> RunSpec | None:
@@ -66,17 +109,15 @@ def fit_to_host(
     Returns:
         The run; None if it never fits.
     """
-    own = spec.first.num_devices // num_processes
-    total = _machine_bytes(spec.options, own * processes_per_host)
-    usable = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
-    if usable is None:
+    process = host_process(spec, num_processes, processes_per_host)
+    if (usable := process.usable_bytes) is None:
         return spec
 
     def fits(peak: int) -> bool:
-        return pool.process_bytes(peak, spec.largest_slab_bytes, total, own) <= usable
+        return process.needed(peak) <= usable
 
     most = most_that_fit(usable >> _MIB_BITS, lambda mib: fits(mib << _MIB_BITS)) << _MIB_BITS
-    room = most // own - state_bytes(spec.first) // spec.first.num_devices
+    room = most // process.num_devices - state_bytes(spec.first) // spec.first.num_devices
     spec = dataclasses.replace(spec, host_room=room)
     if fits(peak_bytes(spec.first) // num_processes):
         return spec
@@ -102,12 +143,6 @@ def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
         return True
     nothing = {"activations": {}, "makes": (), "reads": ()}
     return may_fit(dataclasses.replace(spec.first.workload, **nothing))
-
-
-def _machine_bytes(options: Options, num_devices: int) -> int | None:
-    """The memory of a host with `num_devices` of the run's devices; None if unknown."""
-    # The devices of a host share its memory.
-    return options.machine and options.machine.times(num_devices).assumed_host_bytes
 
 
 def agreed_host_budget(options: Options, placement: Placement) -> int | None:
@@ -146,17 +181,15 @@ def check_host(
     Raises:
         MemoryError: If the run needs more.
     """
-    own = spec.first.num_devices // num_processes
-    total = _machine_bytes(spec.options, own * processes_per_host)
-    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
-    peak = peak_bytes(spec.first) // num_processes
+    process = host_process(spec, num_processes, processes_per_host)
+    most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
     if temporary_bytes is None:
-        needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
-        beside, fixed = "", beside_bytes(0)
+        needed = process.needed(peak)
+        beside, fixed = "", beside_bytes(0, process.list_bytes)
     else:
         here = pool.available_process_bytes(processes_per_host)
         most = min((limit for limit in (most, here) if limit is not None), default=None)
-        computing = own * (spec.first.schedule.peak_bytes + temporary_bytes)
+        computing = process.num_devices * (spec.first.schedule.peak_bytes + temporary_bytes)
         arrays = round((peak + computing) * (1 + _small_share(spec)))
         fixed = resident_bytes() + _COMPILING
         needed = fixed + arrays
@@ -270,18 +303,6 @@ def on_same_host(
         f"{sized(state + int(own * spec.host_room))} in all. Nothing was computed. Use smaller or "
         "shorter batches."
     )
-
-
-def pool_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
-    """Pinned host memory that a process takes for its devices' shares.
-
-    Args:
-        spec: The run.
-        num_processes: Number of processes that share the run.
-        total: The host's memory; None if unknown.
-    """
-    own, peak = spec.first.num_devices // num_processes, peak_bytes(spec.first) // num_processes
-    return pool.pool_bytes(peak, spec.largest_slab_bytes, total, own)
 
 
 def peak_bytes(step: BoundStep) -> int:

@@ -10,12 +10,25 @@ PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 CUDA_POOL = "cuda_async"
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _DEFAULT_FRACTION = 0.85
+_JAXS_OWN = ("default", "bfc")
 
 
 def fraction() -> float:
     """The share of a GPU's memory that JAX takes in a process that imports this library."""
     given = os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION)
     return float(given) if given else _DEFAULT_FRACTION
+
+
+def keeps_lists() -> bool:
+    """Whether JAX's own allocator takes its share of a GPU at once, and lists it in host memory.
+
+    If it takes memory as it needs it, its lists are shorter, and no plan counts them.
+    """
+    return _preallocates() and os.environ.get(VARIABLE, "").lower() in _JAXS_OWN
+
+
+def _preallocates() -> bool:
+    return os.environ.get(PREALLOCATE) not in ("false", "False", "0")
 
 
 def choose() -> None:
@@ -30,7 +43,7 @@ def choose() -> None:
     # Without CUDA there is nothing to set, and `environ` stays as it is.
     if not any(map(find_spec, _CUDA_PLUGINS)):
         return
-    if os.environ.get(PREALLOCATE) not in ("false", "False", "0"):
+    if _preallocates():
         os.environ.setdefault(VARIABLE, CUDA_POOL)
     if OLD_FRACTION not in os.environ:
         os.environ.setdefault(FRACTION, str(_DEFAULT_FRACTION))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.state.pool_limit import POOLS_OF_A_LIST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class Hardware:
         # Read late, because the user may set JAX's variable after the import.
         share = allocator.fraction() if self.device_share is None else self.device_share
         return int(share * self.device_bytes)
+
+    @property
+    def list_bytes(self) -> int:
+        """Host memory in which JAX lists one accelerator's memory; 0 if CUDA allocates it."""
+        return (self.usable_bytes or 0) // POOLS_OF_A_LIST if allocator.keeps_lists() else 0
 
     def times(self, num_devices: int) -> "Hardware":
         """The same machine with `num_devices` accelerators and a host of typical size for them."""

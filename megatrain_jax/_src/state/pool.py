@@ -149,7 +149,13 @@ def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[l
     return _fresh(num_bytes, array_bytes, limit)
 
 
-def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:
+def process_bytes(
+    num_bytes: int,
+    array_bytes: int,
+    total: int | None,
+    num_devices: int = 1,
+    list_bytes: int = 0,
+) -> int:
     """Returns the host memory of a process after `reserve` has grown fresh pools.
 
     It consists of the pools, including the unused ends of their pieces, and the process's memory
@@ -160,9 +166,10 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
         array_bytes: See `reserve`.
         total: The machine's host memory; None if unknown.
         num_devices: Number of the process's devices.
+        list_bytes: See `beside_bytes`.
     """
     pools = pool_bytes(num_bytes, array_bytes, total, num_devices)
-    return pools + beside_bytes(pools)
+    return pools + beside_bytes(pools, list_bytes)
 
 
 def pool_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:

@@ -94,6 +94,11 @@ def machine_bytes(total: int | None, num_devices: int) -> int | None:
     return min(total, pools + beside_bytes(pools) + driver_bytes(pools) + _SYSTEM)
 
 
-def beside_bytes(pools: int) -> int:
-    """Returns the host memory that a process takes in addition to its pools, in bytes."""
-    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOLS_OF_A_LIST)
+def beside_bytes(pools: int, list_bytes: int = 0) -> int:
+    """Returns the host memory that a process takes in addition to its pools, in bytes.
+
+    Args:
+        pools: Bytes of the pools.
+        list_bytes: Bytes of JAX's lists of its devices' memory; see `Hardware.list_bytes`.
+    """
+    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOLS_OF_A_LIST) + list_bytes
