@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.state import offsets
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Rounded
 from megatrain_jax._src.state.draws import draw_of
@@ -110,3 +111,27 @@ def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
     assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"
     (sums,) = jax.jit(lambda leaves: layout.add([slab], leaves))(leaves)
     np.testing.assert_array_equal(sums, 2 * slab)
+
+
+def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypatch):
+    shapes = [(8, 64), (5,), (64, 8), (3,)]
+    codecs = [Rounded(dtype="bfloat16", stochastic=True)] * 4
+    monkeypatch.setattr(offsets, "LEAST_APART", 512)
+    assert offsets.large_leaves(shapes) == {0, 2}
+    order = [1, 3, 0, 2]
+    whole, apart = (
+        offsets.layout_of(shapes, "float32", 1, codecs, order, apart=large)
+        for large in ((), offsets.large_leaves(shapes))
+    )
+    assert [x.size for x in apart.at_rest] == [128, 512, 512]
+    assert apart.offsets == whole.offsets and apart.num_bytes == whole.num_bytes
+    leaves = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+    draw = draw_of(jax.random.key(0), jnp.int32(1), jnp.uint32(2))
+    (expected,) = whole.encode(whole.pack(leaves), draw)
+    found = apart.encode(apart.pack(leaves), draw)
+    np.testing.assert_array_equal(jnp.concatenate(found), expected)
+    rows = apart.unpack_whole(found, range(4), "float32", lambda x: x)
+    for ours, theirs in zip(rows, read_leaves(whole, [np.asarray(expected)]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    sums = apart.add(apart.pack_segments(leaves), leaves)
+    np.testing.assert_array_equal(apart.joined(sums), 2 * whole.pack(leaves))

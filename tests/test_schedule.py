@@ -3,7 +3,9 @@
 import math
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -704,3 +706,55 @@ def test_too_small_a_budget_names_the_smallest_that_works():
     said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "least", or None'
     with pytest.raises(ValueError, match=said):
         find_schedule(workload, smallest - 1)
+
+
+def test_steps_that_compute_for_longer_are_not_taken_for_their_fewer_copies(monkeypatch):
+    """Copies may be slower than estimated; then the steps with fewer of them are faster."""
+
+    def steps(seconds: float, computing: float, moved: int) -> Any:
+        return SimpleNamespace(
+            seconds=seconds,
+            lists=SimpleNamespace(computing=computing),
+            workload=SimpleNamespace(kept=(), waves=2),
+            moved=moved,
+            fits_host=lambda room: True,
+        )
+
+    fewer, longer, slow = steps(102, 90, 40), steps(102.5, 99, 10), steps(104, 90, 20)
+    made = [steps(100, 90, 50), fewer, longer, slow]
+    monkeypatch.setattr(search, "copies", lambda steps: (steps.moved, steps.moved))
+    room = search._Room(device=0, host=math.inf)
+    assert search._best(made, room) is fewer
+    # Saved copies of 40 seconds, estimated 5% too short, gain 2 seconds.
+    worth_it = steps(101.9, 99, 10)
+    assert search._best([*made, worth_it], room) is worth_it
+
+
+@pytest.mark.parametrize("best", [23, 24, 26, 28])
+def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
+    """Of 23, 29 and 35 stages, 23 are the best; their neighbours are tried as well."""
+
+    def steps(kept: int) -> Any:
+        return SimpleNamespace(
+            seconds=100.0 - kept if kept <= best else 200.0,
+            lists=SimpleNamespace(computing=100.0 - kept),
+            workload=SimpleNamespace(kept=range(kept), waves=2),
+            fits_host=lambda room: True,
+        )
+
+    @dataclass(frozen=True)
+    class Keeping:
+        num_kept: int
+        spares_host: bool = True
+
+        @property
+        def lists(self) -> Any:
+            return SimpleNamespace(workload=SimpleNamespace(lean=False))
+
+    monkeypatch.setattr(search, "copies", lambda steps: (0, 0.0))
+    monkeypatch.setattr(search, "keeping_residuals", lambda workload, count: Keeping(count))
+    monkeypatch.setattr(search, "_with_residents", lambda choice, room: steps(choice.num_kept))
+    workload, room = SimpleNamespace(lean=False), search._Room(device=0, host=math.inf)
+    tried = [Keeping(count) for count in (23, 29, 35)]
+    found = search._with_more_kept(steps(23), workload, tried, room)  # type: ignore[arg-type]
+    assert len(found.workload.kept) == best

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 from inside import engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.kernels import steps
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -27,6 +27,7 @@ from megatrain_jax._src.spec.budget import other_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.spec.wave_search import lowest
 from megatrain_jax._src.start import with_parts
+from megatrain_jax._src.state import offsets
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
 from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
@@ -427,6 +428,27 @@ def test_a_run_that_resumes_keeps_the_parts_of_its_checkpoint(tmp_path):
     assert resumed.trainer.plan.microbatches == 4 and resumed.trainer.plan.waves == 2
 
 
+@pytest.mark.parametrize("sums", ["float32", "bfloat16"])
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_leaves_with_their_own_arrays_get_the_same_bits_in_every_budget(sums, master, monkeypatch):
+    """Those of one slab are rounded by the same random bits, but fused in other functions."""
+    dtypes: dict[str, Any] = {"compute": "float32", "master": master, "sums": sums}
+    given: dict[str, Any] = {"waves": 2, "precision": mt.Precision(**dtypes)}
+    whole = spoiled_trainer(**given)
+    monkeypatch.setattr(offsets, "LEAST_APART", WIDTH * WIDTH)
+    apart = [spoiled_trainer(device_budget=size, **given) for size in ("least", 10**9)]
+    batches = [batch(seed) for seed in range(3)]
+    for trainer in (whole, *apart):
+        arrays = engine_of(trainer).store.host[Key(Kind.MASTERS, 0)]
+        assert [x.ndim for x in arrays] == [1] * (1 if trainer is whole else 2)
+    expected, *found = ([t.read(t.step(b))["loss"] for b in batches] for t in (whole, *apart))
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    first, second = ([t.params, t.opt_state] for t in apart)
+    check_same_bits(first, second)
+    check_close(first, [whole.params, whole.opt_state], 1e-5, "state")
+
+
 @pytest.mark.usefixtures("started_once")
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_sums_in_bfloat16_take_half_and_are_the_same_in_every_budget(rounding):
@@ -450,10 +472,10 @@ def test_a_sum_is_rounded_to_its_mean_with_other_bits_each_time():
     store = engine_of(trainer).store
     layout, placement = store.layouts[0].master, store.placement
     run = KernelCache().get(steps.narrow(layout, placement, stochastic=True))
-    total = placement.put(np.full(layout.size, 1 + 2**-10, np.float32), placement.slabs_on_device)
+    total = placement.put([np.full(layout.size, 1 + 2**-10, np.float32)], placement.slabs_on_device)
     count, rows = jnp.uint32(0), []
     for number in range(400):
-        row, count = run(total, store.key, store.step, jnp.uint32(0), count)
+        (row,), count = run(tuple(total), store.key, store.step, jnp.uint32(0), count)
         rows.append(np.asarray(row, np.float32))
         assert int(count) == number + 1
     assert not np.array_equal(rows[0], rows[1])

@@ -121,7 +121,7 @@ def _added(jaxpr: Any) -> set[Any]:
     added: set[Any] = set()
     num_readers = Counter(v for eqn in jaxpr.eqns for v in jx.variables(eqn.invars))
     for eqn in reversed(jaxpr.eqns):
-        only_added = eqn.outvars[0] in added and num_readers[eqn.outvars[0]] == 1
+        only_added = all(v in added and num_readers[v] == 1 for v in eqn.outvars)
         is_reordered = eqn.primitive.name in _REORDERING and only_added
         if is_reordered or eqn.primitive.name in _ADDITIONS:
             added.update(jx.variables(eqn.invars))

@@ -45,6 +45,8 @@ _NUM_CANDIDATES = 8
 # Estimates that differ by less than this fraction can't tell which step is faster, because rates
 # are not known that well. docs/performance.md shows the gain from moving fewer bytes.
 _UNCERTAINTY = 0.03
+# Copies may take longer than estimated by this fraction.
+_SLOWER = 0.05
 # If links are busy for less than the second fraction of the fastest step, their rates hardly
 # matter.
 _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
@@ -264,14 +266,18 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
-    # Rates of links are uncertain. But steps that compute for longer than the fastest ones take,
-    # because fewer stages save residuals, are slower at any rate of links.
-    longest = (1 + _SMALL_UNCERTAINTY) * fastest.seconds
-    good = [
-        steps
-        for steps in fitting
-        if steps.seconds <= (1 + uncertainty) * fastest.seconds and steps.lists.computing <= longest
-    ]
+    # Fewer copies gain something if links are slower than estimated. But in steps that compute for
+    # longer, because fewer stages save residuals, that time is certainly lost. In a step of several
+    # waves, computation takes most of the time, and this decides.
+    most_computing = (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
+
+    def is_good(steps: Steps) -> bool:
+        lost = steps.seconds - fastest.seconds
+        gained = _SLOWER * (seconds - copies(steps)[1])
+        is_alike = steps.workload.waves == 1 or steps.lists.computing <= most_computing
+        return lost <= uncertainty * fastest.seconds and (is_alike or lost <= gained)
+
+    good = [steps for steps in fitting if is_good(steps)]
 
     def order(steps: Steps) -> tuple[int, float, int]:
         return copies(steps)[0], steps.seconds, len(steps.workload.kept)

@@ -339,7 +339,8 @@ def _seconds(workload: Workload, instruction: Instruction) -> float:
         if instruction.op is Op.FORWARD:
             return costs.forward[instruction.stage]
         saved = costs.recompute[instruction.stage] if instruction.stage in workload.kept else 0.0
-        return costs.backward[instruction.stage] - saved
+        rounding = costs.rounding[instruction.stage] if costs.rounding else 0.0
+        return costs.backward[instruction.stage] - saved + rounding
     if instruction.op is Op.UPDATE and instruction.group is not None:
         return costs.update[instruction.group]
     return 0.0

@@ -40,6 +40,8 @@ class Costs:
         forward_on_link: For each stage, the part of its forward in which devices exchange values
             over their links, which then carry nothing else; empty for none.
         backward_on_link: The same for the backward.
+        rounding: For each stage, the time that its backward takes once per wave, for any number of
+            microbatches, to widen sums of gradients and to round them again; empty for none.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """
@@ -50,6 +52,7 @@ class Costs:
     recompute: tuple[float, ...] = ()
     forward_on_link: tuple[float, ...] = ()
     backward_on_link: tuple[float, ...] = ()
+    rounding: tuple[float, ...] = ()
     link: Link
     dispatch: float = 0.0
 

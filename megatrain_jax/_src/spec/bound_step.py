@@ -34,7 +34,12 @@ from megatrain_jax._src.spec.activations import (
     counted_activations,
     last_read_by_task,
 )
-from megatrain_jax._src.spec.costs import collective_bytes, find_costs, seconds_saved
+from megatrain_jax._src.spec.costs import (
+    collective_bytes,
+    find_costs,
+    rounding_seconds,
+    seconds_saved,
+)
 from megatrain_jax._src.spec.lean import lean_residuals
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -181,6 +186,9 @@ def bind_step(
     waiting = ["bfloat16" if g in summed else dtype for g, dtype in enumerate(gradients)]
     sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
+    costs = find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware)
+    if narrow_sums:
+        costs = dataclasses.replace(costs, rounding=rounding_seconds(bound, num_devices, hardware))
     activations, makes, reads = counted_activations(program, microbatches, num_devices)
     each = microbatches / num_devices
 
@@ -202,7 +210,7 @@ def bind_step(
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
+        costs=costs,
     )
     lean = None
     # The search for a schedule chooses between two workloads: all residuals of some stages, or the

@@ -25,6 +25,8 @@ from megatrain_jax._src.state.placement import Placement
 
 # Fraction of device memory that the temporaries of a microbatch's kernel may take.
 _SHARE = 1 / 8
+# Fraction of a need that must be proportional to rows, for smaller microbatches to be worth it.
+_LEAST_LESS = 1 / 2
 # Fraction of a step's estimated time that smaller microbatches must save.
 _WORTH = 0.02
 
@@ -146,12 +148,18 @@ def _in_few_microbatches(
         return spec
     tiles = TileFinder(KernelCache(), placement)
     # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
+    needed = _needed_by_one(spec, tiles)
     while numbers[-1] > (number := spec.first.microbatches):
-        excess = _needed_by_one(spec, tiles) / (_SHARE * device_bytes)
+        excess = needed / (_SHARE * device_bytes)
         if excess <= 1:
             break
         more = [n for n in numbers if n > number]
-        spec = made(next((n for n in more if n >= excess * number), more[-1]))
+        finer = made(next((n for n in more if n >= excess * number), more[-1]))
+        before, needed = needed, _needed_by_one(finer, tiles)
+        # The rest of the need does not depend on rows, such as the gradient of a head.
+        if before - needed < _LEAST_LESS * before * (1 - number / finer.first.microbatches):
+            break
+        spec = finer
     return spec
 
 

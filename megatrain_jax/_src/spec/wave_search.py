@@ -11,7 +11,7 @@ clipping, compact state::
     waves    a step     host memory    why
     1        114 s      119 GiB        36 stages compute their forward three times
     16       93 s       118 GiB        a wave's residuals fit for fewer stages
-    32       91 s       111 GiB        chosen: 18 stages save residuals
+    32       92 s       117 GiB        chosen: 23 stages save residuals
     64       99 s       111 GiB        the link carries weights and sums all the time
 """
 

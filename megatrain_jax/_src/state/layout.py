@@ -36,7 +36,9 @@ def _as_it_is(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of each shard of a slab with one codec for its leaves.
+    """A range of each shard of a slab with its own arrays at rest, and one codec for its leaves.
+
+    Leaves with one codec share a segment, unless they are large and apart; see `large_leaves`.
 
     Attributes:
         codec: The codec of its leaves.
