@@ -94,7 +94,7 @@ NO_COUNTS = (
 )
 # A number alone is one of bytes.
 NO_BYTES = ("22", "22.5", "8 gigs", "GiB", "-1GiB", 8e9)
-NO_BYTES += tuple(v for v in NO_COUNTS if v is not NO_COUNTS[0])
+NO_BYTES += (22, 200, np.int64(512), *(v for v in NO_COUNTS if v is not NO_COUNTS[0]))
 COUNTS = (2, np.int64(2), np.uint8(4), np.array(1), jnp.int32(2), Index())
 NO_PATHS = (3, 1.5, True, b"there", BytesPath(), "", "a\0b", ["there"], object(), lambda: "there")
 NO_BATCHES = (
@@ -181,8 +181,8 @@ RUN = {
 }
 MACHINE = {
     "host_gib": Argument(
-        (None, 64, 0.5, np.float32(8), np.int64(2)),
-        ("64", 0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64GiB"),
+        (None, 64, 0.5, np.float32(8), np.int64(2), "64GiB", "70 GB"),
+        ("64", 0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64 gigs", ""),
     ),
     "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
 }

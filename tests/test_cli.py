@@ -130,6 +130,34 @@ def test_adapters_are_planned_as_they_are_trained(tiny, capsys):
     assert "counts only with adapters: set `lora_rank`" in capsys.readouterr().err
 
 
+def test_patterns_and_bytes_may_be_given_as_in_python(tiny, tmp_path, capsys):
+    plan = mt.plan(
+        lambda: models.Decoder(config_of(str(tiny)), rngs=nnx.Rngs(0)),
+        models.next_token_loss,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b2=0.95)),
+        batch_shapes(4, 128),
+        hardware="H100",
+        host_gib="8GiB",
+        host_budget=6 * 2**30,
+        trainable=["self_attn/q_proj", "norm"],
+    )
+    options = ["plan", str(tiny), "--gpu", "H100", "--tokens", "512", "--length=128"]
+    several = ["--trainable", "self_attn/q_proj", "--trainable=norm"]
+    config = tmp_path / "plan.yaml"
+    config.write_text(f"host: {8 * 2**30}\nhost_budget: {6 * 2**30}\n")
+    for given in (
+        [*several, "--host=8GiB", "--host-budget=6GiB"],
+        ["--trainable", '["self_attn/q_proj", "norm"]', "--config", str(config)],
+        [*several, "--host", str(8 * 2**30), "--host-budget", str(6 * 2**30)],
+    ):
+        assert main([*options, *given]) == 0
+        assert str(plan) in capsys.readouterr().out and plan.num_frozen > 0
+    for given in ("--host-budget", "--device-budget", "--host"):
+        assert main([*options, given, "200"]) == 2
+        name, printed = given[2:].replace("-", "_"), capsys.readouterr().err
+        assert f'`{name}`=200 would be 200 bytes: write "200 GiB"' in printed
+
+
 def test_only_what_helps_is_advised():
     def advised(
         fits_host: bool | None, fits_device: bool, enough: int, *helps: str, **settings: Any
@@ -200,7 +228,7 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
-        (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], "would be 512 bytes: add a unit"),
+        (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], 'would be 512 bytes: write "512 GiB"'),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
         (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),

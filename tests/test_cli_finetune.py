@@ -246,6 +246,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
         (["--weights", "[1, 2]"], "`weights` must be one for each of two or more files of `data`"),
         (["--warmup", "2"], "`warmup` must be a share from 0 to 1, but is 2"),
         (["--trainable", "("], "`trainable`='(' is no regular expression"),
+        (["--trainable", "a", "--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
         (["--learning-rate", "fast"], "--learning-rate: Expected a <class 'float'>"),
     ],

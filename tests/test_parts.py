@@ -62,7 +62,7 @@ def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
     halves = found(least_of(whole) - 1)
     assert halves == (2, 2 * len(whole.first.stages) - 2)
     with pytest.raises(BudgetError) as refused:
-        make_spec(case, make, device_budget=1)
+        make_spec(case, make, device_budget=1024)
     least = refused.value.smallest
     assert least < least_of(whole) / 2 and str(least) in str(refused.value)
     assert found(least)[0] > 2

@@ -174,7 +174,7 @@ def test_a_builder_starts_from_the_eager_values():
     [
         ("microbatches.*does not divide", {"microbatches": 3}),
         ("microbatches.*at least 1", {"microbatches": 0}),
-        ("device_budget=100 .*smallest that works is", {"device_budget": 100}),
+        ("device_budget=1024 .*smallest that works is", {"device_budget": 1024}),
     ],
 )
 def test_options_that_cannot_work_are_named(message, options):

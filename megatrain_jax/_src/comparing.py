@@ -42,7 +42,7 @@ def compare_plans(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    host_gib: float | None = None,
+    host_gib: float | str | None = None,
     num_gpus: int | None = None,
     **unknown: Never,
 ) -> PlanComparison:

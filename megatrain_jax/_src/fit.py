@@ -335,7 +335,7 @@ def _go_on(
     position = own_position(facts["data"], trainer.processes)
     if is_first:
         path = series.folder / str(trainer.num_steps)
-        before, now = facts.get("made_of"), trainer.run_state.made_of
+        before, now = facts["made_of"], trainer.run_state.made_of
         finished = loop.steps is not None and trainer.num_steps >= loop.steps
         line = differences(
             path,

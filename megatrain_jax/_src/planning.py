@@ -54,7 +54,7 @@ def plan(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    host_gib: float | None = None,
+    host_gib: float | str | None = None,
     num_gpus: int | None = None,
     **unknown: Never,
 ) -> Plan:
@@ -80,7 +80,8 @@ def plan(
             4090"; with None, numbers that depend on it are left out.
         mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
             for one device.
-        host_gib: Host memory of that machine in GiB; None for the host memory of `hardware`.
+        host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
+            the host memory of `hardware`.
         num_gpus: Number of its GPUs to plan for, instead of `mesh`.
         **unknown: Refused, with the name of the option that was meant.
 

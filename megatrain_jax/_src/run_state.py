@@ -221,10 +221,9 @@ class RunState:
             # the state marked as lost.
             training.lose(f"{path} could not be restored to its end")
             self.engine.abandon()
-            known = facts.get("arrays")
-            load(path, known, self.spec, self.store, entries, others, bar.update)
+            load(path, facts["arrays"], self.spec, self.store, entries, others, bar.update)
             training.go_on_from(facts)
-            self._restored = facts.get("made_of", {}).get("state", {})
+            self._restored = facts["made_of"]["state"]
             self.by_hand.forget()
             self.history = History(facts["history"])
         if training.partial is not None:

@@ -7,8 +7,6 @@ threads run meanwhile.
 The manifest has, for each array, the shape of its chunks and their checksums in order::
 
     "params/w": {"chunk": [150, 256], "checksums": ["93f1…", "5c02…"]}
-
-Format 2 of the manifest had one checksum per array, format 1 had none.
 """
 
 from collections.abc import Mapping
@@ -62,19 +60,17 @@ class Checksums:
 
         Args:
             folder: Folder of the checkpoint, for messages.
-            known: The manifest's facts about each array, by pointer; None if it has none.
+            known: The manifest's facts about each array, by pointer; None without a manifest.
         """
         self._folder, self._known = folder, known
 
-    def grid(self, path: TreePath, shape: tuple[int, ...]) -> Grid | None:
-        """The chunks of an array; None if it was written and is compared as a whole.
+    def grid(self, path: TreePath, shape: tuple[int, ...]) -> Grid:
+        """The chunks of an array.
 
         Raises:
             CheckpointError: If the manifest's chunks are not the ones that this library makes.
         """
-        facts = None if self._known is None else self._known.get(pointer(path))
-        if not isinstance(facts, Mapping):
-            return None
+        facts = self._facts(path)
         chunk = tuple(facts["chunk"])
         found = Grid(shape=shape, chunk=chunk) if len(chunk) == len(shape) else None
         if found is None or found.num_cells != len(facts["checksums"]):
@@ -94,20 +90,20 @@ class Checksums:
         """
         if self._known is None:
             return
-        facts = self._known.get(pointer(path))
-        if not isinstance(facts, Mapping):
-            # Format 2: one checksum for the whole array.
-            same = facts == checksum(array)
-        elif number is not None:
-            # Format 3: one chunk, or all chunks of an array that was read whole.
-            same = facts["checksums"][number] == checksum(array)
+        expected = self._facts(path)["checksums"]
+        if number is not None:
+            same = expected[number] == checksum(array)
         else:
             grid = self.grid(path, array.shape)
-            assert grid is not None
-            expected = facts["checksums"]
             same = all(checksum(array[box]) == expected[n] for n, box in grid.boxes())
         if not same:
             raise CheckpointError(
                 f"{self._folder} is damaged: {'/'.join(path)} is not what was written, though its "
                 "files have the sizes they had. Use another checkpoint, and mistrust the disk."
             )
+
+    def _facts(self, path: TreePath) -> Mapping[str, Any]:
+        facts = (self._known or {}).get(pointer(path))
+        if facts is None:
+            raise CheckpointError(f"{self._folder}: the manifest has no {'/'.join(path)}")
+        return facts

@@ -112,7 +112,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
     }
     # A parameter may be named "codes" too: only codes listed in the manifest are codes.
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
-    codings = facts.get("coded", {})
+    codings = facts["coded"] if facts else {}
     coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}
     parts = {path: (arrays.pop((*path, "codes")), arrays.pop((*path, "scales"))) for path in coded}
     return arrays | {

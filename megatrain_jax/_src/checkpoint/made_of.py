@@ -70,7 +70,7 @@ def _trained_on(spec: RunSpec) -> list[bool]:
 
 def differences(
     path: Path,
-    before: Mapping[str, Any] | None,
+    before: Mapping[str, Any],
     now: Mapping[str, Any],
     *,
     same_data: bool,
@@ -81,7 +81,7 @@ def differences(
 
     Args:
         path: The checkpoint's folder.
-        before: The settings in the checkpoint; None if it predates them.
+        before: The settings in the checkpoint.
         now: The settings of the run.
         same_data: Whether the data is the checkpoint's, as far as is known.
         finished: Whether no step is left to train.
@@ -90,17 +90,16 @@ def differences(
     Returns:
         The line; None if no difference is known.
     """
-    before = before or {}
-    traced, own = before.get("traced", {}), now["traced"]
+    traced, own = before["traced"], now["traced"]
     free = [] if traced == own else ["loss_fn"]
     if any(traced.get(name) != own[name] for name in ("versions", "update")):
         free.append("optimizer")
-    call = changes(before.get("call", {}), now["call"], free)
+    call = changes(before["call"], now["call"], free)
     if "loss_fn" in free and _is_other_code(before, now):
         call = {"loss_fn": "loss_fn has changed and may compute something else", **call}
     if "optimizer" in call:
         call["optimizer"] = _with_names(call["optimizer"], before, now)
-    state = changes(before.get("state", {}), now["state"])
+    state = changes(before["state"], now["state"])
     counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
     also = f" It {converted(num_converted)}." if num_converted else ""
     if not counting and not state:
@@ -123,19 +122,18 @@ def converted(number: int) -> str:
     return f"holds {forms}; they were converted"
 
 
-def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def upgraded(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A remark that functions were not compared, because library versions differ.
 
     Args:
-        before: The settings in the checkpoint; None if it predates them.
+        before: The settings in the checkpoint.
         now: The settings of the run.
 
     Returns:
         The remark, with a leading space; empty if versions are equal, or functions are.
     """
-    before = before or {}
-    versions = changes(before.get("traced", {}).get("versions", {}), now["traced"]["versions"])
-    names = [name for name in ("loss_fn", "optimizer") if name in before.get("call", {})]
+    versions = changes(before["traced"]["versions"], now["traced"]["versions"])
+    names = "loss_fn", "optimizer"
     unknown = [name for name in names if before["call"][name] != now["call"][name]]
     if not versions or not unknown:
         return ""
@@ -157,14 +155,14 @@ def batch_digest(batch: Any) -> str:
 
 def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the loss's Python code has changed, not counting changes of library versions."""
-    same_versions = before.get("traced", {}).get("versions") == now["traced"]["versions"]
-    same_trace = before.get("call", {}).get("loss_fn") == now["call"]["loss_fn"]
-    return same_versions and not same_trace and bool(changes(before.get("code", {}), now["code"]))
+    same_versions = before["traced"]["versions"] == now["traced"]["versions"]
+    same_trace = before["call"]["loss_fn"] == now["call"]["loss_fn"]
+    return same_versions and not same_trace and bool(changes(before["code"], now["code"]))
 
 
 def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A clause on the optimizer, with the names of the numbers that changed where known."""
-    made = before.get("numbers", {}).get("optimizer", [])
+    made = before["numbers"]["optimizer"]
     named = other_numbers(made, now["numbers"]["optimizer"])
     if not named:
         return clause

@@ -13,7 +13,7 @@ import xxhash
 
 from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError, read_error
 
-# Version of the manifest's format; 1 had no checksums, 2 one per array.
+# The one format that is written and read.
 _FORMAT = 3
 
 
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's manifest.
 
     Raises:
-        CheckpointError: If there is none, or it is not in this library's format.
+        CheckpointError: If there is none, or it is not in the format that this version writes.
     """
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -43,20 +43,19 @@ def read(path: Path) -> dict[str, Any]:
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
-    # In Python, True equals 1 and 2.0 equals 2, but a format must be an integer.
-    if (number := facts.get("format")) not in range(1, _FORMAT + 1) or not _is_count(number):
+    # In Python, 3.0 equals 3, but a format must be an integer.
+    if (number := facts.get("format")) != _FORMAT or not _is_count(number):
         raise CheckpointError(
-            f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
-            f"to {_FORMAT}: it was written by a newer one, or is damaged"
+            f"{path} is a checkpoint of format {number!r:.40}, but this version of megatrain_jax "
+            f"reads format {_FORMAT} only: another version wrote it, or it is damaged"
         )
-    checks = _CHECKS | ({} if number == 1 else _IN_2 if number == 2 else _IN_3)
-    wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
-    given = {name: is_right for name, is_right in _OPTIONAL.items() if name in facts}
-    wrong += [name for name, is_right in given.items() if not is_right(facts[name])]
+    wrong = [name for name, is_right in _CHECKS.items() if not is_right(facts.get(name))]
+    if "data" in facts and not _is_position(facts["data"]):
+        wrong.append("data")
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
         raise _unreadable(path, f"{listed} in {MANIFEST} are missing or malformed")
-    if number != 1 and facts.pop("checksum") != _checksum(facts):
+    if facts.pop("checksum") != _checksum(facts):
         raise _unreadable(path, f"{MANIFEST} was changed since it was written")
     return facts
 
@@ -134,6 +133,11 @@ def _is_chunked(value: Any) -> bool:
     return is_chunk(value["chunk"]) and _each(list, _is_text)(value["checksums"])
 
 
+def _is_made_of(value: Any) -> bool:
+    names = {"traced", "call", "state", "code", "numbers"}
+    return _each(dict, lambda settings: isinstance(settings, dict))(value) and names <= value.keys()
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -146,21 +150,18 @@ def _each(kind: type, is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return check
 
 
+_is_numbers = _each(dict, _is_count)
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "skipped": _is_count,
+    "skipped_in_row": _is_count,
+    "partial": lambda value: value is None or _is_text(value),
+    "parts": lambda value: _is_numbers(value) and value.keys() == {"microbatches", "waves"},
     "params_only": lambda value: isinstance(value, bool),
     "history": _each(list, lambda row: isinstance(row, dict)),
-    "files": _each(dict, _is_count),
-}
-_IN_2: dict[str, Callable[[Any], bool]] = {
-    "arrays": _each(dict, _is_text),
-    "checksum": _is_text,
-}
-_IN_3 = {**_IN_2, "arrays": _each(dict, _is_chunked)}
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {
-    "data": _is_position,
-    "skipped_in_row": _is_count,
+    "files": _is_numbers,
+    "arrays": _each(dict, _is_chunked),
     "coded": _each(dict, _is_coding),
-    "made_of": _each(dict, lambda value: isinstance(value, dict)),
+    "made_of": _is_made_of,
+    "checksum": _is_text,
 }

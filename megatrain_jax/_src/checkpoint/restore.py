@@ -4,13 +4,12 @@
 files, arrays of a different model. `load` then drops the store's arrays, so that a pool of the
 run's usual size is large enough, and fills it again. An error after that point loses the state.
 
-An array reaches its slab in one of three ways:
+An array reaches its slab in one of two ways:
 
-- In chunks, if the manifest lists them: a process reads only the chunks that its devices share.
-- As a whole, if it is stored without chunks. Stacked arrays of this kind are loaded first and their
-  slices kept in host memory, because each slice goes to a different slab.
+- In chunks: a process reads only the chunks that its devices share.
 - Converted, if the checkpoint stores it in a different form (fp32 for a compact run, or vice
-  versa): loaded, verified, decoded and encoded again.
+  versa): loaded as a whole, verified, decoded and encoded again. Stacked arrays of this kind are
+  loaded first and their slices kept in host memory, because each slice goes to a different slab.
 
 Checksums are compared with the filled slab, not with the bytes read, so they cover the layout too.
 At most two slabs exist beside the store at any time.
@@ -38,7 +37,7 @@ import numpy as np
 
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums
-from megatrain_jax._src.checkpoint.chunks import Cell, Grid
+from megatrain_jax._src.checkpoint.chunks import Cell
 from megatrain_jax._src.checkpoint.contents import (
     ArrayEntry,
     Small,
@@ -85,9 +84,8 @@ def check(
             f"{path} holds parameters only, so training can't go on from it exactly; to start "
             "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
-    own, coded = coding_of(spec, entries), facts.get("coded", {})
     there = orbax.own_metadata(path)
-    others = other_forms(entries, own, there, coded)
+    others = other_forms(entries, coding_of(spec, entries), there, facts["coded"])
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
     orbax.check_arrays(path, there, wanted, "a checkpoint of another model or optimizer")
@@ -96,7 +94,7 @@ def check(
 
 def load(
     path: Path,
-    known: Mapping[str, Any] | None,
+    known: Mapping[str, Any],
     spec: RunSpec,
     store: Store,
     entries: Sequence[ArrayEntry],
@@ -110,7 +108,7 @@ def load(
 
     Args:
         path: The checkpoint's folder.
-        known: Checksums of its arrays by pointer; None if it has none.
+        known: Chunks of its arrays and their checksums, by pointer.
         spec: The run, with the layouts of its slabs.
         store: The store, at rest; its arrays are dropped first.
         entries: Entries of all arrays of the run's checkpoints.
@@ -179,9 +177,9 @@ class _Loading:
         self.slices: dict[_PartOf, jax.Array] = {}
 
     def fill(self, done: Callable[[], object]) -> None:
-        """Reads all arrays, beginning with stacked ones that are stored whole."""
+        """Reads all arrays, beginning with stacked ones to convert."""
         with orbax.context(), ThreadPoolExecutor(1) as reader:
-            self._read_stacked(reader)
+            self._read_stacked()
             slabs = _slabs(self.spec)
             coming = reader.submit(self._read, slabs[0])
             for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
@@ -199,39 +197,26 @@ class _Loading:
                     done()
             self._read_small()
 
-    def _read_stacked(self, reader: ThreadPoolExecutor) -> None:
-        """Keeps slices of stacked arrays without chunks, or in a different form, in host memory."""
-        for entry in (e for e in self.same if e.stacked and self.grids[e.path] is None):
-            whole = self._load([entry])[entry.path]
-            checked = reader.submit(self.sums.verify, entry.path, whole)
-            for place, index in zip(entry.places, entry.indices, strict=True):
-                self._keep(place, entry.part, whole[selector(index)])
-            jax.block_until_ready(list(self.slices.values()))
-            checked.result()
+    def _read_stacked(self) -> None:
+        """Keeps slices of stacked arrays in a different form in host memory."""
         for entry, other in self.others.values():
             if entry.stacked:
                 whole = self._converted(other)
                 for place, index in zip(entry.places, entry.cuts, strict=True):
                     layout, i = layout_at(self.spec, place)
                     for p, part in enumerate(encoded(layout, whole[selector(index)], i)):
-                        self._keep(place, p, part)
+                        self.slices[place, p] = self.store.small(np.ascontiguousarray(part))
                 jax.block_until_ready(list(self.slices.values()))
-
-    def _keep(self, place: StorePlace, part: int, array: np.ndarray) -> None:
-        self.slices[place, part] = self.store.small(np.ascontiguousarray(array))
 
     def _read(self, slab: _Slab) -> dict[_PartOf, list[Run]]:
         """Loads the parts of a slab's leaves as runs, except for kept slices."""
         # On the reader's thread: it touches no device, and no array of the store.
-        empty, whole, found = self._empty(slab), [], {}
+        empty, found = self._empty(slab), {}
         wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
         for i, p, part in _parts(slab):
             if part in self.slices or part not in self.by_part:
                 continue
             entry, index = self.by_part[part]
-            if self.grids[entry.path] is None:
-                whole.append((part, entry))
-                continue
             own = runs_of(slab.layout, empty, i, p)
             cells = self._cells(entry, index)
             wanted += [(part, entry, cell) for cell in cells if cut(own, cell.start, cell.stop)]
@@ -240,8 +225,6 @@ class _Loading:
         for (part, _, cell), chunk in zip(wanted, rows, strict=True):
             found[part].append((cell.start, chunk))
         with orbax.context():  # Orbax's options are per thread
-            loaded = self._load([entry for _, entry in whole])
-            found |= {part: [(0, loaded[entry.path].reshape(-1))] for part, entry in whole}
             for i, place in enumerate(slab.places):
                 # Encoded as in an update, but rounded to nearest: nothing accumulates here.
                 if place in self.other_at and (place, 0) not in self.slices:
@@ -251,8 +234,8 @@ class _Loading:
         return found
 
     def _cells(self, entry: ArrayEntry, index: Index) -> Iterator[Cell]:
-        """The chunks of a slice of an array; one chunk if the array is verified as a whole."""
-        grid = self.grids[entry.path] or Grid(shape=entry.shape, chunk=entry.shape)
+        """The chunks of a slice of an array."""
+        grid = self.grids[entry.path]
         if not grid.divides(index):
             raise CheckpointError(f"the chunks of {entry.name} are not of this library")
         return grid.cells(index)
@@ -288,7 +271,7 @@ class _Loading:
     def _verify(self, slab: _Slab, arrays: _Arrays) -> None:
         """Verifies chunks stored in the run's own form, while they are being stored.
 
-        Arrays in different forms, and stacked ones without chunks, were verified when loaded.
+        Arrays in different forms were verified when loaded.
         """
         # Read back from the slab, not verified before, so that this covers its layout as well.
         for i, p, part in _parts(slab):
@@ -299,21 +282,20 @@ class _Loading:
     def _known(
         self, slab: _Slab, arrays: _Arrays, i: int, p: int, part: _PartOf
     ) -> Iterator[tuple[ArrayEntry, Cell, np.ndarray | None]]:
-        """The chunks of a part that have checksums and that this process has read.
+        """The chunks of a part that this process has read.
 
         Yields each with its elements in the arrays; None if other processes have some of them.
         """
-        entry, index = self.by_part.get(part, (None, ()))
-        if entry is None or (entry.stacked and self.grids[entry.path] is None):
+        if part not in self.by_part:
             return
+        entry, index = self.by_part[part]
         runs = runs_of(slab.layout, arrays, i, p)
         for cell in self._cells(entry, index):
             if cut(runs, cell.start, cell.stop):
                 yield entry, cell, joined_run(runs, cell.start, cell.stop)
 
     def _compare(self, entry: ArrayEntry, chunk: np.ndarray, cell: Cell) -> None:
-        number = None if self.grids[entry.path] is None else cell.number
-        self.sums.verify(entry.path, chunk, number)
+        self.sums.verify(entry.path, chunk, cell.number)
 
     def _converted(self, other: OtherForm) -> np.ndarray:
         """An array that the checkpoint stores in a different form, as numbers."""

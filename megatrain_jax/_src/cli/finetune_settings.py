@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
-from megatrain_jax._src.cli.training_settings import TrainingSettings
+from megatrain_jax._src.cli.training_settings import TrainingSettings, listed
 from megatrain_jax._src.common import checks
 
 
@@ -25,8 +25,8 @@ class FinetuneSettings(TrainingSettings):
         template_variables: Further variables of the template, such as {enable_thinking: false}.
         merge: Text to put between consecutive turns of one role; without it, such rows are invalid.
         leading: Treatment of assistant turns before the first user turn.
-        trainable: Regular expression on paths of the trained parameters; default: all. With
-            adapters, parameters to train beside them.
+        trainable: Regular expression on paths of the trained parameters, one or several; default:
+            all. With adapters, parameters to train beside them.
         frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
             bfloat16 if the checkpoint is.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
@@ -49,7 +49,7 @@ class FinetuneSettings(TrainingSettings):
     template_variables: dict[str, Any] | None = None
     merge: str | None = None
     leading: Literal["error", "keep", "drop"] = "error"
-    trainable: str | None = None
+    trainable: list[str] | str | None = None
     frozen: Frozen | None = None
     lora_rank: int | None = None
     lora_alpha: float = 32.0
@@ -67,9 +67,9 @@ class FinetuneSettings(TrainingSettings):
         super().__post_init__()
         checks.path("model", self.model)
         checks.number("beta", self.beta, above=0)
-        for name in ("trainable", "lora_targets"):
-            if (value := getattr(self, name)) is not None:
-                _check_pattern(name, value)
+        for pattern in listed(self.trainable):
+            _check_pattern("trainable", pattern)
+        _check_pattern("lora_targets", self.lora_targets)
         if self.lora_rank is not None:
             checks.integer("lora_rank", self.lora_rank)
             checks.number("lora_alpha", self.lora_alpha, above=0)

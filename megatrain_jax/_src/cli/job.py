@@ -19,7 +19,7 @@ class Job:
     Attributes:
         model: Function that builds the model.
         params: Parameters to start from; None for those that the model is built with.
-        trainable: Pattern of the trained parameters; None for all.
+        trainable: Patterns of the trained parameters; None for all.
         frozen: Form of frozen parameters at rest.
         loss_fn: The loss. One of its metrics is `tokens`, the step's tokens without padding.
         shapes: Shapes of a batch.
@@ -34,7 +34,7 @@ class Job:
 
     model: Callable[[], models.Decoder]
     params: Any = None
-    trainable: str | None = None
+    trainable: list[str] | str | None = None
     frozen: Frozen | None = None
     loss_fn: Callable[..., Any]
     shapes: Mapping[str, jax.ShapeDtypeStruct]

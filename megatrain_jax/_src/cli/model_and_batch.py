@@ -1,5 +1,6 @@
 """A run's model and batch as its settings describe them, for plans and for runs."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from megatrain_jax import models
 from megatrain_jax._src.cli.setting_rules import Frozen
+from megatrain_jax._src.cli.training_settings import listed
 
 
 class Adapted(NamedTuple):
@@ -23,19 +25,19 @@ class Adapted(NamedTuple):
     trainable: str
 
 
-def with_adapters(model: Any, trainable: str | None, **options: Any) -> Adapted:
+def with_adapters(model: Any, trainable: Sequence[str] | str | None, **options: Any) -> Adapted:
     """Adds adapters to a model.
 
     Args:
         model: Function that builds the model.
-        trainable: Pattern of further parameters to train; None for none.
+        trainable: Patterns of further parameters to train; None for none.
         **options: Options of `models.lora`.
 
     Raises:
         ValueError: If the model can't have such adapters.
     """
     adapted = models.lora(model, **options)
-    pattern = "|".join([adapted.trainable, *([trainable] if trainable else [])])
+    pattern = "|".join([adapted.trainable, *filter(None, listed(trainable))])
     return Adapted(adapted.model, adapted.params, pattern)
 
 

@@ -1,10 +1,11 @@
 """Reads options from the command line and from a YAML file, checked by a dataclass's types."""
 
+import json
 import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, get_args, get_origin
 
 try:
     import jsonargparse
@@ -54,8 +55,11 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
     parser.add_class_arguments(kind)
     known = fields(kind)  # type: ignore[arg-type]
     flags = {field.name for field in known if field.type is bool}
+    lists = {
+        field.name for field in known if any(get_origin(t) is list for t in get_args(field.type))
+    }
     try:
-        spelled = _spelled(arguments, first, flags)
+        spelled = _joined(_spelled(arguments, first, flags), lists)
     except ValueError as error:
         parser.error(str(error))
     read = parser.parse_args(spelled)
@@ -99,6 +103,31 @@ def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> li
             f"{_option(first)}: name the option of the second"
         )
     return [*(word for one in bare for word in (_option(first), one)), *words]
+
+
+def _joined(words: Sequence[str], lists: Collection[str]) -> list[str]:
+    """The arguments with each option that is given several times as one list, if it takes lists.
+
+    Args:
+        words: The arguments in the parser's form.
+        lists: Names of the options that take lists.
+
+    Examples:
+        >>> _joined(["--trainable", "q_proj", "--steps", "5", "--trainable=norm"], {"trainable"})
+        ['--trainable=["q_proj", "norm"]', '--steps', '5']
+    """
+    found: dict[str, list[str]] = {}
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name not in lists or not (equals or rest):
+            others.append(word)
+        else:
+            found.setdefault(name, []).append(value if equals else rest.pop(0))
+    several = [f"--{k}={v[0] if len(v) == 1 else json.dumps(v)}" for k, v in found.items()]
+    return [*several, *others]
 
 
 def _underscored(word: str) -> str:

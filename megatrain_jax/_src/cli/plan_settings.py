@@ -21,7 +21,7 @@ class PlanSettings:
         model: A checkpoint's folder, its config.json, or the name of a known model.
         gpu: Name of the GPU, such as H100; default: this machine's.
         gpus: Number of GPUs, which share the state and the batch.
-        host: Host memory, such as 512GiB; default: this machine's or a typical host's.
+        host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
@@ -30,20 +30,22 @@ class PlanSettings:
         sums: Form of sums of gradients over microbatches.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
-        trainable: Regular expression on paths of the trained parameters; default: all.
+        trainable: Regular expression on paths of the trained parameters, one or several; default:
+            all.
         frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
             bfloat16, unless the model's config.json has another dtype.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
-        device_budget: GPU memory for state and activations, in bytes, or least.
-        host_budget: Maximum host memory of the process; default: all that the host has.
+        device_budget: GPU memory for state and activations, such as 22GiB, or least.
+        host_budget: Maximum host memory of the process, such as 200GiB; default: all that the host
+            has.
     """
 
     model: str | None = None
     gpu: str | None = None
     gpus: int = 1
-    host: str | None = None
+    host: int | str | None = None
     tokens: int | None = None
     length: int = 4096
     microbatches: Microbatches = 1
@@ -52,12 +54,12 @@ class PlanSettings:
     sums: Master = "float32"
     optimizer: OptimizerName = "adamw"
     clip: float | None = 1.0
-    trainable: str | None = None
+    trainable: list[str] | str | None = None
     frozen: Frozen | None = None
     lora_rank: int | None = None
     lora_targets: str = "layers/.*_proj"
-    device_budget: str | None = None
-    host_budget: str | None = None
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks the sizes.

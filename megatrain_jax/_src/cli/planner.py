@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
-from megatrain_jax._src.common.sizes import bytes_of, sized
+from megatrain_jax._src.common.sizes import sized
 
 # No host with a GPU has less; a number without a unit means bytes.
 _LEAST_HOST = 2**30
@@ -82,13 +82,13 @@ class Planner:
             **options,
         )
 
-    def _model(self, config: models.DecoderConfig) -> tuple[Any, str | None]:
-        """The function that builds a model, and the pattern of the trained parameters."""
-        rank, targets, trainable = (
-            self.settings.lora_rank, self.settings.lora_targets, self.settings.trainable
-        )  # fmt: skip
+    def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
+        """The function that builds a model, and the patterns of the trained parameters."""
+        rank, targets = self.settings.lora_rank, self.settings.lora_targets
+        given = self.settings.trainable
+        trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
-        def make() -> tuple[Any, str | None]:
+        def make() -> tuple[Any, tuple[str, ...] | str | None]:
             build = partial(_build, config)
             if rank is None:
                 return build, trainable
@@ -149,7 +149,8 @@ def _machine(settings: PlanSettings) -> mt.Hardware:
     # Any card may be in any host.
     if settings.host is None:
         return machine
-    host = bytes_of("host", settings.host)
+    host = checks.num_bytes("host", settings.host)
+    assert isinstance(host, int)
     if host < _LEAST_HOST:
         raise ValueError(
             f"`host`={settings.host} is less than 1 GiB: a unit is missing, as in 512GiB"

@@ -1,6 +1,7 @@
 """The settings shared by `finetune` and `pretrain`: options, defaults and checks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class TrainingSettings:
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         compute: dtype of the computation; default: bfloat16 on a GPU and float32 elsewhere.
-        device_budget: GPU memory for state and activations, in bytes, or least.
+        device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
         on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
@@ -107,8 +108,8 @@ class TrainingSettings:
     state: State = "float32"
     master: Master | None = None
     compute: Literal["bfloat16", "float32"] | None = None
-    device_budget: str | None = None
-    host_budget: str | None = None
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     eval_every: int | None = None
     metric: str = "eval_loss"
@@ -234,9 +235,7 @@ class TrainingSettings:
     @property
     def prompts(self) -> list[str]:
         """The entries of `samples`."""
-        if self.samples is None:
-            return []
-        return [self.samples] if isinstance(self.samples, str) else list(self.samples)
+        return listed(self.samples)
 
     @property
     def exports(self) -> tuple[str, ...]:
@@ -246,11 +245,16 @@ class TrainingSettings:
     @property
     def sources(self) -> list[str]:
         """The entries of `data`."""
-        return [self.data] if isinstance(self.data, str) else list(self.data)
+        return listed(self.data)
 
     @property
     def log_names(self) -> list[str]:
         """The entries of `logs`."""
-        if self.logs is None:
-            return []
-        return [self.logs] if isinstance(self.logs, str) else list(self.logs)
+        return listed(self.logs)
+
+
+def listed(given: Sequence[str] | str | None) -> list[str]:
+    """The entries of a setting that may be one text or several."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, str) else list(given)

@@ -82,17 +82,18 @@ def integer(
     return number
 
 
-def num_bytes(name: str, value: Any, *words: str) -> int | str | None:
+def num_bytes(name: str, value: Any, *words: str, least: int = 2**20) -> int | str | None:
     """Returns a number of bytes, one of the given words, or None.
 
     Args:
         name: The argument.
         value: The value given: an integer, text such as "22 GiB", a word, or None.
         words: Words that are allowed too.
+        least: The least integer that can be meant in bytes; less was meant in another unit.
 
     Raises:
         TypeError: If it is neither an integer nor text.
-        ValueError: If it is below 1, or text that gives no number of bytes.
+        ValueError: If it is below `least`, or text that gives no number of bytes.
     """
     if value is None or (isinstance(value, str) and value in words):
         return value
@@ -103,7 +104,10 @@ def num_bytes(name: str, value: Any, *words: str) -> int | str | None:
         except ValueError as error:
             other = f"; it may also be {listed.rstrip(', ')}" if words else ""
             raise ValueError(f"{error}{other}") from None
-    return integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
+    number = integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
+    if number < least:
+        raise ValueError(f'`{name}`={number} would be {number} bytes: write "{number} GiB"')
+    return number
 
 
 def number(

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.sizes import bytes_of
 from megatrain_jax._src.options.machine import check_mesh_given, found_hardware
 from megatrain_jax._src.options.precision import Precision, precision_of
 from megatrain_jax._src.state.hardware import Hardware
@@ -29,6 +30,8 @@ Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
 
+# Less was meant in GiB: no device has 1024 of them, and models of a few numbers need more bytes.
+_LEAST_DEVICE_BYTES = 1024
 # JAX converts a seed to a signed 64-bit integer.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
 
@@ -90,7 +93,9 @@ class Options:
             trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
-            device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
+            device_budget=checks.num_bytes(
+                "device_budget", self.device_budget, "least", least=_LEAST_DEVICE_BYTES
+            ),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
@@ -110,13 +115,13 @@ class MachineOptions:
         ValueError: If an option's value is not allowed.
     """
 
-    host_gib: float | None = None
+    host_gib: float | str | None = None
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
         """Checks every option."""
         if self.host_gib is not None:
-            _store(self, host_gib=checks.number("host_gib", self.host_gib, above=0))
+            _store(self, host_gib=_gib("host_gib", self.host_gib))
         _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
 
     def applied(self, run: Options) -> Options:
@@ -126,6 +131,7 @@ class MachineOptions:
             ValueError: If there is no hardware to change, or a mesh sets the number of GPUs.
         """
         machine, mesh = run.machine, run.mesh
+        assert not isinstance(self.host_gib, str)
         if self.host_gib is not None:
             if machine is None:
                 raise ValueError(f"`host_gib`={self.host_gib:g} needs `hardware`")
@@ -233,6 +239,13 @@ def _trainable(value: Any) -> Any:
         allowed = "a regular expression, a list of them, a function of a parameter's path, or None"
         raise TypeError(refused("trainable", allowed, value))
     return value
+
+
+def _gib(name: str, value: Any) -> float:
+    """A number of GiB, also where it is text with a unit of its own."""
+    if isinstance(value, str):
+        return bytes_of(name, value) / 2**30
+    return checks.number(name, value, above=0)
 
 
 def _microbatches(value: Any) -> Microbatches:

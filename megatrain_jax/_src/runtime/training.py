@@ -132,9 +132,9 @@ class Training:
 
     def go_on_from(self, facts: Mapping[str, Any]) -> None:
         """Takes the step counts from the facts of a restored checkpoint."""
-        self.lost, self.partial = None, facts.get("partial")
+        self.lost, self.partial = None, facts["partial"]
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
-        self.skipped_in_row = facts.get("skipped_in_row", 0)
+        self.skipped_in_row = facts["skipped_in_row"]
 
     def _settle_oldest(self) -> None:
         metrics = self._in_flight[0]

@@ -23,7 +23,6 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.options.precision import Rounding
@@ -40,6 +39,7 @@ from megatrain_jax._src.spec.costs import (
     rounding_seconds,
     seconds_saved,
 )
+from megatrain_jax._src.spec.cut_run import Cut
 from megatrain_jax._src.spec.lean import lean_residuals
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -138,15 +138,12 @@ class BoundStep:
 
 def bind_step(
     key: Hashable,
-    program: Program,
-    grouping: Grouping,
+    cut: Cut,
     layouts: Sequence[GroupLayout],
     *,
     microbatches: int,
     num_devices: int,
     metrics: tuple[str, ...],
-    deferred: bool,
-    reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
     host_room: float = math.inf,
@@ -154,18 +151,15 @@ def bind_step(
     narrow_sums: Rounding | None = None,
     training: bool = True,
 ) -> BoundStep:
-    """Binds a program to groups and schedules it for a machine.
+    """Binds a cut loss to groups and schedules it for a machine.
 
     Args:
         key: Key of the step; see `BoundStep`.
-        program: The loss, traced and cut.
-        grouping: Groups of the model's leaves.
+        cut: The loss and the optimizer, cut by the same groups.
         layouts: Layout of each group.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
         metrics: Names of the metrics that the loss returns.
-        deferred: Whether updates wait for the next step's forward.
-        reduce_reads: Kinds of state that the optimizer's *reduce* reads besides gradients.
         device_budget: Device bytes for state, activations and residuals; None for the minimum.
         hardware: The machine; its rates determine the schedule.
         host_room: Host bytes per device that are available in addition to the state at rest.
@@ -173,9 +167,9 @@ def bind_step(
         narrow_sums: See `BoundStep`.
         training: Whether it is a training step; an evaluation has no backward.
     """
+    program, grouping, stages = cut.program, cut.grouping, cut.program.stages
     if program.examples.number % num_devices:  # every device computes all of it
         program = dataclasses.replace(program, examples=program.examples.undivided())
-    stages = program.stages
     # If the last stage makes the loss, its backward follows at once and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
@@ -207,9 +201,9 @@ def bind_step(
         fused_last=fused,
         sizes=sizes,
         frozen=grouping.frozen,
-        deferred=deferred,
+        deferred=cut.optimizer.deferred,
         accumulate=microbatches > 1,
-        reduce_reads=reduce_reads,
+        reduce_reads=cut.optimizer.reduce_reads,
         costs=costs,
     )
     lean = None

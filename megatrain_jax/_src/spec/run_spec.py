@@ -138,11 +138,11 @@ class RunSpec:
         )
 
         def bound(waves: int) -> BoundStep:
-            return _bind(
+            return bind_step(
                 (batch_key(batch), train, loss_fn),
-                traced,
                 cut,
                 self.layouts,
+                metrics=traced.metrics,
                 microbatches=microbatches,
                 num_devices=self.options.num_devices,
                 device_budget=self.budget_bytes,
@@ -191,8 +191,11 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
+    parts: Sequence[int] = _PARTS,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
+
+    Blocks are in as few parts as the budget allows.
 
     Args:
         adapted: The model.
@@ -201,23 +204,12 @@ def make_run_spec(
         sample_batch: See `Trainer`.
         options: Options of the run. An automatic budget is the minimum here, because free memory
             is known only after compilation; see `fit_to_machine`.
+        parts: Numbers of parts per block to try, in this order.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
         BudgetError: If the device budget is too small, however blocks are cut.
     """
-    return _finest_needed(adapted, loss_fn, optimizer, sample_batch, options, _PARTS)
-
-
-def _finest_needed(
-    adapted: AdaptedModel,
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    sample_batch: Any,
-    options: Options,
-    parts: Sequence[int],
-) -> RunSpec:
-    """The run with blocks in as few parts as the budget allows, from these numbers of parts."""
     arguments = adapted, loss_fn, optimizer, sample_batch, options
     least: list[BudgetError] = []
     for at, num_parts in enumerate(parts):
@@ -227,7 +219,7 @@ def _finest_needed(
             least.append(error)
             continue
         left = parts[at + 1 :]
-        finer = functools.partial(_finest_needed, *arguments, left) if left else None
+        finer = functools.partial(make_run_spec, *arguments, left) if left else None
         return dataclasses.replace(spec, finer=finer)
     raise min(least, key=lambda error: error.smallest)
 
@@ -260,11 +252,11 @@ def _make(
 
     traced, cut = remembered("cut", key, anew)
     layouts = _layouts(cut, options)
-    first = _bind(
+    first = bind_step(
         (batch_key(sample_batch), True, loss_fn),
-        traced,
         cut,
         layouts,
+        metrics=traced.metrics,
         microbatches=microbatches,
         num_devices=options.num_devices,
         device_budget=budget,
@@ -378,18 +370,3 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
             )
         )
     return tuple(found)
-
-
-def _bind(
-    key: Hashable, traced: TracedLoss, cut: Cut, layouts: Sequence[GroupLayout], **options: Any
-) -> BoundStep:
-    return bind_step(
-        key,
-        cut.program,
-        cut.grouping,
-        layouts,
-        metrics=traced.metrics,
-        deferred=cut.optimizer.deferred,
-        reduce_reads=cut.optimizer.reduce_reads,
-        **options,
-    )

@@ -146,7 +146,7 @@ class Checkpoints:
         def newest() -> dict[str, int] | None:
             for step in reversed(self._candidates()):
                 with suppress(CheckpointError):
-                    return manifest.read(self.folder / str(step)).get("parts")
+                    return manifest.read(self.folder / str(step))["parts"]
             return None
 
         return by_first(self._processes, "the look for a batch's parts", newest)

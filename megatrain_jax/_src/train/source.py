@@ -1,6 +1,5 @@
 """Draws batches from the user's data, and puts them on the device ahead of time."""
 
-import base64
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,8 +130,6 @@ class Source(Iterator[Any]):
             ValueError: If the data ends before.
         """
         state = decoded_state(position.get("state"))
-        if "bytes" in position:  # in checkpoints of earlier versions
-            state = base64.b64decode(position["bytes"])
         # Skipping works for any data; it draws and drops all batches used before.
         if state is not None and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state)
@@ -149,7 +146,7 @@ class Source(Iterator[Any]):
 
 def is_state(position: Mapping[str, Any]) -> bool:
     """Whether a position is the iterator's own state, not a number of batches."""
-    return position.get("state") is not None or "bytes" in position or "parts" in position
+    return position.get("state") is not None or "parts" in position
 
 
 def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str, Any]:
