@@ -93,9 +93,9 @@ class Trainer:
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
-            precision: The dtypes of masters, of compute and of optimizer state, or a name: "compact"
-                and "two_bytes" for the methods of `Precision`; "bfloat16", the default, and
-                "float32" compute in this dtype, with masters and state in fp32.
+            precision: The dtypes of masters, of compute and of optimizer state, or a name:
+                "compact" and "two_bytes" for the methods of `Precision`; "bfloat16", the default,
+                and "float32" compute in this dtype, with masters and state in fp32.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the

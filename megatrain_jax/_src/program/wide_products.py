@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import CALLS, REMAT
+from megatrain_jax._src.program.primitives import REMAT
 
 _WIDE = jnp.dtype("float32")
 # A result's elements in a different order are as wide as the result.
@@ -57,9 +57,10 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool]) -> list
         if not any(wide):
             results = jx.bind(eqn, ins)
         elif (inner := jx.called(eqn)) is not None:
-            consts = jx.constants(eqn.params[CALLS.get(eqn.primitive.name, "jaxpr")])
-            body = jx.sub_jaxpr(inner, inner.eqns, [*inner.constvars, *inner.invars], inner.outvars)
-            results = _evaluate(body, [*consts, *ins], wide)
+            opened = inner.jaxpr
+            arguments = [*opened.constvars, *opened.invars]
+            body = jx.sub_jaxpr(opened, opened.eqns, arguments, opened.outvars)
+            results = _evaluate(body, [*inner.consts, *ins], wide)
         else:
             params = {**eqn.params, "preferred_element_type": _WIDE}
             results = jx.bind(eqn.replace(params=params), ins)
