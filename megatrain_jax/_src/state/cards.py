@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.capability import compute_capability
 from megatrain_jax._src.state import host_memory, pool_limit
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, num_local_devices
@@ -242,18 +243,36 @@ RTX_3060 = Hardware(
     memory_bytes_per_s=360e9,
     source=_UNMEASURED,
 )
-# NVIDIA T4 data sheet: 320 GB/s, PCIe 3.0 x16 (8 GT/s x 16 lanes x 128/130 = 15.75 GB/s each way).
-# Turing's tensor cores have no bfloat16 (the published 65 TFLOP/s are for float16), so products
-# count with the fp32 rate of the ordinary cores, 8.1 TFLOP/s. With error correction the card
-# reports 15360 MiB.
+# Cards without bfloat16, and without cuDNN's attention in JAX: their rates are float16's.
+#
+# NVIDIA T4 data sheet: 65 TFLOP/s, 320 GB/s, PCIe 3.0 x16 (8 GT/s x 16 lanes x 128/130 = 15.75 GB/s
+# each way). With error correction the card reports 15360 MiB.
 T4 = Hardware(
     name="NVIDIA T4",
     typical_host_bytes=64 * _GIB,
     device_bytes=15360 * 2**20,
     link_bytes_per_s=15.75e9,
     host_bytes_per_s=_EPYC_SOCKET,
-    flops_per_s=8.1e12,
+    flops_per_s=65e12,
     memory_bytes_per_s=320e9,
+    has_bfloat16=False,
+    widest_heads=0,
+    source=_UNMEASURED,
+)
+# NVIDIA V100 Tensor Core GPU data sheet (SXM2, 32 GB): 125 TFLOP/s, 900 GB/s, PCIe 3.0 x16, NVLink
+# 300 GB/s, half each way. The host is a DGX-1's (its data sheet): two sockets of Intel Xeon
+# E5-2698 v4, 4 channels x 8 bytes x 2400 MT/s = 76.8 GB/s each, and 512 GiB for eight cards.
+V100 = Hardware(
+    name="NVIDIA V100",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=32 * _GIB,
+    link_bytes_per_s=15.75e9,
+    host_bytes_per_s=2 * 76.8e9,
+    peer_bytes_per_s=150e9,
+    flops_per_s=125e12,
+    memory_bytes_per_s=900e9,
+    has_bfloat16=False,
+    widest_heads=0,
     source=_UNMEASURED,
 )
 
@@ -277,6 +296,7 @@ _BY_NAME = {
     "RTX 4090": RTX_4090,
     "RTX 5090": RTX_5090,
     "T4": T4,
+    "V100": V100,
 }
 _NAMES = ", ".join(_BY_NAME)
 _ASSUMED = "assumed, those of an A100"
@@ -297,6 +317,8 @@ _BY_DEVICE_KIND = {
     "NVIDIA L40S": L40S,
     "NVIDIA RTX A6000": RTX_A6000,
     "Tesla T4": T4,
+    "Tesla V100-SXM2-32GB": V100,
+    "Tesla V100-SXM2-16GB": replace(V100, device_bytes=16 * _GIB),
     "NVIDIA B200": B200,
     "NVIDIA GH200 480GB": GH200,
 }
@@ -368,9 +390,12 @@ def this_machine() -> Hardware | None:
         return None
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
+    capability = compute_capability(device)
+    has_bfloat16 = known.has_bfloat16 if capability is None else capability >= 8
     # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes
     host = pool_limit.machine_bytes(host_memory.total_bytes(), num_local_devices())
-    return replace(known, host_bytes=host, device_bytes=limit, device_share=share)
+    here = replace(known, host_bytes=host, device_bytes=limit, device_share=share)
+    return replace(here, has_bfloat16=has_bfloat16)
