@@ -128,7 +128,7 @@ RUN = {
     "microbatches": Argument((*COUNTS, "auto"), (*NO_COUNTS, None)),
     "waves": Argument((None, 1, np.int64(1)), (*NO_COUNTS, 3)),
     "precision": Argument(
-        (mt.Precision(), mt.Precision(compute=jnp.float32), "compact", "float32", "bfloat16"),
+        (mt.Precision(), mt.Precision(compute=jnp.float32), "compact", "float32", "float16"),
         ("bf16", "Compact", "", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
     ),
     "device_budget": Argument(

@@ -88,7 +88,7 @@ def fit(
         waves: Number of groups of microbatches that are trained on one after another; see
             `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
-            "compact", "bfloat16" or "float32"; see `Trainer`.
+            "compact", "bfloat16", "float16" or "float32"; see `Trainer`.
         device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
             None for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for

@@ -17,6 +17,7 @@ from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
+from megatrain_jax._src.kernels.loss_scale import as_facts, scaling_of
 from megatrain_jax._src.options.not_settable import not_settable
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.report.table import aligned, html_box, html_table
@@ -247,6 +248,8 @@ class RunState:
             "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
         }
+        if self._store.scaling is not None:
+            about["loss_scale"] = as_facts(self._store.scaling)
         self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
         return self._saving
 
@@ -312,6 +315,8 @@ class RunState:
             known = facts.get("arrays")
             load(path, known, self._spec, self._store, entries, others, bar.update)
             training.go_on_from(facts)
+            if self._store.scaling is not None:
+                self._store.scaling = self._store.small(scaling_of(facts.get("loss_scale")))
             self._restored = facts.get("made_of", {}).get("state", {})
             self._by_hand.forget()
             self._history = History(facts["history"])

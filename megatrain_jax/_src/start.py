@@ -26,6 +26,7 @@ from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
@@ -190,7 +191,8 @@ def _started(
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
     ):
-        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
+        scaling = scaling_of(None) if spec.optimizer.is_scaled else None
+        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed), scaling)
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 

@@ -90,8 +90,9 @@ class Trainer(RunState):
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
             precision: The dtypes of masters, of compute and of optimizer state, or the name of a
-                `Precision`: "compact" is `Precision.compact()`; "bfloat16", the default, and
-                "float32" compute in this dtype, with masters and optimizer state in fp32.
+                `Precision`: "compact" is `Precision.compact()`; "bfloat16", the default, "float16",
+                the default on a GPU without bfloat16, and "float32" compute in this dtype, with
+                masters and optimizer state in fp32.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the
@@ -109,8 +110,11 @@ class Trainer(RunState):
                 `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
-                over all gradients, so no parameter is updated before all are known.
-            max_skipped: Maximum number of consecutive skipped steps; reaching it is an error.
+                over all gradients, so no parameter is updated before all are known. Steps that are
+                computed in float16 are always skipped, because this is how the scale of the loss is
+                found.
+            max_skipped: Maximum number of consecutive skipped steps; reaching it is an error. In
+                float16 it is one only if the loss itself is not finite, or its scale is 1 already.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
             hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or the name
                 of a card such as "H100"; None for this machine, or an H200 if there is no GPU. The
@@ -135,8 +139,9 @@ class Trainer(RunState):
         check_mesh(mesh)
         placement = placed_on(mesh)
         hardware = run.machine or machine
-        if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
-            hardware = dataclasses.replace(hardware, host_bytes=machine.host_bytes)
+        if hardware and machine:  # a named card is in this host, and this GPU computes
+            host, has_bfloat16 = hardware.host_bytes or machine.host_bytes, machine.has_bfloat16
+            hardware = dataclasses.replace(hardware, host_bytes=host, has_bfloat16=has_bfloat16)
         run = dataclasses.replace(run, hardware=hardware, mesh=mesh)
         if machine is not None:
             run = dataclasses.replace(run, host_budget=agreed_host_budget(run, placement))

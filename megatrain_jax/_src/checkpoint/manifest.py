@@ -122,6 +122,12 @@ def _is_position(value: Any) -> bool:
     return isinstance(value, dict) and _is_count(value.get("batches"))
 
 
+def _is_loss_scale(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"scale", "good_steps"}:
+        return False
+    return isinstance(value["scale"], float) and _is_count(value["good_steps"])
+
+
 def _is_coding(value: Any) -> bool:
     names = {"code", "bits", "signed", "block", "shape", "axes"}
     return isinstance(value, dict) and names <= value.keys()
@@ -161,6 +167,7 @@ _IN_3 = {**_IN_2, "arrays": _each(dict, _is_chunked)}
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "data": _is_position,
     "skipped_in_row": _is_count,
+    "loss_scale": _is_loss_scale,
     "coded": _each(dict, _is_coding),
     "made_of": _each(dict, lambda value: isinstance(value, dict)),
 }

@@ -25,7 +25,7 @@ Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16"]
+PrecisionGiven = Precision | Literal["compact", "float32", "bfloat16", "float16"]
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -94,9 +94,9 @@ class Options:
 
     @property
     def dtypes(self) -> Precision:
-        """The precision, which is stored as a record where a name was given."""
+        """The precision, which is stored as a record where a name was given, on the machine."""
         assert not isinstance(self.precision, str)
-        return self.precision
+        return self.precision.on(self.machine)
 
     def __post_init__(self) -> None:
         """Checks every option."""

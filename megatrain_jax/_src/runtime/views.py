@@ -6,7 +6,7 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.layers.index import Index, joined
-from megatrain_jax._src.program.optimizer.cut import assemble_state
+from megatrain_jax._src.program.optimizer.whole_state import assemble_state
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.run_spec import RunSpec
 

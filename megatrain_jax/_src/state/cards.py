@@ -390,12 +390,11 @@ def this_machine() -> Hardware | None:
         return None
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
-    capability = compute_capability(device)
-    has_bfloat16 = known.has_bfloat16 if capability is None else capability >= 8
+    if (capability := compute_capability(device)) is not None:
+        known = replace(known, has_bfloat16=capability >= 8)
     # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes
     host = pool_limit.machine_bytes(host_memory.total_bytes(), num_local_devices())
-    here = replace(known, host_bytes=host, device_bytes=limit, device_share=share)
-    return replace(here, has_bfloat16=has_bfloat16)
+    return replace(known, host_bytes=host, device_bytes=limit, device_share=share)
