@@ -1,4 +1,4 @@
-"""The compute capability of an NVIDIA GPU, which tells what its units can do."""
+"""The compute capability of an NVIDIA GPU: the generation of its units."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ def compute_capability(device: Any) -> float | None:
         return None
     try:
         return float(getattr(device, "compute_capability", ""))
-    except ValueError:  # other vendors' GPUs have names of architectures
+    except ValueError:  # AMD's GPUs have the name of an architecture
         return None

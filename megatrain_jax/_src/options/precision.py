@@ -38,8 +38,8 @@ class Precision:
             one axis (norms, biases) are not coded but stay in fp32.
         compute: dtype that parameters are cast to before the model sees them: bfloat16, float16,
             float32 or float64; None for bfloat16, or float16 on a GPU without bfloat16. With
-            float16 the loss is scaled dynamically for its gradients: a step whose gradients are not
-            finite is skipped, and records have the metrics "loss_scale" and "skipped".
+            float16 the loss is scaled dynamically for its gradients: steps with gradients that are
+            not finite are skipped, and records have the metrics "loss_scale" and "skipped".
         frozen: dtype of parameters in the host that are not trained; None for the masters' dtype.
             bfloat16 halves their memory and transfer time. int8, with one scale per block of 128,
             quarters them, and also applies to norms and biases.
@@ -112,7 +112,7 @@ class Precision:
         return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
     def on(self, machine: Hardware | None) -> "Precision":
-        """The same precision with the dtype in which a machine computes, if none was chosen.
+        """The same precision with the compute dtype of a machine, if none was chosen.
 
         Args:
             machine: The machine; None for one with bfloat16, or without a GPU.

@@ -171,7 +171,7 @@ class Engine:
         return live.means
 
     def _numbers(self, live: LiveValues) -> list[jax.Array]:
-        """The loss and, if it is scaled, its scale: what an optimizer takes besides arrays."""
+        """The loss and, if it is scaled, its scale: an optimizer's arguments besides arrays."""
         scaling = self.store.scaling
         return [self._means(live)["loss"], *(() if scaling is None else scaling[:1])]
 

@@ -72,8 +72,8 @@ class OptimizerCut:
         guarded: Whether a step with non-finite gradients must be dropped; not if the optimizer
             tests for that itself.
         skips: Whether a dropped step does not end the run.
-        is_scaled: Whether gradients are those of a scaled loss, by which updates divide them. The
-            fragments of *reduce* and *combine* then take the scale after the loss.
+        is_scaled: Whether gradients belong to a scaled loss, so that updates divide them by the
+            scale. The fragments of *reduce* and *combine* then take the scale after the loss.
         state_def: Tree structure of the whole Optax state.
         state_shapes: Shape and dtype of its leaves.
         state: For each group, the pieces of state it owns.
@@ -140,7 +140,7 @@ def cut_optimizer(
         leaves: Leaves in which the parameters are stored.
         group_of: Group of each leaf.
         num_groups: Number of groups.
-        is_scaled: Whether gradients are those of a scaled loss.
+        is_scaled: Whether gradients belong to a scaled loss.
 
     Raises:
         ValueError: It needs more than gradients, parameters, its state and the loss.

@@ -74,7 +74,7 @@ class TracedOptimizer:
         state_names: Path of each leaf of the state.
         state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
             or None.
-        is_scaled: Whether gradients are those of a scaled loss.
+        is_scaled: Whether gradients belong to a scaled loss.
     """
 
     update: jx.Traced
@@ -88,7 +88,7 @@ class TracedOptimizer:
 
     @property
     def num_numbers(self) -> int:
-        """Number of the update's last arguments, which are single numbers: loss, or also scale."""
+        """Number of single numbers after the update's arrays: the loss, and its scale if any."""
         return 2 if self.is_scaled else 1
 
 
@@ -105,7 +105,7 @@ def trace_optimizer(
         optimizer: The Optax transformation.
         params_tree: Function from one array per parameter to the tree that the optimizer sees.
         shapes: Shape and dtype of each parameter's master copy.
-        is_scaled: Whether gradients are those of a scaled loss. The update then divides them by the
+        is_scaled: Whether gradients belong to a scaled loss. The update then divides them by the
             scale first.
 
     Raises:
