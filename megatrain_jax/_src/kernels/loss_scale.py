@@ -39,7 +39,7 @@ def scaling_of(facts: Mapping[str, Any] | None) -> Scaling:
 
 def as_facts(scaling: Scaling) -> dict[str, Any]:
     """The scale and its count of good steps as facts of a checkpoint, from arrays at rest."""
-    scale, good = scaling
+    scale, good = jax.device_get(scaling)
     return {"scale": float(scale), "good_steps": int(good)}
 
 
