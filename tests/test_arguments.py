@@ -264,10 +264,10 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
 
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
-    for name in ("float32", "bfloat16"):
+    for name in ("float32", "bfloat16", "float16"):
         meant = precision_of("float32", None, None, compute=name)
         assert Options(precision=name).precision == meant
-    assert Options(precision="compact").precision == precision_of("compact", None, None, "bfloat16")
+    assert Options(precision="compact").precision == precision_of("compact", None, None)
 
 
 @pytest.mark.parametrize(
