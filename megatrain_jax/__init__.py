@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         RTX_5090,
         RTX_A6000,
         T4,
+        V100,
         card,
         this_machine,
     )
@@ -81,6 +82,7 @@ __all__ = [
     "RTX_5090",
     "RTX_A6000",
     "T4",
+    "V100",
     "CheckpointError",
     "DataRanOutError",
     "FitResult",
@@ -144,6 +146,7 @@ _NAMES = {
         "RTX_5090",
         "RTX_A6000",
         "T4",
+        "V100",
         "card",
         "this_machine",
     ),

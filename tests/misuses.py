@@ -131,7 +131,7 @@ RUN = {
         (
             mt.Precision(),
             mt.Precision(compute=jnp.float32),
-            *("compact", "two_bytes", "float32", "bfloat16"),
+            *("auto", "compact", "two_bytes", "float32", "bfloat16", "float16"),
         ),
         ("bf16", "Compact", "", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
     ),

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.options.precision import Precision
+from megatrain_jax._src.state.cards import H200, T4
 
 BATCH = {"x": np.ones((4, 3), np.float32)}
 RNG = jax.random.key(7)
@@ -190,10 +191,12 @@ def test_results_that_are_no_loss_are_refused(result: Any, message: str):
 
 
 def test_precision_checks_its_dtypes():
-    assert Precision() == Precision(master="float32", compute="bfloat16")
+    chosen = Precision(master="float32", compute="bfloat16")
+    assert Precision().on(None) == Precision().on(H200) == chosen == chosen.on(T4)
+    assert Precision().on(T4) == Precision(compute=jnp.float16)
     with pytest.raises(ValueError, match=r"compute=int32\) must be a real floating"):
         Precision(compute=jnp.int32)
-    for narrow in (jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.float8_e8m0fnu):
+    for narrow in (jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.float8_e8m0fnu):
         with pytest.raises(ValueError, match=r"compute=float\w+\) is not .* bfloat16.* float32"):
             Precision(compute=narrow)
         with pytest.raises(ValueError, match=r"compute=float\w+\) is not .* bfloat16.* float32"):

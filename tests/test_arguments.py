@@ -122,7 +122,8 @@ def test_wrong_arguments_of_records_and_losses_are_named():
         {name: (*no_rates, float("inf")) for name in ("link_bytes_per_s", "flops_per_s")}
         | {name: (*no_rates, 1.5) for name in ("sustained", "sustained_attention")}
         | {"memory_bytes_per_s": no_rates}
-        | {name: no_bytes for name in ("host_bytes", "device_bytes", "widest_heads")}
+        | {name: no_bytes for name in ("host_bytes", "device_bytes")}
+        | {"widest_heads": no_bytes[1:], "has_bfloat16": (1, None, "no")}
         | {"name": (None, 3, b"mine"), "source": (None, 3)},
     )
     no_dtypes = (3, True, "bf16", "", "f4,,f4", {}, object(), loss_fn, int, "int8", complex, str)
@@ -266,10 +267,10 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
 
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
-    for name in ("float32", "bfloat16"):
+    for name in ("float32", "bfloat16", "float16"):
         meant = precision_of("float32", None, None, compute=name)
         assert Options(precision=name).precision == meant
-    assert Options(precision="compact").precision == precision_of("compact", None, None, "bfloat16")
+    assert Options(precision="compact").precision == precision_of("compact", None, None)
 
 
 @pytest.mark.parametrize(

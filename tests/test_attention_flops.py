@@ -6,6 +6,7 @@ cuDNN's kernels are traced without a GPU; nothing of them is computed.
 import contextlib
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -195,6 +196,28 @@ def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
     exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in shapes()]
     with planned_for(width):
         assert counted(function, *exact, segments)[1] == 0
+
+
+class _Called(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "widest"),
+    [("7.5", 0), ("gfx942", 0), ("8.0", 128), ("8.9", 128), ("9.0", 256)],
+)
+def test_cudnn_is_called_only_on_gpus_where_jax_has_its_attention(monkeypatch, capability, widest):
+    def call(*args, **options):
+        raise _Called
+
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax.nn, "dot_product_attention", call)
+    for width in (128, 256):
+        q = jax.ShapeDtypeStruct((1, 4, 1, width), jnp.float16)
+        refused = pytest.raises(_Called) if width <= widest else contextlib.nullcontext()
+        with refused:
+            assert jax.eval_shape(lambda q: models.attention(q, q, q), q) == q
 
 
 def test_other_calls_are_no_attention():

@@ -179,7 +179,7 @@ COMMON = [
     option("state", "int8", *precision("state")),
     option("state", "compact", *precision("master", "bfloat16")),
     option("master", "bfloat16", *precision("master")),
-    option("compute", "bfloat16", *precision("compute")),
+    option("compute", "float16", *precision("compute")),
     option("device_budget", "least", "fit.device_budget", "plan.device_budget"),
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),

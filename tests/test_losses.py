@@ -36,6 +36,21 @@ def arrays(shape, dtype=jnp.float32, seed=0):
     )
 
 
+def test_a_sum_beyond_float16_whose_mean_is_within_is_no_overflow():
+    hidden, head = jnp.full((20_000, WIDTH), 4.0), jnp.zeros((VOCAB, WIDTH))
+    labels = jnp.zeros(len(hidden), jnp.int32)
+
+    def gradient(dtype):
+        def loss(head):
+            return losses.next_token(hidden.astype(dtype), head, labels)
+
+        return jax.grad(loss)(head.astype(dtype)).astype(jnp.float32)
+
+    exact = gradient(jnp.float32)
+    assert len(hidden) * np.abs(exact).max() > jnp.finfo(jnp.float16).max
+    np.testing.assert_allclose(gradient(jnp.float16), exact, rtol=2**-8)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
 @pytest.mark.parametrize(
     ("masked", "z_loss", "softcap"),

@@ -12,7 +12,7 @@ import pytest
 from optax import contrib
 
 from megatrain_jax._src.common.keys import LASTING, Kind
-from megatrain_jax._src.program.optimizer.cut import assemble_state
+from megatrain_jax._src.program.optimizer.whole_state import assemble_state
 from optim_trees import (
     TREES,
     Runner,

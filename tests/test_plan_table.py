@@ -536,6 +536,11 @@ def test_known_cards(monkeypatch):
     unknown = cards.this_machine()
     assert unknown is not None and unknown.name == "NVIDIA Abacus"
     assert unknown.device_bytes == 18 * GIB and unknown.source.startswith("assumed")
+    # Other vendors' GPUs have bfloat16; of NVIDIA's, their compute capability tells.
+    for capability, has_bfloat16 in (("gfx942", True), ("8.0", True), ("7.5", False)):
+        monkeypatch.setattr(Card, "compute_capability", capability, raising=False)
+        found = cards.this_machine()
+        assert found is not None and found.has_bfloat16 is has_bfloat16, capability
     monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
     unlimited = cards.this_machine()
     assert unlimited is not None and unlimited.device_bytes is None

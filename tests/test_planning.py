@@ -77,6 +77,7 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         mt.A100_40GB: ("A100 40GB", "a100_40gb", "A100-PCIE-40GB"),
         mt.RTX_A6000: ("A6000", "RTX A6000", "rtx a6000 48gb"),
         mt.T4: ("t4", "Tesla T4", "NVIDIA T4 16GB"),
+        mt.V100: ("v100", "V100 32GB", "Tesla V100-SXM2-32GB"),
         mt.L4: ("L4", "nvidia l4"),
         mt.L40S: ("l40s",),
         mt.A10G: ("A10G", "A10G 24GB"),
@@ -88,7 +89,7 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         # The name that a plan prints is one of them.
         for name in (*written, machine.name):
             assert mt.card(name) == machine, name
-    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200", "V100": "A100"}
+    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200", "P100": "A100"}
     for name, near in nearest.items():
         with pytest.raises(ValueError, match=f"no card '{name}' is known; did you mean") as error:
             mt.card(name)

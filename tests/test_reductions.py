@@ -168,7 +168,7 @@ def test_training_in_pieces_agrees_with_plain_jax(num_devices, monkeypatch):
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=2e-6)
 
 
-@pytest.mark.parametrize("gradient", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gradient", ["float32", "bfloat16", "float16"])
 def test_no_large_gradient_is_there_twice(gradient, monkeypatch):
     """A CPU's compiler makes an array of each piece and of its squares; a GPU's makes none."""
     monkeypatch.setattr(reducing, "_PIECE", 1 << 16)
@@ -181,8 +181,11 @@ def test_no_large_gradient_is_there_twice(gradient, monkeypatch):
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     batch = np.ones((4, 128), np.float32)
-    spec = spec_of(mt.Trainer({"layers": [layer, layer]}, loss_fn, optimizer, batch))
-    assert spec.optimizer.deferred
+    # Gradients in float16 are divided by a scale.
+    precision = mt.Precision(compute="float16" if gradient == "float16" else "bfloat16")
+    model = {"layers": [layer, layer]}
+    spec = spec_of(mt.Trainer(model, loss_fn, optimizer, batch, precision=precision))
+    assert spec.optimizer.deferred and spec.optimizer.is_scaled == (gradient == "float16")
     kernel = updates.reduce(spec.optimizer, spec.layouts[0], 0, gradient, on_one_device())
     whole = 4 * spec.layouts[0].master.size
     assert (

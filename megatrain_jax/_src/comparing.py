@@ -33,7 +33,7 @@ def compare_plans(
     over: Mapping[str, Any],
     microbatches: Microbatches = 1,
     waves: int | None = None,
-    precision: PrecisionGiven = "bfloat16",
+    precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
     trainable: Trainable = None,

@@ -61,7 +61,7 @@ def fit(
     epochs: int | None = None,
     microbatches: Microbatches = 1,
     waves: int | None = None,
-    precision: PrecisionGiven = "bfloat16",
+    precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
     trainable: Trainable = None,
@@ -114,7 +114,7 @@ def fit(
         waves: Number of groups of microbatches that are trained on one after another; see
             `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
-            "compact", "two_bytes", "bfloat16" or "float32"; see `Trainer`.
+            "auto", "compact", "two_bytes", "bfloat16", "float16" or "float32"; see `Trainer`.
         device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
             None for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for

@@ -67,6 +67,7 @@ def log_probabilities(
         0.0,
         None if softcap is None else checks.number("softcap", softcap, above=0),
         parts=num_parts(labels.size),
+        head_dtype=head.dtype.name,
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
     logs: Array = _logs(options, flat, head, labels.reshape(-1))
@@ -172,7 +173,7 @@ def _backward(options: LossOptions, saved, cotangent):
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)
     # Each token has its own cotangent, so the forward can't compute the gradients as in `_sum`.
     _, (by_hidden, by_head, _) = sum_and_gradients(options, hidden, head, labels, weights)
-    return by_hidden, by_head, None
+    return by_hidden, by_head.astype(head.dtype), None
 
 
 _logs.defvjp(_forward, _backward)

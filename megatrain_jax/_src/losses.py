@@ -27,6 +27,7 @@ class LossOptions(NamedTuple):
     z_loss: float
     softcap: float | None
     parts: int
+    head_dtype: str
 
 
 def next_token(
@@ -92,6 +93,7 @@ def next_token(
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
         parts=num_parts(labels.size),
+        head_dtype=head.dtype.name,
     )
     weights = _weights(labels, mask)
     # Without a logit, such a label would contribute a loss without its second term.
@@ -221,8 +223,10 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
 
     found = of_parts(options.parts, sum_part, hidden, labels, weights)
     total, head_gradient, hidden_gradient = found
-    # Cast first, so that devices exchange no more bytes than for ordinary gradients.
-    head_gradient = jax.lax.reduce_sum(head_gradient.astype(head.dtype), axes=(0,))
+    # Cast first, so that devices exchange no more bytes than for ordinary gradients. Not to
+    # float16: it can't hold a sum over many tokens before the division by their number.
+    kept = "float32" if options.head_dtype == "float16" else options.head_dtype
+    head_gradient = jax.lax.reduce_sum(head_gradient.astype(kept), axes=(0,))
     return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
 
 
@@ -241,11 +245,12 @@ def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "t
     return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
 
 
-def _backward(_: LossOptions, gradients, cotangent):
+def _backward(options: LossOptions, gradients, cotangent):
     """The backward of `_sum`: scales the gradients computed by its forward."""
     hidden, head, labels = gradients
     # Gradients are linear in the cotangent, a scalar, so the forward computed them for 1.
-    scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
+    pairs = (hidden, hidden.dtype), (head, options.head_dtype)
+    scaled = [(g * cotangent).astype(dtype) for g, dtype in pairs]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
 
 

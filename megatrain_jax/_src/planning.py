@@ -45,7 +45,7 @@ def plan(
     *,
     microbatches: Microbatches = 1,
     waves: int | None = None,
-    precision: PrecisionGiven = "bfloat16",
+    precision: PrecisionGiven = "auto",
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
     trainable: Trainable = None,

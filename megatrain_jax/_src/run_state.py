@@ -20,8 +20,9 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
+from megatrain_jax._src.kernels.loss_scale import as_facts, scaling_of
 from megatrain_jax._src.program.layers.index import Index, joined
-from megatrain_jax._src.program.optimizer.cut import assemble_state
+from megatrain_jax._src.program.optimizer.whole_state import assemble_state
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.runtime.by_hand import StepsByHand
 from megatrain_jax._src.runtime.engine import Engine
@@ -175,6 +176,8 @@ class RunState:
             "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
         }
+        if self.store.scaling is not None:
+            about["loss_scale"] = as_facts(self.store.scaling)
         self._saving = Saving(path, self.spec, self.store, entries, about, params_only, workspace)
         return self._saving
 
@@ -223,6 +226,8 @@ class RunState:
             self.engine.abandon()
             load(path, facts["arrays"], self.spec, self.store, entries, others, bar.update)
             training.go_on_from(facts)
+            if self.store.scaling is not None:
+                self.store.scaling = self.store.small(scaling_of(facts.get("loss_scale")))
             self._restored = facts["made_of"]["state"]
             self.by_hand.forget()
             self.history = History(facts["history"])

@@ -30,6 +30,7 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
@@ -79,8 +80,9 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     check_mesh(mesh)
     placement = placed_on(mesh)
     hardware = run.machine or machine
-    if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
-        hardware = replace(hardware, host_bytes=machine.host_bytes)
+    if hardware and machine:  # a named card is in this host, and this GPU computes
+        host, has_bfloat16 = hardware.host_bytes or machine.host_bytes, machine.has_bfloat16
+        hardware = replace(hardware, host_bytes=host, has_bfloat16=has_bfloat16)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
@@ -260,7 +262,8 @@ def _started(
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
     ):
-        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
+        scaling = scaling_of(None) if spec.optimizer.is_scaled else None
+        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed), scaling)
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 

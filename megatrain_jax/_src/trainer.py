@@ -59,7 +59,7 @@ class Trainer:
         progress: bool = True,
         microbatches: Microbatches = 1,
         waves: int | None = None,
-        precision: PrecisionGiven = "bfloat16",
+        precision: PrecisionGiven = "auto",
         device_budget: DeviceBudget = None,
         host_budget: HostBudget = None,
         trainable: Trainable = None,
@@ -94,8 +94,9 @@ class Trainer:
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
             precision: The dtypes of masters, of compute and of optimizer state, or a name:
-                "compact" and "two_bytes" for the methods of `Precision`; "bfloat16", the default,
-                and "float32" compute in this dtype, with masters and state in fp32.
+                "compact" and "two_bytes" for the methods of `Precision`; "bfloat16", "float16" and
+                "float32" compute in this dtype, with masters and state in fp32; "auto" is bfloat16,
+                or float16 on a GPU without it.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
                 recomputed in backward: results may then differ in the last bits. "least" for the
@@ -112,8 +113,11 @@ class Trainer:
                 given; the optimizer sees `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
-                over all gradients, so no parameter is updated before all are known.
-            max_skipped: Maximum number of consecutive skipped steps; reaching it is an error.
+                over all gradients, so no parameter is updated before all are known. Steps that are
+                computed in float16 are always skipped, because this is how the scale of the loss is
+                found.
+            max_skipped: Maximum number of consecutive skipped steps; reaching it is an error. In
+                float16 it is one only if the loss itself is not finite, or its scale is 1 already.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
             hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or the name
                 of a card such as "H100"; None for this machine, or an H200 if there is no GPU. The

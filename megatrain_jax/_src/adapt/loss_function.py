@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
-_RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+_RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVALUATED = "eval_"
 _TARGETS = ("y", "label", "labels", "target", "targets", "y_true")
 _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"

@@ -54,7 +54,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
             },
             "shapes": [str(v.aval) for v in inputs],
             "compute": forms["compute"],
-            "update": str(precision.update),
+            "update": f"{precision.update}{' of scaled gradients' * precision.scales_loss}",
             "num_devices": spec.options.num_devices,
         },
         "code": code_hash(spec.loss_fn),

@@ -50,8 +50,7 @@ def read(path: Path) -> dict[str, Any]:
             f"reads format {_FORMAT} only: another version wrote it, or it is damaged"
         )
     wrong = [name for name, is_right in _CHECKS.items() if not is_right(facts.get(name))]
-    if "data" in facts and not _is_position(facts["data"]):
-        wrong.append("data")
+    wrong += [n for n, is_right in _OPTIONAL.items() if n in facts and not is_right(facts[n])]
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
         raise _unreadable(path, f"{listed} in {MANIFEST} are missing or malformed")
@@ -121,6 +120,12 @@ def _is_position(value: Any) -> bool:
     return isinstance(value, dict) and _is_count(value.get("batches"))
 
 
+def _is_loss_scale(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"scale", "good_steps"}:
+        return False
+    return isinstance(value["scale"], float) and _is_count(value["good_steps"])
+
+
 def _is_coding(value: Any) -> bool:
     names = {"code", "bits", "signed", "block", "shape", "axes"}
     return isinstance(value, dict) and names <= value.keys()
@@ -165,3 +170,5 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "made_of": _is_made_of,
     "checksum": _is_text,
 }
+# Only some runs have these.
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {"data": _is_position, "loss_scale": _is_loss_scale}

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 import megatrain_jax as mt
@@ -75,9 +74,7 @@ class Planner:
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
-            precision=precision_of(
-                settings.state, settings.master, frozen, jnp.bfloat16, settings.sums
-            ),
+            precision=precision_of(settings.state, settings.master, frozen, sums=settings.sums),
             trainable=trainable,
             **options,
         )

@@ -15,7 +15,7 @@ def precision_of(
     state: State,
     master: Master | None,
     frozen: Frozen | None,
-    compute: DTypeLike,
+    compute: DTypeLike | None = None,
     sums: Master = "float32",
 ) -> mt.Precision:
     """The precision of a run.
@@ -24,11 +24,12 @@ def precision_of(
         state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16.
         master: Form of the masters; None for bfloat16 if `state` is "compact", else for fp32.
         frozen: Form of frozen parameters; None for the masters' form.
-        compute: dtype that parameters are cast to for the model's computation.
+        compute: dtype that parameters are cast to for the model's computation; None for the GPU's
+            own, bfloat16 or float16.
         sums: Form of sums of gradients over microbatches.
 
     Examples:
-        >>> precision_of("compact", None, None, jnp.bfloat16) == mt.Precision.compact()
+        >>> precision_of("compact", None, None) == mt.Precision.compact()
         True
     """
     compact = state == "compact"

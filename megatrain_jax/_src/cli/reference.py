@@ -143,7 +143,7 @@ def find_reference(
     """
     if job.reference is None:
         return None
-    precision = options["precision"]
+    precision = options["precision"].on(options["hardware"])
     arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
     reference = Reference(folder.reference, f"{_digest(job.reference)} {arithmetic}")
     if folder.has_checkpoints and folder.note("reference") != reference.key:

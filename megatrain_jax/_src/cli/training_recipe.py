@@ -112,7 +112,7 @@ def _how(ending: Mapping[str, Any]) -> str:
 def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
     """The options that a plan and a run share."""
     here = mt.this_machine()
-    compute = settings.compute or ("float32" if here is None else "bfloat16")
+    compute = settings.compute or ("float32" if here is None else None)
     return {
         "microbatches": settings.microbatches,
         "precision": precision_of(settings.state, settings.master, job.frozen, compute),

@@ -52,7 +52,8 @@ class TrainingSettings:
         clip: Maximum global norm of the gradients; null for no clipping.
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
-        compute: dtype of the computation; default: bfloat16 on a GPU and float32 elsewhere.
+        compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
+            bfloat16, and float32 elsewhere. float16 scales the loss.
         device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
@@ -107,7 +108,7 @@ class TrainingSettings:
     clip: float | None = 1.0
     state: State = "float32"
     master: Master | None = None
-    compute: Literal["bfloat16", "float32"] | None = None
+    compute: Literal["bfloat16", "float16", "float32"] | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"

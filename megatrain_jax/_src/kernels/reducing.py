@@ -41,18 +41,24 @@ Place = tuple[int, Layout, int]
 
 
 def measured(
-    gradient: Sequence[Float[Array, " size"]], ok: Bool[Array, ""], guarded: bool, num_shards: int
+    gradient: Sequence[Float[Array, " size"]],
+    ok: Bool[Array, ""],
+    guarded: bool,
+    num_shards: int,
+    scale: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The squared norm of a gradient in fp32, and `ok`; if guarded, false for non-finite elements.
 
     The elements are checked, because the squared norm of finite elements above 1.8e19 is infinite.
-    The gradient has an array for each segment of its slab.
+    The gradient has an array for each segment of its slab, and is divided by the scale, if any.
     """
+    inverse = None if scale is None else 1 / scale
 
     # Two sums of one shape, so that a GPU computes both in one pass, and devices exchange them
     # together. Padding in a gradient's slab is zero and adds nothing.
     def sums(x: jax.Array, axis: int | None) -> _Sums:
         wide = x.astype(jnp.float32)
+        wide = wide if inverse is None else wide * inverse
         return jnp.sum(wide * wide, axis), jnp.sum(~jnp.isfinite(x), axis, jnp.float32)
 
     def add(x: _Sums, y: _Sums) -> _Sums:

@@ -22,7 +22,7 @@ _SUMS = 2
 def begin(
     key: Hashable, program: Program, microbatches: int, num_metrics: int, placement: Placement
 ) -> Kernel:
-    """The kernel `(variables, batch, key, step) -> (values, seed, new variables)`.
+    """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
     `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
@@ -31,7 +31,7 @@ def begin(
     Args:
         key: Key of the program.
         program: The cut loss. `values` are its prologue's values for each microbatch, and `seed` is
-            the cotangent of each microbatch's loss.
+            the cotangent of each microbatch's loss, multiplied by the scale if there is one.
         microbatches: Number of parts that the batch is split along its first axis.
         num_metrics: Number of metrics that the loss returns.
         placement: Placement of its arrays.
@@ -45,7 +45,7 @@ def begin(
 
     # Keys are folded with the step's number, not split step by step, so that a restored run draws
     # the same numbers.
-    def begin_step(variables, batch, key, step):
+    def begin_step(variables, batch, key, step, scale=1.0):
         step_key = jax.random.fold_in(key, step)
         rows, once = [], None
         for m in range(microbatches):
@@ -63,7 +63,8 @@ def begin(
             once = new if once is None else once
             variables = _chosen(drawn, new, variables)
         # The loss is the mean over microbatches, so with these seeds gradients sum to its gradient.
-        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
+        seed = jnp.full(loss.shape, scale / microbatches, loss.dtype)
+        return rows, seed, _chosen(drawn, new, once)
 
     gives = [row] * microbatches, small, small
     return Kernel(name="begin", key=key, build=lambda: begin_step, gives=gives)

@@ -28,7 +28,7 @@ from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
-_LOSS = jax.ShapeDtypeStruct((), jnp.float32)
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 _OK = jax.ShapeDtypeStruct((), jnp.bool_)
 _STEP = jax.ShapeDtypeStruct((), jnp.int32)
 _GROUP = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -41,9 +41,10 @@ def reduce(
     gradient: DTypeLike,
     placement: Placement,
 ) -> Kernel:
-    """The kernel `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
+    """The kernel `(gradient, masters, state, numbers, globals, ok) -> (scalars, squared norm, ok)`.
 
-    Scalars of one dtype are returned as one array, because each result takes time to dispatch.
+    The numbers are the loss and, if gradients are scaled, the scale. Scalars of one dtype are
+    returned as one array, because each result takes time to dispatch.
 
     Args:
         cut: The optimizer. Masters and state are None unless its reduction reads them.
@@ -60,11 +61,12 @@ def reduce(
 
         # A fragment takes all arrays of its group, so that equal groups have equal fragments.
         # Arrays that it doesn't read were not fetched and are passed as None.
-        def reduce_group(gradient, masters, state, loss, small, ok):
-            square, ok = measured(gradient, ok, cut.guarded, layout.master.num_shards)
+        def reduce_group(gradient, masters, state, numbers, small, ok):
+            shards, scale = layout.master.num_shards, numbers[1:]
+            square, ok = measured(gradient, ok, cut.guarded, shards, *scale)
             masters = layout.master.decode_segments(masters) if Kind.MASTERS in reads else None
             state = layout.state.decode_segments(state) if Kind.OPTIMIZER_STATE in reads else ()
-            return _stacked(reduced(gradient, masters, state, [loss, *small])), square, ok
+            return _stacked(reduced(gradient, masters, state, [*numbers, *small])), square, ok
 
         return reduce_group
 
@@ -76,7 +78,7 @@ def reduce(
             placed(layout.master.gradient_avals(gradient), slabs),
             placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
             placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
-            placed(_LOSS, small),
+            placed([_NUMBER] * (1 + cut.is_scaled), small),
             placed(list(cut.globals), small),
             placed(_OK, small),
         ),
@@ -106,20 +108,22 @@ def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Ar
 
 
 def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
-    """The kernel `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
+    """The kernel `(numbers, globals, scalars of each group, ok) -> (messages, globals, ok)`.
 
-    If the optimizer is guarded, a loss that is not finite changes nothing.
+    The numbers are the loss and, if gradients are scaled, the scale. If the optimizer is guarded, a
+    loss that is not finite changes nothing.
     """
     fragment, num_messages, guarded = cut.combine, cut.num_messages, cut.guarded
 
-    def combine_groups(loss, state, stacked, ok):
+    def combine_groups(numbers, state, stacked, ok):
+        loss = numbers[0]
         ok = ok & jnp.isfinite(loss) if guarded else ok
         scalars = [
             x
             for row, reduced in zip(stacked, cut.reduce, strict=True)
             for x in _unstacked(row, reduced.jaxpr.outvars)
         ]
-        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, loss, *state, *scalars])
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *numbers, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import attention_kernel, checks
+from megatrain_jax._src.common.capability import compute_capability
 from megatrain_jax._src.models.arrays import check_array
 
 # Bytes of fp32 scores allowed for one piece of the queries.
@@ -182,10 +183,10 @@ def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
 
 
 def _width_here() -> int:
-    """The largest head width that cuDNN supports on this GPU; 0 without a GPU."""
-    if jax.default_backend() != "gpu":
+    """The largest head width that cuDNN supports on this GPU; 0 if it supports none."""
+    capability = compute_capability(jax.devices()[0])
+    if capability is None or capability < 8:  # as JAX requires for cuDNN's attention
         return 0
-    capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
     return 256 if capability >= 9 else 128
 
 

@@ -25,7 +25,9 @@ Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
-PrecisionGiven = Precision | Literal["compact", "two_bytes", "float32", "bfloat16"]
+PrecisionGiven = (
+    Precision | Literal["auto", "compact", "two_bytes", "float32", "bfloat16", "float16"]
+)
 Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
@@ -47,7 +49,7 @@ class Options:
 
     microbatches: Microbatches = 1
     waves: int | None = None
-    precision: PrecisionGiven = "bfloat16"
+    precision: PrecisionGiven = "auto"
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
     trainable: Trainable = None
@@ -81,9 +83,9 @@ class Options:
 
     @property
     def dtypes(self) -> Precision:
-        """The precision, which is stored as a record where a name was given."""
+        """The precision, which is stored as a record where a name was given, on the machine."""
         assert not isinstance(self.precision, str)
-        return self.precision
+        return self.precision.on(self.machine)
 
     def __post_init__(self) -> None:
         """Checks every option."""

@@ -1,7 +1,7 @@
 """The precision of a run: dtypes for storage, for computation and for the optimizer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.state.hardware import Hardware
 
 Rounding = Literal["stochastic", "nearest"]
-_COMPUTING = ("bfloat16", "float32", "float64")
-_MASTERS = (*_COMPUTING, "int8")
-_FLOAT32 = jnp.dtype("float32")
+_COMPUTING = ("bfloat16", "float16", "float32", "float64")
+_MASTERS = ("bfloat16", "float32", "float64", "int8")
+_FLOAT16, _FLOAT32 = jnp.dtype("float16"), jnp.dtype("float32")
 _SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 
@@ -35,8 +36,10 @@ class Precision:
             types are enabled, float64; "int8" for codes with one scale per block of 128; or a
             mapping from paths to bfloat16, float32 or "int8". Without a mapping, parameters with
             one axis (norms, biases) are not coded but stay in fp32.
-        compute: dtype that parameters are cast to before the model sees them: bfloat16, float32 or
-            float64. A dtype with a narrower range, such as float16, would need loss scaling.
+        compute: dtype that parameters are cast to before the model sees them: bfloat16, float16,
+            float32 or float64; None for bfloat16, or float16 on a GPU without bfloat16. With
+            float16 the loss is scaled dynamically for its gradients: steps with gradients that are
+            not finite are skipped, and records have the metrics "loss_scale" and "skipped".
         frozen: dtype of parameters in the host that are not trained; None for the masters' dtype,
             with a warning if that is "int8". bfloat16 halves their memory and transfer time. int8,
             with one scale per block of 128, quarters them, and also applies to norms and biases.
@@ -64,7 +67,7 @@ class Precision:
     """
 
     master: DTypeLike | Mapping[str, DTypeLike] = jnp.float32
-    compute: DTypeLike = jnp.bfloat16
+    compute: DTypeLike | None = None
     frozen: DTypeLike | None = None
     state: DTypeLike | Mapping[str, DTypeLike] | None = None
     sums: DTypeLike = jnp.float32
@@ -75,7 +78,7 @@ class Precision:
         state = None if self.state is None else _held("state", self.state, _STATES)
         canonical = {
             "master": _held("master", self.master, _MASTERS),
-            "compute": _computing(_dtype("compute", self.compute)),
+            "compute": None if self.compute is None else _computing(self.compute),
             "frozen": None if self.frozen is None else _frozen(self.frozen),
             # Optimizer state of fp32 masters is fp32 anyway.
             "state": None if state == _FLOAT32 else state,
@@ -98,26 +101,48 @@ class Precision:
 
     @classmethod
     def compact(
-        cls, compute: DTypeLike = jnp.bfloat16, sums: DTypeLike = jnp.float32
+        cls, compute: DTypeLike | None = None, sums: DTypeLike = jnp.float32
     ) -> "Precision":
         """Four bytes per parameter with Adam: masters in bfloat16, moments in 8 bits.
 
         Args:
-            compute: dtype that parameters are cast to before the model sees them.
+            compute: dtype that parameters are cast to before the model sees them; see `Precision`.
             sums: dtype in which sums of gradients are stored.
         """
         return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
     @classmethod
-    def two_bytes(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
+    def two_bytes(cls, compute: DTypeLike | None = None) -> "Precision":
         """Two bytes per parameter with Adam: masters in 8 bits, moments in 4.
 
         With Muon or Lion, which have one moment, a parameter takes 1.6 bytes.
 
         Args:
-            compute: dtype that parameters are cast to before the model sees them.
+            compute: dtype that parameters are cast to before the model sees them; None for the
+                one of `Precision`.
         """
         return cls(master=jnp.int8, state=jnp.int4, compute=compute)
+
+    def on(self, machine: Hardware | None) -> "Precision":
+        """The same precision with the compute dtype of a machine, if none was chosen.
+
+        Args:
+            machine: The machine; None for one with bfloat16, or without a GPU.
+
+        Examples:
+            >>> from megatrain_jax import T4
+            >>> Precision().on(T4).compute, Precision().on(None).compute
+            (dtype('float16'), dtype(bfloat16))
+        """
+        if self.compute is not None:
+            return self
+        has_bfloat16 = machine is None or machine.has_bfloat16
+        return replace(self, compute=jnp.bfloat16 if has_bfloat16 else jnp.float16)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled for its gradients, so that float16 can hold small ones."""
+        return self.compute == _FLOAT16
 
     @property
     def update(self) -> Any:
@@ -137,9 +162,9 @@ class Precision:
 def precision_of(name: str, value: Any) -> Precision:
     """Returns the argument for a precision as a record, also where it is a name.
 
-    "compact" and "two_bytes" are `Precision.compact()` and `.two_bytes()`. "float32" and
-    "bfloat16" are dtypes of the computation, as after `--compute` on the command line; masters and
-    optimizer state are fp32.
+    "auto" is `Precision()`; "compact" and "two_bytes" are `Precision.compact()` and `.two_bytes()`.
+    "bfloat16", "float16" and "float32" are dtypes of the computation, as after `--compute` on the
+    command line; masters and optimizer state are fp32.
 
     Args:
         name: Name of the argument.
@@ -153,9 +178,12 @@ def precision_of(name: str, value: Any) -> Precision:
         return value
     if isinstance(value, str) and value in ("compact", "two_bytes"):
         return getattr(Precision, value)()
-    if isinstance(value, str) and value in ("float32", "bfloat16"):
+    if isinstance(value, str) and value in ("float32", "bfloat16", "float16"):
         return Precision(compute=value)
-    allowed = 'a megatrain_jax.Precision, "compact", "two_bytes", "float32" or "bfloat16"'
+    if isinstance(value, str) and value == "auto":
+        return Precision()
+    names = '"auto", "compact", "two_bytes", "float32", "bfloat16" or "float16"'
+    allowed = f"a megatrain_jax.Precision, {names}"
     hint = "pass for example Precision(compute=jnp.bfloat16)"
     error = ValueError if isinstance(value, str) else TypeError
     raise error(refused(name, allowed, value, hint))
@@ -221,14 +249,13 @@ def _sums(given: Any) -> Any:
     return _allowed("sums", dtype.name, dtype, _SUMS)
 
 
-def _computing(dtype: Any) -> Any:
-    dtype = _floating("compute", dtype)
-    # Gradients have the compute dtype. Without loss scaling, small gradients become zero in a dtype
-    # with a narrower range of exponents than fp32.
+def _computing(given: Any) -> Any:
+    dtype = _floating("compute", _dtype("compute", given))
+    # Gradients have the compute dtype, and 8 bits need a scale for each tensor, not one for all.
     if dtype.name not in _COMPUTING:
         raise ValueError(
-            f"Precision(compute={dtype.name}) is not supported: losses are not scaled, so small "
-            "gradients would become zero. Use bfloat16, which has fp32's range, or float32."
+            f"Precision(compute={dtype.name}) is not supported: its range is too narrow for "
+            "gradients, even with a scaled loss. Use bfloat16, float16 or float32."
         )
     return dtype
 

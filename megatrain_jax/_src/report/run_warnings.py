@@ -42,8 +42,17 @@ def warn_of(texts: Iterable[str]) -> None:
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
-    own = (_one_stage, _wide_products, _coded_differences, _coded_frozen)
+    own = (_no_bfloat16, _one_stage, _wide_products, _coded_differences, _coded_frozen)
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
+
+
+def _no_bfloat16(spec: RunSpec) -> list[str]:
+    """Says that float16 was chosen, as the GPU has no bfloat16."""
+    given = spec.options.precision
+    was_chosen = not isinstance(given, str) and given.compute is None
+    if not was_chosen or not spec.precision.scales_loss:
+        return []
+    return ["this GPU has no bfloat16; computing in float16 with dynamic loss scaling"]
 
 
 def _one_stage(spec: RunSpec) -> list[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.kernels import steps, updates
+from megatrain_jax._src.kernels import loss_scale, steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
@@ -70,7 +70,8 @@ class Engine:
         self._running = schedule
         # Kept beside the new ones, in case a number is not finite.
         variables = self.store.variables
-        live, seed, self.store.variables = self._begin(step, batch)
+        scale = () if self.store.scaling is None else self.store.scaling[:1]
+        live, seed, self.store.variables = self._begin(step, batch, scale)
         for cotangents in live.cotangents:
             cotangents[step.program.outputs[0]] = seed
         for instruction in instructions:
@@ -87,6 +88,10 @@ class Engine:
         self.group_ok = live.group_ok
         end = self.kernels.get(steps.END)
         metrics, self.store.step = end(self._means(live), live.squares, self.store.step)
+        if self.store.scaling is not None:
+            metrics["loss_scale"] = self.store.scaling[0]
+            change = self._find("change scale", loss_scale.change)
+            self.store.scaling = change(*self.store.scaling, self.store.ok)
         return metrics
 
     def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -140,11 +145,11 @@ class Engine:
             self.store.wake()
 
     def _begin(
-        self, step: BoundStep, batch: Sequence[jax.Array]
+        self, step: BoundStep, batch: Sequence[jax.Array], scale: Sequence[jax.Array] = ()
     ) -> tuple[LiveValues, jax.Array, list[jax.Array]]:
         begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
         rows, seed, variables = begin(
-            self.store.variables, list(batch), self.store.key, self.store.step
+            self.store.variables, list(batch), self.store.key, self.store.step, *scale
         )
         ids = step.program.prologue_values
         live = LiveValues(
@@ -164,6 +169,11 @@ class Engine:
             means = self._find(key, lambda: steps.means(names, weighted=weighted))
             live.means = means([[row[i] for i in ids] for row in live.rows])
         return live.means
+
+    def _numbers(self, live: LiveValues) -> list[jax.Array]:
+        """The loss and, if it is scaled, its scale: an optimizer's arguments besides arrays."""
+        scaling = self.store.scaling
+        return [self._means(live)["loss"], *(() if scaling is None else scaling[:1])]
 
     # ---- instructions
 
@@ -340,8 +350,8 @@ class Engine:
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
         run = self._of_group(Op.REDUCE, group, gradient[0].dtype)
-        loss = self._means(live)["loss"]
-        scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
+        numbers = self._numbers(live)
+        scalars, *measured = run(gradient, masters, state, numbers, store.globals, store.ok)
         live.scalars[group] = scalars
         self._note(live, group, *measured)
         self._dispatched.note(task, measured[0])
@@ -356,8 +366,8 @@ class Engine:
         store = self.store
         run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer, store.placement))
         scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
-        loss = self._means(live)["loss"]
-        self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
+        numbers = self._numbers(live)
+        self._messages, store.globals, store.ok = run(numbers, store.globals, scalars, store.ok)
         self._combined_ok, self._combined_step = store.ok, store.step
 
     def _update(self, live: LiveValues | None, group: int, task: int) -> None:

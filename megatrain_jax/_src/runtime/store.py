@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.kernels.loss_scale import Scaling
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.host_leaves import Run, read_leaves, runs_of
 from megatrain_jax._src.state.placement import Placement
@@ -48,17 +49,25 @@ class Store:
             updates do nothing while it is false.
         step: Number of the next step, from 0.
         key: The key from which all random numbers of the loss are drawn.
+        scaling: Scale of the next step's loss and the count of good steps; None without scaling.
         before_replacing: Called with a group before its state gets new arrays in the host, if the
             old ones are still being read.
     """
 
-    def __init__(self, layouts: Sequence[GroupLayout], placement: Placement, key: jax.Array):
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        placement: Placement,
+        key: jax.Array,
+        scaling: Scaling | None = None,
+    ):
         """Makes a store at rest and without slabs, before step 0.
 
         Args:
             layouts: Layout of each group's state in slabs, by the group's number.
             placement: The devices and memories of its arrays.
             key: The key from which all random numbers of the loss are drawn.
+            scaling: Scale of the first step's loss and its count; None without scaling.
         """
         self.layouts, self.placement = tuple(layouts), placement
         self.host: dict[Key, Slabs] = {}
@@ -67,7 +76,7 @@ class Store:
         self.globals: list[jax.Array] = []
         self.ok = self.small(jnp.array(True))
         self.step = self.small(jnp.array(0, jnp.int32))
-        self.key = self.small(key)
+        self.key, self.scaling = self.small(key), self.small(scaling)
         self.before_replacing: Callable[[int], None] | None = None
         # For several processes: the slabs last gathered from all, and their copies. A slab's leaves
         # are read one after another, and each read would gather it again.
@@ -161,6 +170,6 @@ class Store:
             del self.host[key]
 
     def _move_small(self, sharding: jax.sharding.Sharding) -> None:
-        small = (self.variables, self.globals, self.ok, self.step, self.key)
+        small = (self.variables, self.globals, self.ok, self.step, self.key, self.scaling)
         moved = self.placement.put(small, sharding)
-        self.variables, self.globals, self.ok, self.step, self.key = moved
+        self.variables, self.globals, self.ok, self.step, self.key, self.scaling = moved

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megatrain_jax._src.kernels.loss_scale import can_be_halved
 from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.spec.bound_step import BoundStep
@@ -25,9 +26,9 @@ class TooManySkippedError(FloatingPointError):
 class StepMetrics(dict[str, jax.Array]):
     """The metrics of one step by name, as device scalars that may not be ready yet.
 
-    The keys are "loss", "grad_norm", the loss function's own metrics and the hyperparameters that
-    `optax.inject_hyperparams` used in the step. The attributes let `Trainer.read` decide whether
-    the step was finite.
+    The keys are "loss", "grad_norm", the loss function's own metrics, the hyperparameters that
+    `optax.inject_hyperparams` used in the step and, in float16, "loss_scale". The attributes let
+    `Trainer.read` decide whether the step was finite.
 
     Attributes:
         step: Number of the step, from 1.
@@ -145,7 +146,8 @@ class Training:
         self._in_flight.popleft()
         self.skipped_in_row = 0 if healthy else self.skipped_in_row + 1
         self.num_skipped += not healthy
-        if self.skipped_in_row >= self._max_skipped:  # more, if a resumed run allows fewer
+        # More, if a resumed run allows fewer, or if the scale of the loss was being halved.
+        if self.skipped_in_row >= self._max_skipped and not _overflows_by_scale(metrics):
             self.skipped_in_row = 0  # a caller who continues has the full number again
             raise TooManySkippedError(
                 f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
@@ -202,3 +204,14 @@ class Training:
         # Steps dispatched after this one did nothing. A step that has changed something counts.
         self.num_steps = metrics.step if touched else metrics.step - 1
         self._engine.set_step(self.num_steps)
+
+
+def _overflows_by_scale(metrics: StepMetrics) -> bool:
+    """Whether only the scaled gradients of a skipped step were not finite, for all that is known.
+
+    A smaller scale may then help. The loss itself is computed without the scale.
+    """
+    if "loss_scale" not in metrics:
+        return False
+    loss, scale = jax.device_get((metrics["loss"], metrics["loss_scale"]))
+    return bool(np.isfinite(loss)) and can_be_halved(float(scale))

@@ -107,7 +107,7 @@ def _cut(
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.dtypes)
     # A step is skipped as a whole, so all gradients must be known before any group is updated.
-    if options.on_nonfinite == "skip":
+    if options.on_nonfinite == "skip" or options.dtypes.scales_loss:
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
     return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
 
@@ -135,14 +135,17 @@ def _cut_optimizer(
     # Renumbered without frozen parameters, which the optimizer never sees.
     of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
     group_of, num_groups = [g for _, g in rows], len(grouping.names)
+    is_scaled = precision.scales_loss
 
     def key() -> Hashable:
         tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
         sizes = tuple((x.shape, x.dtype) for x in shapes)
-        return Same(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
+        groups = tuple(group_of), num_groups
+        return Same(optimizer), tree, sizes, tuple(of_optax), *groups, is_scaled
 
     def cut() -> OptimizerCut:
-        made = cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        given = optimizer, params_tree, shapes, of_optax, group_of, num_groups
+        made = cut_optimizer(*given, is_scaled=is_scaled)
         return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
 
     # It doesn't depend on the batch, so plans for many batches share it.

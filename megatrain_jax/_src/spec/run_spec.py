@@ -301,7 +301,7 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "the shapes of a batch": batch_key(sample_batch),
         "`microbatches`": options.microbatches,
         "`waves`": spec.waves,
-        "`precision`": options.precision,
+        "`precision`": options.dtypes,
         "`device_budget`": options.device_budget,
         "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),
         "`seed`": options.seed,

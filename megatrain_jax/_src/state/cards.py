@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.capability import compute_capability
 from megatrain_jax._src.state import host_memory, pool_limit
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, num_local_devices
@@ -52,7 +53,8 @@ def _number(card: str, name: str, figure: Mapping[str, Any]) -> float:
         raise ValueError(f"{_FILE.name}: `{name}` of {card} has no source")
     if figure.get("unit") not in _UNITS:
         raise ValueError(f"{_FILE.name}: `{name}` of {card} has an unknown unit {figure['unit']!r}")
-    return figure["value"] * _UNITS[figure.get("unit")]
+    value = figure["value"]
+    return value if isinstance(value, bool) else value * _UNITS[figure.get("unit")]
 
 
 _ENTRIES = json.loads(_FILE.read_text(encoding="utf-8"))
@@ -75,6 +77,7 @@ RTX_4090 = _CARDS["RTX_4090"]
 RTX_5090 = _CARDS["RTX_5090"]
 RTX_A6000 = _CARDS["RTX_A6000"]
 T4 = _CARDS["T4"]
+V100 = _CARDS["V100"]
 
 # As messages list them: A10G before A100, and that before A6000.
 _BY_NAME = dict(
@@ -156,6 +159,8 @@ def this_machine() -> Hardware | None:
         return None
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
+    if (capability := compute_capability(device)) is not None:
+        known = replace(known, has_bfloat16=capability >= 8)
     # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share

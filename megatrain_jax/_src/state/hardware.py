@@ -26,15 +26,17 @@ class Hardware:
             infinite by default, so that only the links limit transfers.
         peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
             `None` if only the links connect them. Collectives then pass through the host's memory.
-        flops_per_s: Floating-point operations per second in bfloat16 matrix products.
+        flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
+            if the card has no bfloat16.
         memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
             infinite by default, so that operations that only move bytes take no time.
         sustained: Share of `flops_per_s` that the stages of a step reach outside attention kernels.
         sustained_attention: Share of `flops_per_s` that attention kernels, such as cuDNN's, reach
             in forward and backward together; operations that a causal mask skips don't count.
+        has_bfloat16: Whether the card computes in bfloat16, as NVIDIA's do from Ampere on.
         widest_heads: Maximum width of heads that cuDNN's attention supports on this card: 256 from
-            Hopper on. Plans made on another machine use it to tell whether `models.attention`
-            calls cuDNN.
+            Hopper on, 0 if the card is older than Ampere. Plans made on another machine use it to
+            tell whether `models.attention` calls cuDNN.
         source: Source of the rates, such as "measured"; vendors' peaks are never reached.
 
     Raises:
@@ -64,6 +66,7 @@ class Hardware:
     sustained: float = 0.7
     # 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691); assumed for other cards too.
     sustained_attention: float = 0.6
+    has_bfloat16: bool = True
     widest_heads: int = 128
     source: str = "given"
 
@@ -75,7 +78,9 @@ class Hardware:
         for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
-        object.__setattr__(self, "widest_heads", checks.integer("widest_heads", self.widest_heads))
+        checks.boolean("has_bfloat16", self.has_bfloat16)
+        widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
+        object.__setattr__(self, "widest_heads", widest_heads)
         for name in ("link_bytes_per_s", "flops_per_s", "sustained", "sustained_attention"):
             checks.number(name, getattr(self, name), above=0)
         for name, unknown in (

@@ -21,13 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.layers.index import Index, joined
 from megatrain_jax._src.program.optimizer.cases import split_cases
 from megatrain_jax._src.program.optimizer.flatten import flatten_init, flatten_update
 from megatrain_jax._src.program.optimizer.slicing import (
@@ -74,6 +72,8 @@ class OptimizerCut:
         guarded: Whether a step with non-finite gradients must be dropped; not if the optimizer
             tests for that itself.
         skips: Whether a dropped step does not end the run.
+        is_scaled: Whether gradients belong to a scaled loss, so that updates divide them by the
+            scale. The fragments of *reduce* and *combine* then take the scale after the loss.
         state_def: Tree structure of the whole Optax state.
         state_shapes: Shape and dtype of its leaves.
         state: For each group, the pieces of state it owns.
@@ -96,6 +96,7 @@ class OptimizerCut:
     deferred: bool
     guarded: bool
     skips: bool
+    is_scaled: bool = False
     state_def: Any
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[tuple[StateLeaf, ...], ...]
@@ -126,6 +127,8 @@ def cut_optimizer(
     leaves: Sequence[Leaf],
     group_of: Sequence[int],
     num_groups: int,
+    *,
+    is_scaled: bool = False,
 ) -> OptimizerCut:
     """Cuts an Optax transformation by parameter group.
 
@@ -137,12 +140,13 @@ def cut_optimizer(
         leaves: Leaves in which the parameters are stored.
         group_of: Group of each leaf.
         num_groups: Number of groups.
+        is_scaled: Whether gradients belong to a scaled loss.
 
     Raises:
         ValueError: It needs more than gradients, parameters, its state and the loss.
         CoupledGroupsError: It couples parameters in a way that can't be cut.
     """
-    traced = trace_optimizer(optimizer, params_tree, shapes)
+    traced = trace_optimizer(optimizer, params_tree, shapes, is_scaled=is_scaled)
     leaf_map = LeafMap(traced, leaves, group_of, num_groups)
     return _cut(leaf_map, flatten_update(leaf_map), flatten_init(leaf_map))
 
@@ -168,7 +172,7 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
     """The error message of a conflict: its reason, up to six inputs by name, and a remedy."""
     leaves = [leaf.name for leaf in leaf_map.leaves]
     tokens = [f"state{token.name}" for token in leaf_map.tokens]
-    invars = update.jaxpr.invars[len(update.consts) : -1]
+    invars = update.jaxpr.invars[len(update.consts) : -leaf_map.traced.num_numbers]
     name_of = dict(zip(invars, [*leaves, *leaves, *tokens], strict=True))
     name_of.update(zip(init.jaxpr.invars[len(init.consts) :], leaves, strict=True))
     shown = list(dict.fromkeys(name_of[v] for v in conflict.variables if v in name_of))[:6]
@@ -180,32 +184,6 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
     )
 
 
-def assemble_state(
-    cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
-) -> Any:
-    """Assembles Optax's own state, as NumPy arrays.
-
-    Args:
-        cut: The cut, with the place of each array.
-        per_group: Arrays of each group, in the order of `cut.state`.
-        global_state: Arrays in the order of `cut.globals`.
-    """
-    rows: list[list[tuple[Index, Any]]] = [[] for _ in cut.state_shapes]
-    described = [*zip(cut.state, per_group, strict=True), (cut.globals, global_state)]
-    for owned, arrays in described:
-        for leaf, array in zip(owned, arrays, strict=True):
-            rows[leaf.leaf].append((leaf.index, array))
-    whole = [_whole(row, shape.shape) for row, shape in zip(rows, cut.state_shapes, strict=True)]
-    return jax.tree.unflatten(cut.state_def, whole)
-
-
-def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
-    """One array of Optax's state from its slices; a random key is never sliced."""
-    _, value = row[0]
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return value if is_key else joined(row, shape)
-
-
 class _Cutter:
     """Finds the owner of each token (a piece of state), and slices the flat update accordingly."""
 
@@ -213,8 +191,9 @@ class _Cutter:
         self.leaf_map, self.update, self.init = leaf_map, update, init
         n = len(leaf_map.leaves)
         inputs = list(update.jaxpr.invars[len(update.consts) :])
+        end = len(inputs) - leaf_map.traced.num_numbers
         self.grads, self.params = inputs[:n], inputs[n : 2 * n]
-        self.tokens, self.loss = inputs[2 * n : -1], inputs[-1]
+        self.tokens, self.numbers = inputs[2 * n : end], inputs[end:]
         self.initial_params = list(init.jaxpr.invars[len(init.consts) :])
         self.initial_groups = dict(zip(self.initial_params, leaf_map.group_of, strict=True))
         outputs = list(update.jaxpr.outvars)
@@ -223,7 +202,7 @@ class _Cutter:
         self.owned = jx.members(self.owner, leaf_map.num_groups)
         self.shared = [t for t, o in enumerate(self.owner) if o is None]
         owners = [NEUTRAL if owner is None else owner for owner in self.owner]
-        labels = {**self._parameter_groups(), self.loss: NEUTRAL}
+        labels = {**self._parameter_groups(), **dict.fromkeys(self.numbers, NEUTRAL)}
         labels.update(zip(self.tokens, owners, strict=True))
         self.initial = Slicer(self.init, self.initial_groups, owners)
         self.slicer = Slicer(self.update, labels, [*leaf_map.group_of, *owners])
@@ -288,6 +267,7 @@ class _Cutter:
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
             skips=False,
+            is_scaled=leaf_map.traced.is_scaled,
             state_def=leaf_map.traced.state_def,
             state_shapes=leaf_map.traced.state_shapes,
             state=tuple(tuple(leaf_map.tokens[t] for t in owned[g]) for g in groups),
@@ -336,14 +316,14 @@ class _Cutter:
         reduced: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
         for v in scalars:
             reduced[self.slicer.group[v]].append(v)
-        arguments = [self.loss, *(self.tokens[t] for t in self.shared)]
+        arguments = [*self.numbers, *(self.tokens[t] for t in self.shared)]
         arguments += [v for row in reduced for v in row]
         return self.slicer.fragment(eqns, arguments, outputs), reduced
 
     def _reduce(self, g: int, scalars: list[Any]) -> Fragment:
         """The fragment that computes scalars of a group from its arrays and shared state."""
         eqns, _ = self.slicer.closure(scalars, lambda _: False)
-        shared = [self.loss, *(self.tokens[t] for t in self.shared)]
+        shared = [*self.numbers, *(self.tokens[t] for t in self.shared)]
         return self.slicer.fragment(eqns, [*self._arguments(g), *shared], scalars)
 
     def _reads(self, reduced: list[list[Any]]) -> frozenset[Kind]:

@@ -20,7 +20,9 @@ from megatrain_jax._src.program.optimizer.trace_optimizer import LeafMap
 
 
 def flatten_update(leaf_map: LeafMap) -> jx.Traced:
-    """The update `(grads, params, tokens, loss) -> (new params, new tokens)` on leaves and tokens.
+    """The update `(grads, params, tokens, *numbers) -> (new params, new tokens)`, on leaves.
+
+    The numbers are the loss and, if gradients are scaled, the scale.
 
     Args:
         leaf_map: The traced optimizer, and the arrays as stored.
@@ -41,20 +43,20 @@ def _traced_again(leaf_map: LeafMap) -> jx.Traced:
     """The update on leaves and tokens, some of which are slices."""
     source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
 
-    def flat(grads, params, tokens, loss):
+    def flat(grads, params, tokens, *numbers):
         args = [
             *leaf_map.params(grads),
             *leaf_map.params(params),
             *leaf_map.state(tokens),
-            Value(loss),
+            *map(Value, numbers),
         ]
         out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
         return leaf_map.leaf_values(out[:n]), leaf_map.token_values(out[n:])
 
     shapes = leaf_map.leaf_shapes()
     tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaf_map.tokens]
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    return jx.trace(flat, shapes, shapes, tokens, loss)
+    numbers = [jax.ShapeDtypeStruct((), jnp.float32)] * leaf_map.traced.num_numbers
+    return jx.trace(flat, shapes, shapes, tokens, *numbers)
 
 
 def flatten_init(leaf_map: LeafMap) -> jx.Traced:

@@ -48,7 +48,8 @@ def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
     """
     positions = find_hyperparameters(cut)
     combine, initial = cut.combine, cut.initial_globals
-    states = combine.jaxpr.invars[len(combine.consts) + 1 :]  # after the loss
+    first = len(combine.consts) + 1 + cut.is_scaled  # after the loss and its scale
+    states = combine.jaxpr.invars[first:]
     updated = combine.jaxpr.outvars[cut.num_messages :]
     kept = {
         name: position

@@ -65,7 +65,8 @@ class TracedOptimizer:
     """The traced update and initialisation of a whole tree.
 
     Attributes:
-        update: `(grads, params, state, loss) -> (new params, new state)`.
+        update: `(grads, params, state, loss) -> (new params, new state)`; if gradients are scaled,
+            with the loss's scale as one more argument.
         init: `params -> state`.
         param_shapes: Shape of each parameter.
         state_def: Tree structure of the state.
@@ -73,6 +74,7 @@ class TracedOptimizer:
         state_names: Path of each leaf of the state.
         state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
             or None.
+        is_scaled: Whether gradients belong to a scaled loss.
     """
 
     update: jx.Traced
@@ -82,10 +84,20 @@ class TracedOptimizer:
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
     state_names: tuple[str, ...]
     state_of: tuple[int | None, ...]
+    is_scaled: bool = False
+
+    @property
+    def num_numbers(self) -> int:
+        """Number of single numbers after the update's arrays: the loss, and its scale if any."""
+        return 2 if self.is_scaled else 1
 
 
 def trace_optimizer(
-    optimizer: Any, params_tree: Callable[[Sequence[Any]], Any], shapes: Shapes
+    optimizer: Any,
+    params_tree: Callable[[Sequence[Any]], Any],
+    shapes: Shapes,
+    *,
+    is_scaled: bool = False,
 ) -> TracedOptimizer:
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
@@ -93,6 +105,8 @@ def trace_optimizer(
         optimizer: The Optax transformation.
         params_tree: Function from one array per parameter to the tree that the optimizer sees.
         shapes: Shape and dtype of each parameter's master copy.
+        is_scaled: Whether gradients belong to a scaled loss. The update then divides them by the
+            scale first.
 
     Raises:
         ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
@@ -102,7 +116,11 @@ def trace_optimizer(
     init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
     state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
 
-    def update(grads, params, state, loss):
+    def update(grads, params, state, loss, *scale):
+        if scale:
+            # A power of two, so multiplication by its inverse is exact, like a division.
+            inverse = 1 / scale[0]
+            grads = [g * inverse.astype(g.dtype) for g in grads]
         params, grads = params_tree(params), params_tree(grads)
         state = jax.tree.unflatten(init.out_tree, state)
         try:
@@ -114,8 +132,9 @@ def trace_optimizer(
             updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    args = (list(shapes), list(shapes), list(state_shapes), loss)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    numbers = [number, number] if is_scaled else [number]
+    args = (list(shapes), list(shapes), list(state_shapes), *numbers)
     # Traced as one function of the whole tree, with gradients in the masters' dtype, as kernels
     # cast them.
     traced = _explained(lambda: jx.trace(update, *args))
@@ -139,6 +158,7 @@ def trace_optimizer(
         state_shapes=state_shapes,
         state_names=tuple(map(jax.tree_util.keystr, paths)),
         state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+        is_scaled=is_scaled,
     )
 
 

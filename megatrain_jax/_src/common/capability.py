@@ -1,0 +1,16 @@
+"""The compute capability of an NVIDIA GPU: the generation of its units."""
+
+from typing import Any
+
+
+def compute_capability(device: Any) -> float | None:
+    """The compute capability of a JAX device, such as 7.5 or 9.0; None if it has none.
+
+    From 8.0 on, GPUs have bfloat16, and JAX calls cuDNN's attention on them.
+    """
+    if device.platform != "gpu":
+        return None
+    try:
+        return float(getattr(device, "compute_capability", ""))
+    except ValueError:  # AMD's GPUs have the name of an architecture
+        return None
