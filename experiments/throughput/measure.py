@@ -104,7 +104,11 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         microbatches=args.microbatches,
         waves=args.waves,
         precision=mt.Precision(
-            compute=compute, master=args.master, state=args.state, sums=args.sums
+            compute=compute,
+            master=args.master,
+            state=args.state,
+            sums=args.sums,
+            products=args.products,
         ),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
@@ -259,6 +263,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state", "sums"):
         parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
+    parser.add_argument("--products", choices=["float8"], help="dtype of products with parameters")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument(
         "--join",
@@ -307,7 +312,8 @@ def main() -> None:
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
         "held": {"master": args.master, "state": args.state}
-        | ({} if args.sums == "float32" else {"sums": args.sums}),
+        | ({} if args.sums == "float32" else {"sums": args.sums})
+        | ({} if args.products is None else {"products": args.products}),
         "hardware": hardware(),
         "versions": versions(),
         **figures,

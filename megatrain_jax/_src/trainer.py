@@ -24,6 +24,7 @@ from megatrain_jax._src.options.inputs import (
     check_order,
     check_parts,
 )
+from megatrain_jax._src.options.machine import check_products
 from megatrain_jax._src.options.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
@@ -131,6 +132,7 @@ class Trainer(RunState):
         run = options_of(Trainer.__init__, Options, options)
         # Starts JAX's backend; settings that must precede this were made on import.
         machine = this_machine()
+        check_products(run.dtypes, machine)
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
         placement = placed_on(mesh)

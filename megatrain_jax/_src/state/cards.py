@@ -16,10 +16,11 @@ _GIB = 2**30
 # a desktop computer of the card's time.
 #
 # Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
-# GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
-# reports 143771 MiB. With four cards, on one NUMA node: copies both ways at once of all of them
-# 156 GiB/s in all (157 to the devices alone, 123 from them alone; of two cards both ways 135), and
-# 246 GiB/s into each for a cast to bfloat16 with an all-gather. Attention by cuDNN with 28 heads, 4
+# GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products; on an H100
+# float8 products of 32768 x 5120 x 13824. The card reports 143771 MiB. With four cards, on one NUMA
+# node: copies both ways at once of all of them 156 GiB/s in all (157 to the devices alone, 123 from
+# them alone; of two cards both ways 135), and 246 GiB/s into each for a cast to bfloat16 with an
+# all-gather. Attention by cuDNN with 28 heads, 4
 # of keys and values, of width 128, causal: 530 TFLOP/s within steps on sequences of 262,144 tokens;
 # alone on 4,096 tokens 510 forward and 460 forward and backward.
 H200 = Hardware(
@@ -30,6 +31,7 @@ H200 = Hardware(
     host_bytes_per_s=156 * _GIB,
     peer_bytes_per_s=246 * _GIB,
     flops_per_s=730e12,
+    float8_flops_per_s=1395e12,
     memory_bytes_per_s=4.8e12,
     sustained=0.8,
     sustained_attention=530 / 730,
@@ -96,8 +98,8 @@ RTX_3080 = Hardware(
     memory_bytes_per_s=760e9,
     source="vendor peak",
 )
-# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, no NVLink; its driver
-# sends all traffic between cards through the host.
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, in float8 with fp32
+# accumulation 330.3, no NVLink; its driver sends all traffic between cards through the host.
 RTX_4090 = Hardware(
     name="NVIDIA GeForce RTX 4090",
     typical_host_bytes=64 * _GIB,
@@ -105,6 +107,7 @@ RTX_4090 = Hardware(
     link_bytes_per_s=31.5e9,
     host_bytes_per_s=_EPYC_SOCKET,
     flops_per_s=165.2e12,
+    float8_flops_per_s=330.3e12,
     memory_bytes_per_s=1008e9,
     source="vendor peak",
 )
@@ -121,8 +124,8 @@ RTX_3090 = Hardware(
     memory_bytes_per_s=936e9,
     source="vendor peak",
 )
-# NVIDIA L40S data sheet: 362.05 TFLOP/s, half of its number for sparse products; no NVLink. With
-# error correction the card reports 46068 MiB.
+# NVIDIA L40S data sheet: 362.05 TFLOP/s and 733 in float8, half of its numbers for sparse products;
+# no NVLink. With error correction the card reports 46068 MiB.
 L40S = Hardware(
     name="NVIDIA L40S",
     typical_host_bytes=128 * _GIB,
@@ -130,6 +133,7 @@ L40S = Hardware(
     link_bytes_per_s=31.5e9,
     host_bytes_per_s=_EPYC_SOCKET,
     flops_per_s=362.05e12,
+    float8_flops_per_s=733e12,
     memory_bytes_per_s=864e9,
     source="vendor peak",
 )
@@ -137,8 +141,8 @@ L40S = Hardware(
 # cards: AMD EPYC 9004 (128 lanes of PCIe 5.0), 12 channels x 8 bytes x 4800 MT/s = 460.8 GB/s a
 # socket.
 #
-# NVIDIA RTX Blackwell GPU architecture white paper, GeForce RTX 5090: 209.5 TFLOP/s, no NVLink. The
-# card reports 32607 MiB.
+# NVIDIA RTX Blackwell GPU architecture white paper, GeForce RTX 5090: 209.5 TFLOP/s, in float8 with
+# fp32 accumulation 419, no NVLink. The card reports 32607 MiB.
 RTX_5090 = Hardware(
     name="NVIDIA GeForce RTX 5090",
     typical_host_bytes=96 * _GIB,
@@ -146,14 +150,15 @@ RTX_5090 = Hardware(
     link_bytes_per_s=63e9,
     host_bytes_per_s=460.8e9,
     flops_per_s=209.5e12,
+    float8_flops_per_s=419e12,
     memory_bytes_per_s=1792e9,
     widest_heads=256,
     source="vendor peak",
 )
-# NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, half of its number for
-# sparse products; 8 TB/s; NVLink 1.8 TB/s, half each way. The card reports 183359 MiB. The host is
-# a DGX B200's: two sockets, 8 channels x 8 bytes x 5600 MT/s = 358.4 GB/s each, and 2 TiB for eight
-# cards.
+# NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, in float8 4.5, half of its
+# numbers for sparse products; 8 TB/s; NVLink 1.8 TB/s, half each way. The card reports 183359 MiB.
+# The host is a DGX B200's: two sockets, 8 channels x 8 bytes x 5600 MT/s = 358.4 GB/s each, and 2
+# TiB for eight cards.
 B200 = Hardware(
     name="NVIDIA B200",
     typical_host_bytes=256 * _GIB,
@@ -162,13 +167,14 @@ B200 = Hardware(
     host_bytes_per_s=2 * 358.4e9,
     peer_bytes_per_s=900e9,
     flops_per_s=2250e12,
+    float8_flops_per_s=4500e12,
     memory_bytes_per_s=8e12,
     widest_heads=256,
     source="vendor peak",
 )
 # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3 and 480 GB of LPDDR5X: 990
-# TFLOP/s, 4 TB/s; NVLink-C2C 900 GB/s, half each way; 384 GB/s of the host's memory, which is less.
-# The card reports 97871 MiB. Several of them in one host are not counted.
+# TFLOP/s, in float8 1,979, 4 TB/s; NVLink-C2C 900 GB/s, half each way; 384 GB/s of the host's
+# memory, which is less. The card reports 97871 MiB. Several of them in one host are not counted.
 GH200 = Hardware(
     name="NVIDIA GH200 480GB",
     typical_host_bytes=480 * 10**9,
@@ -176,6 +182,7 @@ GH200 = Hardware(
     link_bytes_per_s=450e9,
     host_bytes_per_s=384e9,
     flops_per_s=990e12,
+    float8_flops_per_s=1979e12,
     memory_bytes_per_s=4e12,
     widest_heads=256,
     source="vendor peak",
@@ -216,8 +223,8 @@ RTX_A6000 = Hardware(
     memory_bytes_per_s=768e9,
     source=_UNMEASURED,
 )
-# NVIDIA L4 data sheet: 121 TFLOP/s, half of its number for sparse products; 300 GB/s; no NVLink.
-# With error correction the card reports 23034 MiB.
+# NVIDIA L4 data sheet: 121 TFLOP/s and 242.5 in float8, half of its numbers for sparse products;
+# 300 GB/s; no NVLink. With error correction the card reports 23034 MiB.
 L4 = Hardware(
     name="NVIDIA L4",
     typical_host_bytes=64 * _GIB,
@@ -225,6 +232,7 @@ L4 = Hardware(
     link_bytes_per_s=31.5e9,
     host_bytes_per_s=_EPYC_SOCKET,
     flops_per_s=121e12,
+    float8_flops_per_s=242.5e12,
     memory_bytes_per_s=300e9,
     source=_UNMEASURED,
 )
@@ -366,7 +374,15 @@ def this_machine() -> Hardware | None:
     device = default_device()
     if device.platform != "gpu":
         return None
-    unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
+    # Ada is the first architecture with units for float8.
+    capability = float(getattr(device, "compute_capability", "0"))
+    unknown = replace(
+        A100_80GB,
+        name=device.device_kind,
+        device_bytes=None,
+        float8_flops_per_s=2 * A100_80GB.flops_per_s if capability >= 8.9 else None,
+        source=_ASSUMED,
+    )
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
     # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")

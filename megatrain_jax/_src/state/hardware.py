@@ -26,6 +26,9 @@ class Hardware:
         peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
             `None` if only the links connect them. Collectives then pass through the host's memory.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products.
+        float8_flops_per_s: Floating-point operations per second in float8 matrix products; `None`
+            if the accelerator has no units for them, so that `Precision(products="float8")` is
+            refused.
         memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
             infinite by default, so that operations that only move bytes take no time.
         sustained: Share of `flops_per_s` that the stages of a step reach outside attention kernels.
@@ -59,6 +62,7 @@ class Hardware:
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
     flops_per_s: float
+    float8_flops_per_s: float | None = None
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
     sustained_attention: float = 0.6
@@ -80,6 +84,7 @@ class Hardware:
             ("memory_bytes_per_s", math.inf),
             ("host_bytes_per_s", math.inf),
             ("peer_bytes_per_s", None),
+            ("float8_flops_per_s", None),
             ("device_share", None),
         ):
             # An unknown rate limits nothing: it is infinite if times divide by it, else None.
