@@ -172,7 +172,7 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = KernelCache(placement.compiler_options), placement.processes
+    kernels, processes = KernelCache(_compiler_options(spec, placement)), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
@@ -193,6 +193,16 @@ def _started(
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
+
+
+def _compiler_options(spec: RunSpec, placement: Placement) -> dict[str, str | bool]:
+    """XLA options for a run's kernels."""
+    options: dict[str, str | bool] = {**placement.compiler_options}
+    # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
+    # cuBLASLt's on an H100.
+    if spec.precision.products is not None and placement.platform == "gpu":
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def _compiled(
