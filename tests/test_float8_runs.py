@@ -19,6 +19,7 @@ from megatrain_jax._src.program.loss import float8_stages
 from megatrain_jax._src.program.loss.float8_stages import OperandTraits, ProductChoice
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.work import forward_work
 from megatrain_jax._src.state import cards
 from optimizers import OPTIMIZERS
 from oracle import open_model, plain_jit, train_plain
@@ -78,8 +79,8 @@ def share(spec: RunSpec) -> float:
 # A model of each library, one with a tied embedding and one with scans and remats.
 FEW = ["nnx_tied", "linen_scan_remat", "equinox"]
 CASES_HERE = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-# Their products with parameters are within rules of their own, or loops of unknown length.
-UNREACHED = {"custom_rule", "while_two"}
+# Its products with parameters are in loops of unknown length.
+UNREACHED = {"while_two"}
 
 
 # One test of all, since they share what is traced and compiled.
@@ -97,8 +98,10 @@ def test_runs_agree_with_plain_jax_and_to_the_bit_with_each_other(name, tmp_path
     assert (share(spec_of(streamed)) > 0.5) != (name in UNREACHED)
     first = train(streamed, batches[:1], gradients=False)
     loss, _ = plain_gradient(case, batches[0])
-    # One code that is rounded the other way would show.
-    np.testing.assert_allclose(first.losses[0], loss, rtol=1e-6)
+    # One code that is rounded the other way would show, as in the towers, of which plain JAX codes
+    # both together.
+    rtol = 1e-4 if name == "sliced_towers" else 1e-6
+    np.testing.assert_allclose(first.losses[0], loss, rtol=rtol)
     streamed.save(tmp_path / "1")
     rest = train(streamed, batches[1:], gradients=False)
     resumed = trainer("least")
@@ -185,6 +188,39 @@ def test_a_mapping_names_exactly_the_products_in_float8():
     assert weights(spec_with(layers(), but)) == [[], *[[SQUARE, UP, DOWN]] * 2, []]
     with pytest.raises(ValueError, match="products.*has 'layer/\\*', which fits none"):
         spec_with(layers(), {"layer/*": "float8"})
+
+
+def test_a_plan_counts_float8_products_and_their_rate():
+    case, optimizer = layers(), OPTIMIZERS["adam"](None)
+    machine = dataclasses.replace(mt.card("H100"), memory_bytes_per_s=1e30)
+
+    def plan(products, machine=machine):
+        return mt.plan(case.build(), case.loss_fn, optimizer, case.batch(0), hardware=machine,
+                       precision=mt.Precision(products=products))  # fmt: skip
+
+    plain, ours = plan(None), plan("float8")
+    # Each layer's eight rows pass 8 squares forward, again in backward, and twice as many there.
+    flops = 2 * 4 * 2 * 8 * 8 * WIDE**2
+    assert plain.float8_flops_per_step == 0 and ours.float8_flops_per_step == flops
+    assert "float8 products, of that" in str(ours) and "1395 in float8" in str(ours)
+    assert "float8" not in str(plain)
+    spared = flops * (1 / machine.flops_per_s - 1 / 1395e12)
+    counted = ours.flops_per_step - plain.flops_per_step  # to code operands
+    more = (plain.seconds_compute or 0) + counted / machine.flops_per_s - spared
+    assert ours.seconds_compute == pytest.approx(more)
+    (warning,) = plan({"layers/0/out": None}).warnings
+    assert "no product of this model is computed in it" in warning
+
+
+def test_codes_take_time_in_memory():
+    spec = spec_with(layers(), "float8")
+    work = forward_work([bound.stage for bound in spec.first.stages])[1]
+    numbers = 8 * WIDE * (4 + 1 + 2) + 8 * WIDE**2 + 8 * WIDE * (4 + 2 + 1)
+    assert work.coded == 2.5 * numbers
+    slow, fast = (
+        dataclasses.replace(mt.card("H100"), memory_bytes_per_s=rate) for rate in (1.0, 1e30)
+    )
+    assert work.seconds(slow) - work.seconds(fast) == pytest.approx(work.coded)
 
 
 @pytest.mark.parametrize(("trainable", "keeps"), [(None, True), ("/[ab]$", False)])

@@ -156,6 +156,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "stages_that_keep_residuals": plan.num_kept,
         "num_stages": plan.num_stages,
         "planned_tflop_per_step": plan.flops_per_step / 1e12,
+        "planned_share_in_float8": plan.float8_flops_per_step / plan.flops_per_step,
         "num_devices": plan.num_devices,
         "tiles": [dataclasses.asdict(row) for row in plan.tiles],
         "keeps_costliest": plan.keeps_costliest,

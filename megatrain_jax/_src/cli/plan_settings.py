@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax._src.cli.allowed_names import Frozen, Master, Microbatches, OptimizerName, State
+from megatrain_jax._src.cli.allowed_names import (
+    Frozen,
+    Master,
+    Microbatches,
+    OptimizerName,
+    Products,
+    State,
+)
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.common import checks
 
@@ -22,6 +29,7 @@ class PlanSettings:
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         sums: Form of sums of gradients over microbatches.
+        products: Form of large products with parameters; default: bfloat16.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters; default: all.
@@ -44,6 +52,7 @@ class PlanSettings:
     state: State = "float32"
     master: Master | None = None
     sums: Master = "float32"
+    products: Products | None = None
     optimizer: OptimizerName = "adamw"
     clip: float | None = 1.0
     trainable: str | None = None

@@ -77,7 +77,12 @@ class Planner:
             self._optimizer,
             batch_shapes(rows, length),
             precision=precision_of(
-                settings.state, settings.master, frozen, jnp.bfloat16, settings.sums
+                settings.state,
+                settings.master,
+                frozen,
+                jnp.bfloat16,
+                settings.sums,
+                settings.products,
             ),
             trainable=trainable,
             **options,

@@ -8,7 +8,14 @@ import optax
 from jax.typing import DTypeLike
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.allowed_names import Decay, Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.allowed_names import (
+    Decay,
+    Frozen,
+    Master,
+    OptimizerName,
+    Products,
+    State,
+)
 
 
 def precision_of(
@@ -17,6 +24,7 @@ def precision_of(
     frozen: Frozen | None,
     compute: DTypeLike,
     sums: Master = "float32",
+    products: Products | None = None,
 ) -> mt.Precision:
     """The precision of a run.
 
@@ -26,6 +34,7 @@ def precision_of(
         frozen: Form of frozen parameters; None for the masters' form.
         compute: dtype that parameters are cast to for the model's computation.
         sums: Form of sums of gradients over microbatches.
+        products: Form of products with parameters; None for `compute`.
 
     Examples:
         >>> precision_of("compact", None, None, jnp.bfloat16) == mt.Precision.compact()
@@ -38,6 +47,7 @@ def precision_of(
         frozen=frozen,
         compute=compute,
         sums=sums,
+        products=products,
     )
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain_jax._src.cli.allowed_names import Decay, Master, OptimizerName, State
+from megatrain_jax._src.cli.allowed_names import Decay, Master, OptimizerName, Products, State
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.common import checks
 
@@ -53,6 +53,7 @@ class TrainingSettings:
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         compute: dtype of the computation; default: bfloat16 on a GPU and float32 elsewhere.
+        products: Form of large products with parameters; default: as `compute`.
         device_budget: GPU memory for state and activations, in bytes, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
@@ -108,6 +109,7 @@ class TrainingSettings:
     state: State = "float32"
     master: Master | None = None
     compute: Literal["bfloat16", "float32"] | None = None
+    products: Products | None = None
     device_budget: str | None = None
     host_budget: str | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.program import jaxpr as jx
+
 CODE = jnp.dtype(jnp.float8_e4m3fn)
 
 Codes = tuple[jax.Array, jax.Array]
@@ -129,6 +131,25 @@ def _backward(
 
 
 product.defvjp(_forward, _backward)
+
+
+def is_float8_product(eqn: Any) -> bool:
+    """Whether an equation is a product of two arrays of codes."""
+    return eqn.primitive.name == "dot_general" and all(a.aval.dtype == CODE for a in eqn.invars)
+
+
+def count_numbers(jaxpr: Any) -> int:
+    """Counts the numbers in operands and results of the float8 products of a jaxpr.
+
+    The body of a `scan` counts once for each of its turns, all branches of a `cond` together.
+    """
+    found = 0
+    for eqn in jx.opened(jaxpr).eqns:
+        if is_float8_product(eqn):
+            found += sum(jx.num_elements(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        found += times * sum(map(count_numbers, jx.inner_jaxprs(eqn)))
+    return found
 
 
 def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | None) -> Any:

@@ -108,18 +108,25 @@ class Hardware:
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
-    def compute_seconds(self, flops: float, attention: float, sustained: float = 1.0) -> float:
+    def compute_seconds(
+        self, flops: float, attention: float, sustained: float = 1.0, float8: float = 0.0
+    ) -> float:
         """Seconds that one accelerator takes for a number of operations.
 
         Args:
             flops: Number of operations, including attention's.
             attention: Number of operations in attention kernels.
             sustained: Share of `flops_per_s` that operations outside attention reach.
+            float8: Number of operations in float8 products.
         """
         # 1 gives the minimum time, for a bound; plans pass the stages' rate. For attention kernels,
         # the measured rate serves as both.
         others = (flops - attention) / sustained
-        return (others + attention / self.sustained_attention) / self.flops_per_s
+        found = (others + attention / self.sustained_attention) / self.flops_per_s
+        if self.float8_flops_per_s is None:
+            return found
+        # Only the products themselves are faster, not the operations around them.
+        return found - float8 * (1 / self.flops_per_s - 1 / self.float8_flops_per_s)
 
     def transfer_bytes_per_s(self, num_devices: int) -> float:
         """Bytes per second, one way, between the host and each of `num_devices` busy devices."""
