@@ -246,10 +246,8 @@ def _make(
     def key() -> Hashable:
         # Only these options affect the cut; storage in the host is laid out later.
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
-        dtypes = (
-            *map(str, (options.dtypes.compute, options.dtypes.update)),
-            options.dtypes.products,
-        )
+        precision = options.dtypes
+        dtypes = map(str, (precision.compute, precision.update, precision.products))
         numbers = microbatches, options.num_devices, options.on_nonfinite
         return *map(Same, objects), *dtypes, *numbers, num_parts
 
