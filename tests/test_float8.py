@@ -1,6 +1,7 @@
 """Products in float8: the product alone against NumPy, and runs against plain JAX."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def test_a_product_and_its_gradients_are_those_of_the_codes(formula, dtype, arra
     (axes, other), out = formula.split("->")[0].split(","), formula.split("->")[1]
     inner = [a for a in axes if a in other and a not in out]
     batch = [a for a in out if a in axes and a in other]
-    numbers = tuple(
+    numbers: Any = tuple(
         tuple(tuple(own.index(a) for a in group) for own in (axes, other))
         for group in (inner, batch)
     )
@@ -55,6 +56,7 @@ def test_a_product_and_its_gradients_are_those_of_the_codes(formula, dtype, arra
 
     (eqn,) = jax.make_jaxpr(plain)(left, right).eqns
     form = float8.Form.of(eqn, (True, True))
+    result: Any
     result, pull = jax.vjp(lambda x, y: float8.product(form, x, y), left, right)
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=result.shape), result.dtype)
     gradients = pull(cotangent)
@@ -80,7 +82,8 @@ def form_of(x, y, *needed: bool) -> float8.Form:
 
 
 def of(x, y) -> np.ndarray:
-    return np.asarray(float8.product(form_of(x, y, True, True), x, y), np.float64)
+    result: Any = float8.product(form_of(x, y, True, True), x, y)
+    return np.asarray(result, np.float64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
