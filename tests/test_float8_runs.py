@@ -44,7 +44,8 @@ def in_float8(function: Callable[..., Any], params: Any, *others: Any) -> Callab
     inputs = [dataclasses.replace(plain, laid_from=frozenset())] * num_consts + weights + rest
     choice = ProductChoice(itemsize=4, named=lambda path: True)
     search = float8_stages._ProductSearch(choice, [True] * num_params)
-    jaxpr = float8_stages.replaced(traced.jaxpr, search.choose(traced.jaxpr, inputs, is_last=False))
+    chosen, _ = search.choose(traced.jaxpr, inputs, is_last=False)
+    jaxpr = float8_stages.replaced(traced.jaxpr, chosen)
 
     def evaluated(*args):
         out = jx.evaluate(jaxpr, [*traced.consts, *jax.tree.leaves(args)])
@@ -112,6 +113,26 @@ def test_runs_agree_with_plain_jax_and_to_the_bit_with_each_other(name, tmp_path
         check_same_bits(run.opt_state, rest.opt_state)
 
 
+def test_devices_share_one_scale():
+    case = CASES["equinox"]
+    batches = [case.batch(seed) for seed in range(2)]
+    alone, both = (
+        train(
+            make_trainer(
+                case,
+                OPTIMIZERS["clip_adamw"],
+                products=EVERY,
+                mesh=jax.make_mesh((number,), ("data",), devices=jax.devices()[:number]),
+            ),
+            batches,
+            gradients=False,
+        )
+        for number in (1, 2)
+    )
+    np.testing.assert_allclose(both.losses, alone.losses, rtol=1e-6)
+    check_close(both.params, alone.params, 1e-5, "parameter")
+
+
 WIDE = 1024
 
 
@@ -128,6 +149,10 @@ def layers(batch: int = 2, width: int = WIDE) -> Case:
         first, last = jnp.ones((width, width)), jnp.ones((width, 2 * width))
         return {"first": first, "layers": [layer() for _ in range(2)], "last": last}
 
+    @jax.jit  # as many of `jnp`'s functions are
+    def turned(weight):
+        return weight.T.mT
+
     def loss_fn(model, batch):
         x = batch["x"].astype(model["first"].dtype) @ model["first"]
         for layer in model["layers"]:
@@ -137,7 +162,7 @@ def layers(batch: int = 2, width: int = WIDE) -> Case:
             chosen = jax.nn.softmax(x @ layer["router"])[..., :1]
             gate = x.astype(jnp.float32) @ layer["gate"].astype(jnp.float32)
             x = x + lax.dot(x[0], layer["exact"], precision=lax.Precision.HIGHEST)
-            h = jax.checkpoint(lambda x, layer=layer: jax.nn.silu(x @ layer["up"]))(x)
+            h = jax.checkpoint(lambda x, layer=layer: jax.nn.silu(x @ turned(layer["up"])))(x)
             x = x + ((h @ layer["down"]) * chosen * gate).astype(x.dtype)
         return (x @ model["last"]).astype(jnp.float32).mean()
 

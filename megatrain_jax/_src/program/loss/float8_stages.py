@@ -119,7 +119,7 @@ def _replaced(
         ),
     ]
     search = _ProductSearch(choice, named)
-    chosen = search.choose(stage.jaxpr, inputs, is_last and choice.named is None)
+    chosen, _ = search.choose(stage.jaxpr, inputs, is_last and choice.named is None)
     if not chosen:
         return stage.jaxpr, stage.key
     jaxpr = replaced(stage.jaxpr, chosen)
@@ -133,8 +133,10 @@ class _ProductSearch:
     def __init__(self, choice: ProductChoice, named: Sequence[bool]):
         self._choice, self._named = choice, named
 
-    def choose(self, jaxpr: Any, inputs: Sequence[OperandTraits], is_last: bool) -> Chosen:
-        """The chosen products of a jaxpr.
+    def choose(
+        self, jaxpr: Any, inputs: Sequence[OperandTraits], is_last: bool
+    ) -> tuple[Chosen, list[OperandTraits]]:
+        """The chosen products of a jaxpr, and the traits of its results.
 
         Args:
             jaxpr: An open jaxpr.
@@ -146,21 +148,24 @@ class _ProductSearch:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         for number, eqn in enumerate(jaxpr.eqns):
             ins = [_CONSTANT if jx.is_literal(a) else env[a] for a in eqn.invars]
-            env.update(dict.fromkeys(eqn.outvars, _of_result(eqn, ins)))
+            outs = [_of_result(eqn, ins)] * len(eqn.outvars)
             if (form := self._form(eqn, ins)) is not None:
                 found[number] = form
-            elif (bodies := _bodies(eqn, ins)) and any(
-                parts := tuple(self.choose(*body, is_last=False) for body in bodies)
-            ):
-                found[number], inner[number] = parts, bodies
+            elif bodies := _bodies(eqn, ins):
+                searched = [self.choose(*body, is_last=False) for body in bodies]
+                if any(parts := tuple(own for own, _ in searched)):
+                    found[number], inner[number] = parts, bodies
+                if jx.called(eqn) is not None:
+                    outs = searched[0][1]
+            env.update(zip(eqn.outvars, outs, strict=True))
         if is_last:
             for number in _ends(jaxpr, found):
                 del found[number]
                 # A loop's last product is followed by those of its next turn.
                 if number in inner and jaxpr.eqns[number].primitive.name != "scan":
-                    parts = tuple(self.choose(*body, is_last=True) for body in inner[number])
+                    parts = tuple(self.choose(*body, is_last=True)[0] for body in inner[number])
                     found.update({number: parts} if any(parts) else {})
-        return found
+        return found, [_CONSTANT if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _form(self, eqn: Any, ins: Sequence[OperandTraits]) -> Form | None:
         """The form of an equation that is a product to replace."""
