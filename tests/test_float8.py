@@ -118,3 +118,27 @@ def test_an_operand_without_a_gradient_keeps_nothing_of_the_other():
     for needed in itertools.product([False, True], repeat=2):
         _, kept = float8._forward(form_of(x, y, *needed), x, y)
         assert [pair is not None for pair in kept] == list(reversed(needed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_multiplies_the_codes_that_a_cpu_multiplies(dtype):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size) for size in ((512, 1024), (1024, 768), (512, 768))]
+
+    def all_three(x, y, cotangent):
+        form = form_of(x, y, True, True)
+        result, pull = jax.vjp(lambda x, y: float8.product(form, x, y), x, y)
+        return result, *pull(cotangent)
+
+    found = []
+    for platform, options in (("gpu", {"xla_gpu_enable_triton_gemm": False}), ("cpu", None)):
+        device = jax.devices(platform)[0]
+        placed = [jax.device_put(jnp.asarray(x, dtype), device) for x in arrays]
+        compiled = jax.jit(all_three, compiler_options=options).lower(*placed).compile()
+        if platform == "gpu":
+            assert str(compiled.as_text()).count('"__cublas$lt$matmul$f8"') == 3
+        found.append([np.asarray(x, np.float64) for x in compiled(*placed)])
+    for ours, theirs in zip(*found, strict=True):
+        # Sums of float8 products are kept in fewer bits than fp32 has.
+        np.testing.assert_allclose(ours, theirs, rtol=2**-7, atol=1e-3 * np.abs(theirs).max())
