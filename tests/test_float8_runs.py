@@ -206,7 +206,9 @@ def test_products_that_would_not_gain_or_are_sensitive_stay_as_they_are():
 def test_a_mapping_names_exactly_the_products_in_float8():
     narrow = {"*/router": "float8", "layers/1/up": "float8", "last": "float8", "first": "float8"}
     last = (WIDE, 2 * WIDE)
-    assert weights(spec_with(layers(), narrow)) == [[SQUARE], [(WIDE, 8)], [(WIDE, 8), UP], [last]]
+    spec = spec_with(layers(), narrow)
+    assert weights(spec) == [[SQUARE], [(WIDE, 8)], [(WIDE, 8), UP], [last]]
+    assert len({bound.stage.key for bound in spec.first.stages}) == 4
     but = {"*/[abr]*": None, "*/qkv": None, "layers/*": "float8"}
     assert weights(spec_with(layers(), but)) == [[], *[[SQUARE, UP, DOWN]] * 2, []]
     with pytest.raises(ValueError, match="products.*has 'layer/\\*', which fits none"):
