@@ -77,6 +77,7 @@ def make_trainer(
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
     frozen: Any = None,
+    products: Any = None,
     sample: Any = None,
     **options: Any,
 ) -> mt.Trainer:
@@ -88,7 +89,7 @@ def make_trainer(
         case.batch(0) if sample is None else sample,
         microbatches=microbatches,
         device_budget=budget,
-        precision=mt.Precision(compute=compute, frozen=frozen),
+        precision=mt.Precision(compute=compute, frozen=frozen, products=products),
         **options,
     )
 

@@ -92,9 +92,9 @@ def shape(at: int) -> Callable[[Any], int]:
 
 
 def precision(name: str, expected: Any = None) -> tuple[At, At]:
-    def of(given: mt.Precision) -> str:
+    def of(given: mt.Precision) -> str | None:
         found = getattr(given, name)
-        return str(np.dtype(found)) if found is not None else "none"
+        return found if found in (None, "float8") else str(np.dtype(found))
 
     return (
         At(place="fit.precision", of=of, expected=expected),
@@ -180,6 +180,7 @@ COMMON = [
     option("state", "compact", *precision("master", "bfloat16")),
     option("master", "bfloat16", *precision("master")),
     option("compute", "float16", *precision("compute")),
+    option("products", "float8", *precision("products")),
     option("device_budget", "least", "fit.device_budget", "plan.device_budget"),
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
@@ -341,6 +342,7 @@ PLAN = [
     option("state", "int8", precision("state")[1]),
     option("master", "bfloat16", precision("master")[1]),
     option("sums", "bfloat16", precision("sums")[1]),
+    option("products", "float8", precision("products")[1]),
     option("optimizer", "lion", count("lion", "learning_rate", 1)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("trainable", "norm", "plan.trainable"),

@@ -87,6 +87,15 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
     fit(tmp_path, 4, **others | {"seed": 0})
 
 
+def test_products_in_float8_are_a_setting_of_a_run(tmp_path):
+    fit(tmp_path, 1)
+    float8 = mt.Precision(compute=jnp.float32, products={"*": "float8"})
+    with pytest.warns(UserWarning) as warned:
+        fit(tmp_path, 2, precision=float8)
+    assert "New from now on: precision.products was None and is '*: float8'." in line(warned)
+    fit(tmp_path, 3, precision=float8)
+
+
 def test_the_seed_that_a_run_began_with_stays_its_seed(tmp_path):
     fit(tmp_path, 1)
     for steps in (2, 3):

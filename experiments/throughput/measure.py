@@ -104,7 +104,11 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         microbatches=args.microbatches,
         waves=args.waves,
         precision=mt.Precision(
-            compute=compute, master=args.master, state=args.state, sums=args.sums
+            compute=compute,
+            master=args.master,
+            state=args.state,
+            sums=args.sums,
+            products=args.products,
         ),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
@@ -152,6 +156,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "stages_that_keep_residuals": plan.num_kept,
         "num_stages": plan.num_stages,
         "planned_tflop_per_step": plan.flops_per_step / 1e12,
+        "planned_share_in_float8": plan.float8_flops_per_step / plan.flops_per_step,
         "num_devices": plan.num_devices,
         "tiles": [dataclasses.asdict(row) for row in plan.tiles],
         "keeps_costliest": plan.keeps_costliest,
@@ -259,6 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state", "sums"):
         parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
+    parser.add_argument("--products", choices=["float8"], help="dtype of products with parameters")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument(
         "--join",
@@ -307,7 +313,8 @@ def main() -> None:
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
         "held": {"master": args.master, "state": args.state}
-        | ({} if args.sums == "float32" else {"sums": args.sums}),
+        | ({} if args.sums == "float32" else {"sums": args.sums})
+        | ({} if args.products is None else {"products": args.products}),
         "hardware": hardware(),
         "versions": versions(),
         **figures,

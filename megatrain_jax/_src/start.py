@@ -32,6 +32,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.options.inputs import check_mesh
+from megatrain_jax._src.options.machine import check_products
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
@@ -76,6 +77,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     """
     # Starts JAX's backend; settings that must precede this were made on import.
     machine = this_machine()
+    check_products(run.dtypes, machine)
     mesh = run.mesh or default_mesh()
     check_mesh(mesh)
     placement = placed_on(mesh)
@@ -244,7 +246,7 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = KernelCache(placement.compiler_options), placement.processes
+    kernels, processes = KernelCache(_compiler_options(spec, placement)), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
@@ -266,6 +268,16 @@ def _started(
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed), scaling)
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
+
+
+def _compiler_options(spec: RunSpec, placement: Placement) -> dict[str, str | bool]:
+    """XLA options for a run's kernels."""
+    options: dict[str, str | bool] = {**placement.compiler_options}
+    # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
+    # cuBLASLt's on an H100.
+    if spec.precision.products is not None and placement.platform == "gpu":
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def _compiled(

@@ -161,6 +161,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         master="float32",
         state="float32",
         sums="float32",
+        products=None,
     )
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=8)
     found = measure.measure(args, shape)

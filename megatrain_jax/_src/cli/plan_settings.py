@@ -7,6 +7,7 @@ from megatrain_jax._src.cli.setting_rules import (
     Master,
     Microbatches,
     OptimizerName,
+    Products,
     State,
     check_needed,
 )
@@ -28,6 +29,7 @@ class PlanSettings:
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         sums: Form of sums of gradients over microbatches.
+        products: Form of large products with parameters; default: bfloat16.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
@@ -52,6 +54,7 @@ class PlanSettings:
     state: State = "float32"
     master: Master | None = None
     sums: Master = "float32"
+    products: Products | None = None
     optimizer: OptimizerName = "adamw"
     clip: float | None = 1.0
     trainable: list[str] | str | None = None

@@ -74,7 +74,13 @@ class Planner:
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
-            precision=precision_of(settings.state, settings.master, frozen, sums=settings.sums),
+            precision=precision_of(
+                settings.state,
+                settings.master,
+                frozen,
+                sums=settings.sums,
+                products=settings.products,
+            ),
             trainable=trainable,
             **options,
         )

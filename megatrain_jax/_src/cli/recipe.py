@@ -8,7 +8,14 @@ import optax
 from jax.typing import DTypeLike
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.setting_rules import Decay, Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.setting_rules import (
+    Decay,
+    Frozen,
+    Master,
+    OptimizerName,
+    Products,
+    State,
+)
 
 
 def precision_of(
@@ -17,6 +24,7 @@ def precision_of(
     frozen: Frozen | None,
     compute: DTypeLike | None = None,
     sums: Master = "float32",
+    products: Products | None = None,
 ) -> mt.Precision:
     """The precision of a run.
 
@@ -27,6 +35,7 @@ def precision_of(
         compute: dtype that parameters are cast to for the model's computation; None for the GPU's
             own, bfloat16 or float16.
         sums: Form of sums of gradients over microbatches.
+        products: Form of products with parameters; None for `compute`.
 
     Examples:
         >>> precision_of("compact", None, None) == mt.Precision.compact()
@@ -39,6 +48,7 @@ def precision_of(
         frozen=frozen,
         compute=compute,
         sums=sums,
+        products=products,
     )
 
 

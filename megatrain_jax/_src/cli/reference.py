@@ -145,6 +145,8 @@ def find_reference(
         return None
     precision = options["precision"].on(options["hardware"])
     arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
+    if precision.products is not None:
+        arithmetic += f" {precision.products}"
     reference = Reference(folder.reference, f"{_digest(job.reference)} {arithmetic}")
     if folder.has_checkpoints and folder.note("reference") != reference.key:
         raise ValueError(

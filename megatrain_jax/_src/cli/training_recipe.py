@@ -115,7 +115,9 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
     compute = settings.compute or ("float32" if here is None else None)
     return {
         "microbatches": settings.microbatches,
-        "precision": precision_of(settings.state, settings.master, job.frozen, compute),
+        "precision": precision_of(
+            settings.state, settings.master, job.frozen, compute, products=settings.products
+        ),
         "trainable": job.trainable,
         "device_budget": settings.device_budget,
         "host_budget": settings.host_budget,

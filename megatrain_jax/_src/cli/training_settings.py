@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain_jax._src.cli.setting_rules import Decay, Master, OptimizerName, State, check_needed
+from megatrain_jax._src.cli.setting_rules import (
+    Decay,
+    Master,
+    OptimizerName,
+    Products,
+    State,
+    check_needed,
+)
 from megatrain_jax._src.common import checks
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
@@ -54,6 +61,7 @@ class TrainingSettings:
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
             bfloat16, and float32 elsewhere. float16 scales the loss.
+        products: Form of large products with parameters; default: as `compute`.
         device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
@@ -109,6 +117,7 @@ class TrainingSettings:
     state: State = "float32"
     master: Master | None = None
     compute: Literal["bfloat16", "float16", "float32"] | None = None
+    products: Products | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"

@@ -22,7 +22,7 @@ _LARGE_TEMPORARIES = 4 * 2**30
 class KernelCache:
     """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
 
-    def __init__(self, compiler_options: Mapping[str, str] | None = None):
+    def __init__(self, compiler_options: Mapping[str, str | bool] | None = None):
         """Makes an empty cache.
 
         Args:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention, is_attention_forward
 from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
@@ -64,6 +65,7 @@ class Residuals:
         avals: Shapes and dtypes of the residuals of one microbatch.
         saved_flops: Floating-point operations per microbatch that the backward does not repeat.
         saved_attention: The part of `saved_flops` in attention kernels.
+        saved_float8: The part of `saved_flops` in float8 products.
         lean: Whether only the costliest results are saved.
     """
 
@@ -74,6 +76,7 @@ class Residuals:
     avals: tuple[jax.ShapeDtypeStruct, ...]
     saved_flops: int
     saved_attention: int
+    saved_float8: int
     lean: bool = False
 
     @property
@@ -151,5 +154,6 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         avals=tuple(avals),
         saved_flops=saved_flops,
         saved_attention=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_attention(e)),
+        saved_float8=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float8_product(e)),
         lean=lean,
     )

@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.state.cards import card
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -26,6 +27,21 @@ def found_hardware(value: Any) -> Hardware | None:
         return card(value)
     except ValueError as error:
         raise ValueError(f"`hardware`={value!r}: {error}") from None
+
+
+def check_products(precision: Precision, machine: Hardware | None) -> None:
+    """Checks that an accelerator has the products that a precision asks for; a CPU has all.
+
+    Raises:
+        ValueError: If it has no units for float8.
+    """
+    if precision.products is None or machine is None or machine.float8_flops_per_s is not None:
+        return
+    raise ValueError(
+        f"Precision(products={precision.products!r}) needs a GPU with units for float8, of compute "
+        f"capability 8.9 or newer, but {machine.name} has none: its `float8_flops_per_s` is None. "
+        "Leave `products` out"
+    )
 
 
 def check_mesh_given(value: Any) -> None:

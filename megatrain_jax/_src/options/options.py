@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.sizes import bytes_of
-from megatrain_jax._src.options.machine import check_mesh_given, found_hardware
+from megatrain_jax._src.options.machine import check_mesh_given, check_products, found_hardware
 from megatrain_jax._src.options.precision import Precision, precision_of
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -105,6 +105,7 @@ class Options:
         )
         _check_waves(self.waves, self.microbatches)
         _check_on_nonfinite(self.on_nonfinite)
+        check_products(self.dtypes, self.machine)
         check_mesh_given(self.mesh)
 
 

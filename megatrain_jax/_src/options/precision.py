@@ -18,6 +18,7 @@ _MASTERS = ("bfloat16", "float32", "float64", "int8")
 _FLOAT16, _FLOAT32 = jnp.dtype("float16"), jnp.dtype("float32")
 _SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
+Products = Literal["float8"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class Precision:
             several blocks read a parameter: float32, or bfloat16 with half the memory and transfer
             time. Gradients are summed in fp32 within a wave and rounded at its end, so that results
             depend on the number of waves.
+        products: "float8" to compute matrix products of the batch with parameters in float8, in
+            forward and backward; None for the dtypes that the model asks for. Products stay as they
+            are if the parameter is narrower than 1,024 on either side, or if they are the first
+            ones with the batch itself (embeddings) or the last ones (the head). With a mapping from
+            paths of parameters to "float8" or None, exactly the named parameters' products are in
+            float8. See the page [Float8](float8.md).
         rounding: rounding of numbers that are stored narrower: "stochastic", up or down at random
             so that the mean is right, or "nearest", which loses updates smaller than half of the
             gap between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits depend on
@@ -62,8 +69,8 @@ class Precision:
     Raises:
         TypeError: `rounding` or a path is not a string.
         ValueError: a dtype is not allowed for the attribute, or has 64 bits while JAX's 64-bit
-            types are disabled; a mapping is empty; `rounding` is unknown; or coded masters are to
-            be rounded to nearest.
+            types are disabled; a mapping is empty; `rounding` or `products` is unknown; or coded
+            masters are to be rounded to nearest.
     """
 
     master: DTypeLike | Mapping[str, DTypeLike] = jnp.float32
@@ -72,6 +79,7 @@ class Precision:
     state: DTypeLike | Mapping[str, DTypeLike] | None = None
     sums: DTypeLike = jnp.float32
     rounding: Rounding = "stochastic"
+    products: Products | Mapping[str, Products] = None
 
     def __post_init__(self) -> None:
         """Checks the dtypes and stores them in their canonical form, mappings as pairs."""
@@ -83,6 +91,7 @@ class Precision:
             # Optimizer state of fp32 masters is fp32 anyway.
             "state": None if state == _FLOAT32 else state,
             "sums": _sums(self.sums),
+            "products": _products(self.products, self.compute),
         }
         # Pairs in place of mappings keep the record hashable, and the order of the patterns.
         for name, value in canonical.items():
@@ -101,15 +110,21 @@ class Precision:
 
     @classmethod
     def compact(
-        cls, compute: DTypeLike | None = None, sums: DTypeLike = jnp.float32
+        cls,
+        compute: DTypeLike | None = None,
+        sums: DTypeLike = jnp.float32,
+        products: Products | Mapping[str, Products] = None,
     ) -> "Precision":
         """Four bytes per parameter with Adam: masters in bfloat16, moments in 8 bits.
 
         Args:
             compute: dtype that parameters are cast to before the model sees them; see `Precision`.
             sums: dtype in which sums of gradients are stored.
+            products: "float8" for matrix products in float8.
         """
-        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
+        return cls(
+            master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums, products=products
+        )
 
     @classmethod
     def two_bytes(cls, compute: DTypeLike | None = None) -> "Precision":
@@ -157,6 +172,12 @@ class Precision:
         """The stored dtype of state with a parameter's shape; None for the optimizer's own."""
         found = None if self.state is None else _chosen(self.state, path)
         return None if found == _FLOAT32 else found
+
+    def is_float8(self, path: str) -> bool:
+        """Whether products with the parameter of this path may be computed in float8."""
+        if not isinstance(self.products, tuple):
+            return self.products is not None
+        return next((form for at, form in self.products if fnmatchcase(path, at)), None) is not None
 
 
 def precision_of(name: str, value: Any) -> Precision:
@@ -247,6 +268,35 @@ def _frozen(given: Any) -> Any:
 def _sums(given: Any) -> Any:
     dtype = _dtype("sums", given)
     return _allowed("sums", dtype.name, dtype, _SUMS)
+
+
+def _products(given: Any, compute: Any) -> Any:
+    """The canonical form of `products`; a mapping becomes pairs.
+
+    Raises:
+        TypeError: A path is not a string.
+        ValueError: A form is unknown, a mapping is empty, or the computation is in float64.
+    """
+    if isinstance(given, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in given):
+        given = dict(given)  # the canonical form itself
+    pairs = given.items() if isinstance(given, Mapping) else [("*", given)]
+    if not pairs:
+        raise ValueError("Precision(products={}) must name at least one path; '*' is any.")
+    for pattern, form in pairs:
+        if not isinstance(pattern, str):
+            raise TypeError(refused("products", "a mapping whose paths are strings", pattern))
+        if form is not None and not (isinstance(form, str) and form == "float8"):
+            raise ValueError(
+                f"Precision(products={given!r}) must be 'float8', None, or a mapping from paths "
+                "to these."
+            )
+    is_wide = compute is not None and jnp.dtype(compute) == jnp.dtype("float64")
+    if any(form for _, form in pairs) and is_wide:
+        raise ValueError(
+            f"Precision(compute=float64, products={given!r}) contradicts itself: float8 has 3 bits "
+            "of mantissa. Compute in bfloat16 or float32."
+        )
+    return tuple(pairs) if isinstance(given, Mapping) else given
 
 
 def _computing(given: Any) -> Any:

@@ -249,6 +249,22 @@ def branch(eqn: Any, index: Any) -> Body:
     return found[int(np.clip(index, 0, len(found) - 1))]
 
 
+def with_bodies(eqn: Any, change: Callable[[int, Any], Any]) -> Any:
+    """A call, a `scan` or a `cond` with changed bodies.
+
+    Args:
+        eqn: The equation.
+        change: Makes a new open body from the number of a body, by branch, and the body.
+    """
+    if eqn.primitive.name == "cond":
+        found = enumerate(eqn.params["branches"])
+        new = {"branches": tuple(with_body(b, change(i, opened(b))) for i, b in found)}
+    else:
+        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+        new = {name: with_body(eqn.params[name], change(0, opened(eqn.params[name])))}
+    return eqn.replace(params={**eqn.params, **new})
+
+
 def with_body(jaxpr: Any, body: Any) -> Any:
     """A jaxpr with a new open body, closed if it was closed."""
     return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)

@@ -70,6 +70,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         attention_flops_per_step=step.microbatches * round(work.attention),
+        float8_flops_per_step=step.microbatches * round(work.float8),
         loop_kernels_per_step=step.microbatches * round(work.kernels),
         seconds_loops=step.microbatches * loops,
         seconds_per_step=hardware and schedule.seconds,

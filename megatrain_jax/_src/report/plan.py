@@ -97,6 +97,7 @@ class Plan:
         flops_per_step: Floating-point operations per step, over all devices, as counted by
             `make_plan`.
         attention_flops_per_step: Operations of attention kernels among them.
+        float8_flops_per_step: Operations of float8 products among them.
         loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
             each device: loops over a layer's experts, or over chunks of a row.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
@@ -154,6 +155,7 @@ class Plan:
     num_parts: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
+    float8_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
     seconds_loops: float = 0.0
     tiles: tuple[TileRow, ...] = ()
@@ -238,7 +240,8 @@ class Plan:
     @property
     def seconds_compute(self) -> float | None:
         """Seconds of a step's computation alone; `None` without hardware."""
-        return self._seconds_computing(self.flops_per_step, self.attention_flops_per_step)
+        attention, float8 = self.attention_flops_per_step, self.float8_flops_per_step
+        return self._seconds_computing(self.flops_per_step, attention, float8)
 
     @property
     def seconds_attention(self) -> float | None:
@@ -279,13 +282,16 @@ class Plan:
             collective_bytes=self.collective_bytes,
             flops=self.flops_per_step * own // of,
             attention_flops=self.attention_flops_per_step * own // of,
+            float8_flops=self.float8_flops_per_step * own // of,
             dispatch_seconds=self.seconds_dispatch,
             loop_seconds=self.seconds_loops,
         )
 
-    def _seconds_computing(self, flops: int, attention: int) -> float | None:
-        """Seconds for operations of all devices, with attention's operations among them."""
-        return self.hardware and self.hardware.compute_seconds(flops, attention) / self.num_devices
+    def _seconds_computing(self, flops: int, attention: int, float8: int = 0) -> float | None:
+        """Seconds for operations of all devices, with attention's and float8 products' in them."""
+        if self.hardware is None:
+            return None
+        return self.hardware.compute_seconds(flops, attention, float8=float8) / self.num_devices
 
     def _seconds_alone(self, num_bytes: int) -> float | None:
         """Seconds for a step's transfers in one direction, for all devices at once."""

@@ -173,7 +173,7 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
-    """Rows of a step's operations, and of the share of attention and loops if it is large."""
+    """Rows of a step's operations, of float8 products, and of attention and loops if large."""
     of_all = "" if plan.num_devices == 1 else " of all devices"
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
@@ -189,6 +189,9 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
         cells.append(
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
+    if float8 := plan.float8_flops_per_step:
+        of_it = f"{float8 / flops:.0%} of it"
+        cells.append(["float8 products, of that", short(float8, flops=True), of_it])
     if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
         kernels = f"{short(plan.loop_kernels_per_step)} kernels"
         cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])
@@ -223,7 +226,10 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
             rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
         if machine.peer_bytes_per_s is not None:
             rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
-    return ", ".join([*rates, f"{machine.flops_per_s / 1e12:g} TFLOP/s", machine.source])
+    computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
+    if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
+        computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"
+    return ", ".join([*rates, computing, machine.source])
 
 
 def most_of_a_process(plan: "Plan") -> int | None:

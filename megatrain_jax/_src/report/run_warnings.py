@@ -9,6 +9,7 @@ import numpy as np
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -42,7 +43,10 @@ def warn_of(texts: Iterable[str]) -> None:
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
-    own = (_no_bfloat16, _one_stage, _wide_products, _coded_differences, _coded_frozen)
+    own = (
+        *(_no_bfloat16, _one_stage, _wide_products),
+        *(_no_float8, _coded_differences, _coded_frozen),
+    )
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
 
@@ -114,6 +118,18 @@ def _is_wide(eqn: Any, itemsize: int) -> bool:
         return False
     # The narrowest complex numbers have 8 bytes.
     return not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+
+
+def _no_float8(spec: RunSpec) -> list[str]:
+    """Warns if float8 was asked for and no product is computed in it."""
+    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
+    if spec.precision.products is None or any(count_flops(j, is_float8_product) for j in jaxprs):
+        return []
+    return [
+        "`precision` asks for float8, but no product of this model is computed in it: see the page "
+        "Float8 for the products that stay as they are. Products with parameters that are narrower "
+        'than 1,024 have to be named, as in Precision(products={"*": "float8"})'
+    ]
 
 
 def _coded_differences(spec: RunSpec) -> list[str]:

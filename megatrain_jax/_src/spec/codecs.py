@@ -40,6 +40,7 @@ def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: Optimiz
     there = {
         "master": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
         "state": dict.fromkeys(path_name(optimizer.state_paths[leaf.leaf]) for leaf in state),
+        "products": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
     }
     for name, known in there.items():
         given = getattr(precision, name)

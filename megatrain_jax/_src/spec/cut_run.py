@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
@@ -17,6 +18,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.layers.stacks import Stack
 from megatrain_jax._src.program.loss.block_parts import in_parts
+from megatrain_jax._src.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
 from megatrain_jax._src.program.loss.shared import without_block
 from megatrain_jax._src.program.loss.stages import Program
@@ -93,7 +95,7 @@ def _cut(
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
     if num_parts > 1:
         leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
-    program = cut_loss(traced, leaves)
+    program = cut_program(traced, leaves, options.dtypes)
     leaves = tuple(
         without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
     )
@@ -110,6 +112,27 @@ def _cut(
     if options.on_nonfinite == "skip" or options.dtypes.scales_loss:
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
     return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
+
+
+def cut_program(traced: TracedLoss, leaves: Sequence[Leaf], precision: Precision) -> Program:
+    """Cuts a traced loss into stages, with products in float8 where `precision` says so.
+
+    Args:
+        traced: The loss.
+        leaves: Leaves of the model.
+        precision: Precision of the run.
+
+    Raises:
+        ValueError: The loss can't be differentiated stage by stage; see `cut_loss`.
+    """
+    program = cut_loss(traced, leaves)
+    if precision.products is None:
+        return program
+    choice = ProductChoice(
+        itemsize=jnp.dtype(precision.compute).itemsize,
+        named=precision.is_float8 if isinstance(precision.products, tuple) else None,
+    )
+    return with_float8_products(program, leaves, choice)
 
 
 def _cut_optimizer(

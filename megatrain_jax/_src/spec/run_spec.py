@@ -24,7 +24,7 @@ from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision, Rounding
 from megatrain_jax._src.program.fingerprint import fingerprint
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
+from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
@@ -34,7 +34,7 @@ from megatrain_jax._src.spec.codecs import (
     master_codecs,
     state_codecs,
 )
-from megatrain_jax._src.spec.cut_run import Cut, cut_run
+from megatrain_jax._src.spec.cut_run import Cut, cut_program, cut_run
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import Hardware
@@ -132,7 +132,7 @@ class RunSpec:
         traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
         cut = Cut(
             leaves=self.leaves,
-            program=cut_loss(traced, self.leaves),
+            program=cut_program(traced, self.leaves, self.precision),
             grouping=self.grouping,
             optimizer=self.optimizer,
         )
@@ -241,7 +241,8 @@ def _make(
     def key() -> Hashable:
         # Only these options affect the cut; storage in the host is laid out later.
         objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
-        dtypes = str(options.dtypes.compute), str(options.dtypes.update)
+        precision = options.dtypes
+        dtypes = map(str, (precision.compute, precision.update, precision.products))
         numbers = microbatches, options.num_devices, options.on_nonfinite
         return *map(Same, objects), *dtypes, *numbers, num_parts
 

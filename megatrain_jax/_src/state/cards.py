@@ -157,9 +157,17 @@ def this_machine() -> Hardware | None:
     device = default_device()
     if device.platform != "gpu":
         return None
-    unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
+    # Ada is the first architecture with units for float8.
+    capability = compute_capability(device)
+    unknown = replace(
+        A100_80GB,
+        name=device.device_kind,
+        device_bytes=None,
+        float8_flops_per_s=2 * A100_80GB.flops_per_s if (capability or 0) >= 8.9 else None,
+        source=_ASSUMED,
+    )
     known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
-    if (capability := compute_capability(device)) is not None:
+    if capability is not None:
         known = replace(known, has_bfloat16=capability >= 8)
     # An allocator that grows on demand reports 0.
     limit = (device.memory_stats() or {}).get("bytes_limit")

@@ -28,6 +28,9 @@ class Hardware:
             `None` if only the links connect them. Collectives then pass through the host's memory.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
             if the card has no bfloat16.
+        float8_flops_per_s: Floating-point operations per second in float8 matrix products; `None`
+            if the accelerator has no units for them, so that `Precision(products="float8")` is
+            refused.
         memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
             infinite by default, so that operations that only move bytes take no time.
         sustained: Share of `flops_per_s` that the stages of a step reach outside attention kernels.
@@ -62,6 +65,7 @@ class Hardware:
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
     flops_per_s: float
+    float8_flops_per_s: float | None = None
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
     # 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691); assumed for other cards too.
@@ -87,6 +91,7 @@ class Hardware:
             ("memory_bytes_per_s", math.inf),
             ("host_bytes_per_s", math.inf),
             ("peer_bytes_per_s", None),
+            ("float8_flops_per_s", None),
             ("device_share", None),
         ):
             # An unknown rate limits nothing: it is infinite if times divide by it, else None.
@@ -115,18 +120,25 @@ class Hardware:
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
-    def compute_seconds(self, flops: float, attention: float, sustained: float = 1.0) -> float:
+    def compute_seconds(
+        self, flops: float, attention: float, sustained: float = 1.0, float8: float = 0.0
+    ) -> float:
         """Seconds that one accelerator takes for a number of operations.
 
         Args:
             flops: Number of operations, including attention's.
             attention: Number of operations in attention kernels.
             sustained: Share of `flops_per_s` that operations outside attention reach.
+            float8: Number of operations in float8 products.
         """
         # 1 gives the minimum time, for a bound; plans pass the stages' rate. For attention kernels,
         # the measured rate serves as both.
         others = (flops - attention) / sustained
-        return (others + attention / self.sustained_attention) / self.flops_per_s
+        found = (others + attention / self.sustained_attention) / self.flops_per_s
+        if self.float8_flops_per_s is None:
+            return found
+        # Only the products themselves are faster, not the operations around them.
+        return found - float8 * (1 / self.flops_per_s - 1 / self.float8_flops_per_s)
 
     def transfer_bytes_per_s(self, num_devices: int) -> float:
         """Bytes per second, one way, between the host and each of `num_devices` busy devices."""
