@@ -21,6 +21,11 @@ def spec_of(trainer: mt.Trainer) -> RunSpec:
     return trainer.run_state.spec
 
 
+def settings_of(trainer: mt.Trainer) -> dict[str, Any]:
+    """The settings of a trainer's run, as its checkpoints have them."""
+    return trainer.run_state.made_of
+
+
 def engine_of(trainer: mt.Trainer) -> Engine:
     """The engine that runs a trainer's steps."""
     return trainer.run_state.engine

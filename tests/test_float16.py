@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+from inside import settings_of
 from megatrain_jax import models
 from megatrain_jax._src.kernels import loss_scale
 from optimizers import EPS
@@ -261,7 +262,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_unless_told_otherwise():
     with pytest.warns(mt.PlanWarning, match=said[0]):
         trainer = make_trainer(optimizer, mt.Precision(), hardware="T4")
     assert trainer.read(trainer.step(sample))["loss_scale"] == 2.0**15
-    assert trainer.run_state.made_of["call"]["precision.compute"] == "float16"
+    assert settings_of(trainer)["call"]["precision.compute"] == "float16"
 
 
 def adapted_decoder() -> Any:

@@ -93,19 +93,17 @@ class Trainer:
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a
                 tied embedding is, since the sum of its gradients would be rounded differently.
-            precision: The dtypes of masters, of compute and of optimizer state, or a name:
-                "compact" and "two_bytes" for the methods of `Precision`; "bfloat16", "float16" and
-                "float32" compute in this dtype, with masters and state in fp32; "auto" is bfloat16,
-                or float16 on a GPU without it.
+            precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods,
+                "bfloat16", "float16" and "float32" for the dtype of the computation, or "auto" for
+                bfloat16, or float16 on a GPU without it.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
-                recomputed in backward: results may then differ in the last bits. "least" for the
-                minimum with which no step waits for memory; None for all that compiled functions
-                leave of the device, or the minimum if JAX doesn't report the device's memory.
+                recomputed: results may then differ in the last bits. "least" for the minimum with
+                which no step waits for memory; None for all that compiled functions leave, or the
+                minimum if JAX doesn't report the device's memory.
             host_budget: Maximum bytes of host memory of the process, as a number or as text such as
-                "200GiB". It covers pinned memory, the memory of JAX, CUDA and XLA, compilation,
-                reading and saving. None for all that is available when the run starts, less a
-                reserve for the system. With a smaller budget, more is recomputed in backward.
+                "200GiB", with JAX, CUDA, XLA, compilation, reading and saving. None for all that is
+                available at the start, less a reserve. With less, more is recomputed in backward.
             trainable: The parameters to train: a regular expression to search for in their paths,
                 such as ``"layers/.*/(q|v)_proj"``, a list of them of which any may be found, a
                 predicate of the path, or None for all. Frozen parameters have neither gradients nor
@@ -113,20 +111,18 @@ class Trainer:
                 given; the optimizer sees `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
-                over all gradients, so no parameter is updated before all are known. Steps that are
-                computed in float16 are always skipped, because this is how the scale of the loss is
-                found.
-            max_skipped: Maximum number of consecutive skipped steps; reaching it is an error. In
-                float16 it is one only if the loss itself is not finite, or its scale is 1 already.
+                over all gradients, so no parameter is updated before all are known. Steps in
+                float16 always skip: this is how the scale of the loss is found.
+            max_skipped: Most consecutive skipped steps; reaching it is an error. In float16 it is
+                one only if the loss is not finite or its scale is 1 already.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
-            hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or the name
-                of a card such as "H100"; None for this machine, or an H200 if there is no GPU. The
-                actual memory size is measured.
+            hardware: The machine whose rates schedule and `plan` use, a `Hardware` or a card's name
+                such as "H100"; None for this machine, or an H200 without a GPU.
             mesh: The devices to train on, each with its share of the state and of the batch: a
                 `jax.sharding.Mesh` with any axes, with equally many devices of each process or only
                 of this one; None for all GPUs that JAX sees, or else its first device. The loss is
                 still over the whole batch; each process passes its part.
-            **unknown: Refused, with the name of the option that was meant.
+            **unknown: Refused with the name that was meant.
 
         Raises:
             TypeError: If an argument has a wrong type.

@@ -35,11 +35,11 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         processes_per_host: Number of processes on each host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
-    # Devices of one process. A host's memory is shared by all devices of its processes.
-    own = devices // num_processes
-    hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
+    # A host's memory is shared by all devices of its processes.
+    per_host = devices // num_processes * processes_per_host
+    hardware = spec.options.machine and spec.options.machine.times(per_host)
     workload, schedule = step.workload, step.schedule
-    bytes_in, bytes_out = moved_bytes(schedule.steady, step.scheduled)
+    moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     pools, taken = _process_bytes(spec, num_processes, processes_per_host)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
@@ -65,8 +65,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         device_other_bytes=other_bytes(step),
         device_temporary_bytes=spec.temporary_bytes,
         device_temporary_estimated=spec.temporary_estimated,
-        bytes_in=bytes_in,
-        bytes_out=bytes_out,
+        bytes_in=moved[0],
+        bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         attention_flops_per_step=step.microbatches * round(work.attention),

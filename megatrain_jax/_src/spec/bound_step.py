@@ -184,17 +184,11 @@ def bind_step(
     if narrow_sums:
         costs = dataclasses.replace(costs, rounding=rounding_seconds(bound, num_devices, hardware))
     activations, makes, reads = counted_activations(program, microbatches, num_devices)
-    each = microbatches / num_devices
-
-    def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
-        rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
-        return tuple(microbatches * num_bytes for num_bytes in rows)
-
     workload = Workload(
         activations=activations,
         makes=makes,
         reads=reads,
-        residuals=bytes_of([b.residuals for b in bound]),
+        residuals=_residual_bytes(program, [b.residuals for b in bound], microbatches, num_devices),
         may_travel=num_devices == 1,  # some residuals may be replicated on all devices
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
@@ -210,8 +204,10 @@ def bind_step(
     # The search for a schedule chooses between two workloads: all residuals of some stages, or the
     # costliest of many.
     if any(kept := [b.lean for b in bound]):
-        costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
-        lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+        saved = seconds_saved(kept, microbatches / num_devices, hardware)
+        costs = dataclasses.replace(workload.costs, recompute=saved)
+        num_bytes = _residual_bytes(program, kept, microbatches, num_devices)
+        lean = dataclasses.replace(workload, residuals=num_bytes, costs=costs, lean=True)
     # Up to here, bytes and times are for all microbatches.
     workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
     schedule = find_schedule(workload, device_budget, lean, host_room)
@@ -230,6 +226,14 @@ def bind_step(
         schedule=schedule,
         last_read=last_read_by_task(instructions, stages, program),
     )
+
+
+def _residual_bytes(
+    program: Program, kept: Sequence[Residuals | None], microbatches: int, num_devices: int
+) -> tuple[int, ...]:
+    """Bytes of each stage's residuals of all microbatches on one device."""
+    rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
+    return tuple(microbatches * num_bytes for num_bytes in rows)
 
 
 def _gradient_dtypes(

@@ -132,7 +132,7 @@ def find_costs(
 def rounding_seconds(
     bound: Sequence[BoundStage], num_devices: int, hardware: Hardware
 ) -> tuple[float, ...]:
-    """For each stage, seconds per wave to read sums in bfloat16 as fp32, and to round them again.
+    """Seconds per wave, by stage, to read sums in bfloat16 as fp32, and to round them again.
 
     Both passes move 6 bytes per sum, 12 together, as much as 1.5 microbatches add to a sum.
     """
