@@ -34,9 +34,9 @@ from megatrain_jax._src.start import group_bar
 
 
 class RunState:
-    """A started run: its arrays, counts and history, which checkpoints save and restore.
+    """A started run: its arrays, counts and history; checkpoints save and restore it.
 
-    A `Trainer` has one, and checks what its user passes.
+    A `Trainer` has one, and checks the arguments of its user.
 
     Attributes:
         spec: The run, before it has arrays.
@@ -44,7 +44,7 @@ class RunState:
         store: The engine's store, with all arrays.
         training: The training steps from dispatch until their results are known.
         by_hand: The steps of `Trainer.step` that have no record yet.
-        history: The records of all other steps.
+        history: The records of finished steps not in `by_hand`.
     """
 
     def __init__(self, spec: RunSpec, engine: Engine, progress: bool):
@@ -110,7 +110,7 @@ class RunState:
         return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
 
     def variables(self) -> dict[str, Any]:
-        """The model's state other than parameters; see `Trainer.variables`."""
+        """The model's state beside the parameters; see `Trainer.variables`."""
         self.flush()
         arrays = self.store.on_host(self.store.variables)
         paths = self.spec.adapted.variable_paths
@@ -118,7 +118,7 @@ class RunState:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """The settings of this run, which its checkpoints save for comparison: see `fit`.
+        """The settings of this run; checkpoints save them for comparison, see `fit`.
 
         JSON with the fingerprints of the loss and the optimizer, a hash of the loss's code, the
         precision, the seed, the hyperparameters in the optimizer's state, and the library versions.

@@ -21,6 +21,7 @@ from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
 from megatrain_jax._src.spec.host import host_process, peak_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.pool_limit import beside_bytes
 
 
@@ -35,17 +36,16 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         processes_per_host: Number of processes on each host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
-    # A host's memory is shared by all devices of its processes.
-    per_host = devices // num_processes * processes_per_host
-    hardware = spec.options.machine and spec.options.machine.times(per_host)
     workload, schedule = step.workload, step.schedule
+    # A host's memory is shared by all devices of its processes.
+    machine, per_host = spec.options.machine, devices // num_processes * processes_per_host
+    hardware = machine and machine.times(per_host)
     moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     pools, taken = _process_bytes(spec, num_processes, processes_per_host)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     work = microbatch_work(step)
-    loops = work.loop_seconds(hardware, num_devices=devices) if hardware else 0.0
     return Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -72,7 +72,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         attention_flops_per_step=step.microbatches * round(work.attention),
         float8_flops_per_step=step.microbatches * round(work.float8),
         loop_kernels_per_step=step.microbatches * round(work.kernels),
-        seconds_loops=step.microbatches * loops,
+        seconds_loops=_loop_seconds(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
         microbatches=step.microbatches,
         waves=step.waves,
@@ -173,6 +173,12 @@ def _optimizer_flops(cut: OptimizerCut) -> int:
     # Counted once per key, because equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
+
+
+def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
+    if hardware is None:
+        return 0.0
+    return step.microbatches * work.loop_seconds(hardware, num_devices=step.num_devices)
 
 
 def _excess(spec: RunSpec) -> str:
