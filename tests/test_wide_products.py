@@ -33,6 +33,8 @@ def test_a_gradient_is_not_rounded_before_it_is_added(wrap):
     wide, back = jax.jit(with_wide_products(pulled, [True]))(W, X, DY)
     assert (wide.dtype, back.dtype) == (FP32, BF16)
     np.testing.assert_array_equal(back, plain)
+    cast = jax.jit(with_wide_products(pulled, [True], casts_operands=True))(W, X, DY)
+    np.testing.assert_allclose(cast[0], wide, rtol=1e-6, atol=1e-6)
     # Oracle: the same operands, with a product in fp32.
     exact = X.astype(FP32).T @ DY.astype(FP32)
     np.testing.assert_allclose(wide, exact, rtol=1e-6, atol=1e-6)

@@ -40,7 +40,6 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
     Args:
         command: Name of the command.
         kind: Dataclass of the settings. Its docstring describes the command and each option.
-        arguments: The arguments behind the command's name.
         arguments: The arguments after the command's name.
         first: Option that takes an argument without a name.
 
@@ -114,7 +113,7 @@ def _joined(words: Sequence[str], lists: Collection[str]) -> list[str]:
 
     Examples:
         >>> _joined(["--trainable", "q_proj", "--steps", "5", "--trainable=norm"], {"trainable"})
-        ['--trainable=["q_proj", "norm"]', '--steps', '5']
+        ['--steps', '5', '--trainable=["q_proj", "norm"]']
     """
     found: dict[str, list[str]] = {}
     others: list[str] = []
@@ -127,7 +126,8 @@ def _joined(words: Sequence[str], lists: Collection[str]) -> list[str]:
         else:
             found.setdefault(name, []).append(value if equals else rest.pop(0))
     several = [f"--{k}={v[0] if len(v) == 1 else json.dumps(v)}" for k, v in found.items()]
-    return [*several, *others]
+    # Behind a file of settings, so that they replace its values.
+    return [*others, *several]
 
 
 def _underscored(word: str) -> str:

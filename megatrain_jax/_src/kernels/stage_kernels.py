@@ -101,7 +101,7 @@ def backward(
             return *pull(list(cotangents)), outputs if mode.give_outputs else []
 
         leaves = _unpack(bound, placement, masters)
-        *found, outputs = _adding_wide(bound, pulled)(leaves, inputs, cotangents)
+        *found, outputs = _adding_wide(bound, placement, pulled)(leaves, inputs, cotangents)
         new, summed = _finish(stage, binding, placement, mode, found, gradients, sent)
         return outputs, new, summed
 
@@ -147,7 +147,7 @@ def backward_of_kept(
 
     def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
         leaves = _unpack(bound, placement, masters)
-        pulled = _adding_wide(bound, residuals.backward)
+        pulled = _adding_wide(bound, placement, residuals.backward)
         found = pulled([*leaves, *inputs], kept, list(cotangents))
         return [], *_finish(stage, binding, placement, mode, found, gradients, sent)
 
@@ -221,7 +221,7 @@ def _cotangent_bytes(
     return sum(program.num_bytes(i, placement.num_devices) for i in ids)
 
 
-def _adding_wide(bound: BoundStage, pulled: Callable) -> Callable:
+def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> Callable:
     """A pullback, which returns gradients first, with gradients in fp32 for fp32 sums."""
     stage, mode = bound.stage, bound.mode
     assert mode is not None
@@ -229,7 +229,9 @@ def _adding_wide(bound: BoundStage, pulled: Callable) -> Callable:
     if fires(stage.jaxpr):
         return pulled
     rows = zip(bound.binding.slots, stage.is_trainable, strict=True)
-    return with_wide_products(pulled, [mode.accumulate[slot.slab] for slot, yes in rows if yes])
+    are_wide = [mode.accumulate[slot.slab] for slot, yes in rows if yes]
+    # XLA's CPU runtime has no products of bfloat16 numbers that give fp32.
+    return with_wide_products(pulled, are_wide, casts_operands=placement.platform == "cpu")
 
 
 def _finish(

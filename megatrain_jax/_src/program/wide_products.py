@@ -26,24 +26,32 @@ _WIDE = jnp.dtype("float32")
 _REORDERING = ("reshape", "transpose")
 
 
-def with_wide_products(function: Callable, are_wide: Sequence[bool]) -> Callable:
+def with_wide_products(
+    function: Callable, are_wide: Sequence[bool], *, casts_operands: bool = False
+) -> Callable:
     """A function with some of its results in fp32, if they come from narrower products.
 
     Args:
         function: The function, of trees of arrays, without effects.
         are_wide: For each array that it returns, whether it should be in fp32 if possible.
+        casts_operands: Whether operands are cast to fp32 first, because the platform has no
+            products of narrow numbers that give fp32. The results are the same.
     """
 
     def run(*args: Any) -> Any:
         traced = jx.trace(function, *args)
         values = [*traced.consts, *jax.tree.leaves(args)]
         wide = [*are_wide, *[False] * (len(traced.jaxpr.outvars) - len(are_wide))]
-        return jax.tree.unflatten(traced.out_tree, _evaluate(traced.jaxpr, values, wide))
+        return jax.tree.unflatten(
+            traced.out_tree, _evaluate(traced.jaxpr, values, wide, casts_operands)
+        )
 
     return run
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool]) -> list[Any]:
+def _evaluate(
+    jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool], casts_operands: bool
+) -> list[Any]:
     """Evaluates an open jaxpr, with the flagged results in fp32 where `with_wide_products` can."""
     sources = _sources(jaxpr, are_wide)
     values = dict(zip(jaxpr.invars, args, strict=True))
@@ -60,8 +68,9 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool]) -> list
             opened = inner.jaxpr
             arguments = [*opened.constvars, *opened.invars]
             body = jx.sub_jaxpr(opened, opened.eqns, arguments, opened.outvars)
-            results = _evaluate(body, [*inner.consts, *ins], wide)
+            results = _evaluate(body, [*inner.consts, *ins], wide, casts_operands)
         else:
+            ins = [x.astype(_WIDE) for x in ins] if casts_operands else ins
             params = {**eqn.params, "preferred_element_type": _WIDE}
             results = jx.bind(eqn.replace(params=params), ins)
         values.update(zip(eqn.outvars, results, strict=True))
