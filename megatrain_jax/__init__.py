@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         RTX_A6000,
         T4,
         V100,
+        V100_16GB,
         card,
         this_machine,
     )
@@ -83,6 +84,7 @@ __all__ = [
     "RTX_A6000",
     "T4",
     "V100",
+    "V100_16GB",
     "CheckpointError",
     "DataRanOutError",
     "FitResult",
@@ -147,6 +149,7 @@ _NAMES = {
         "RTX_A6000",
         "T4",
         "V100",
+        "V100_16GB",
         "card",
         "this_machine",
     ),

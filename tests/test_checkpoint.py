@@ -440,7 +440,7 @@ def test_groups_are_written_in_the_order_in_which_steps_replace_them(tmp_path, m
 
 @pytest.mark.parametrize(
     ("saves", "restores", "limits"),
-    [(60, 12, (100, 200)), pytest.param(200, 20, (50, 50), marks=pytest.mark.long)],
+    [(60, 24, (100, 200)), pytest.param(200, 20, (50, 50), marks=pytest.mark.long)],
 )
 def test_memory_does_not_grow_with_each_checkpoint(tmp_path, saves, restores, limits):
     program = Path(__file__).with_name("memory_of_checkpoints.py")

@@ -78,6 +78,7 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         mt.RTX_A6000: ("A6000", "RTX A6000", "rtx a6000 48gb"),
         mt.T4: ("t4", "Tesla T4", "NVIDIA T4 16GB"),
         mt.V100: ("v100", "V100 32GB", "Tesla V100-SXM2-32GB"),
+        mt.V100_16GB: ("V100 16GB", "Tesla V100-SXM2-16GB"),
         mt.L4: ("L4", "nvidia l4"),
         mt.L40S: ("l40s",),
         mt.A10G: ("A10G", "A10G 24GB"),

@@ -59,7 +59,7 @@ class Precision:
             are if the parameter is narrower than 1,024 on either side, or if they are the first
             ones with the batch itself (embeddings) or the last ones (the head). With a mapping from
             paths of parameters to "float8" or None, exactly the named parameters' products are in
-            float8. See the page [Float8](float8.md).
+            float8. The page on float8 has the exceptions.
         rounding: rounding of numbers that are stored narrower: "stochastic", up or down at random
             so that the mean is right, or "nearest", which loses updates smaller than half of the
             gap between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits depend on

@@ -78,6 +78,7 @@ RTX_5090 = _CARDS["RTX_5090"]
 RTX_A6000 = _CARDS["RTX_A6000"]
 T4 = _CARDS["T4"]
 V100 = _CARDS["V100"]
+V100_16GB = _CARDS["V100_16GB"]
 
 # As messages list them: A10G before A100, and that before A6000.
 _BY_NAME = dict(
