@@ -190,7 +190,9 @@ def test_an_update_that_is_skipped_rounds_nothing():
 def test_two_bytes_is_masters_in_8_bits_and_moments_in_4():
     short = mt.Precision.two_bytes(compute=jnp.float32)
     assert short == mt.Precision(master="int8", state="int4", compute=jnp.float32)
-    assert mt.Precision.two_bytes().compute == jnp.bfloat16
+    assert mt.Precision.two_bytes().compute is None
+    float8 = mt.Precision.two_bytes(products="float8", sums="bfloat16")
+    assert (float8.products, float8.sums) == ("float8", jnp.bfloat16)
     assert precision_of("precision", "two_bytes") == mt.Precision.two_bytes()
 
 

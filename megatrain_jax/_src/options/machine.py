@@ -37,10 +37,11 @@ def check_products(precision: Precision, machine: Hardware | None) -> None:
     """
     if precision.products is None or machine is None or machine.float8_flops_per_s is not None:
         return
+    given: Any = precision.products
+    given = dict(given) if isinstance(given, tuple) else given
     raise ValueError(
-        f"Precision(products={precision.products!r}) needs a GPU with units for float8, of compute "
-        f"capability 8.9 or newer, but {machine.name} has none: its `float8_flops_per_s` is None. "
-        "Leave `products` out"
+        f"Precision(products={given!r}) needs a GPU with units for float8, of compute capability "
+        f"8.9 or newer, but {machine.name} has none. Leave `products` out"
     )
 
 

@@ -127,16 +127,22 @@ class Precision:
         )
 
     @classmethod
-    def two_bytes(cls, compute: DTypeLike | None = None) -> "Precision":
+    def two_bytes(
+        cls,
+        compute: DTypeLike | None = None,
+        sums: DTypeLike = jnp.float32,
+        products: Products | Mapping[str, Products] = None,
+    ) -> "Precision":
         """Two bytes per parameter with Adam: masters in 8 bits, moments in 4.
 
         With Muon or Lion, which have one moment, a parameter takes 1.6 bytes.
 
         Args:
-            compute: dtype that parameters are cast to before the model sees them; None for the
-                one of `Precision`.
+            compute: dtype that parameters are cast to before the model sees them; see `Precision`.
+            sums: dtype in which sums of gradients are stored.
+            products: Form of large products; see `Precision`.
         """
-        return cls(master=jnp.int8, state=jnp.int4, compute=compute)
+        return cls(master=jnp.int8, state=jnp.int4, compute=compute, sums=sums, products=products)
 
     def on(self, machine: Hardware | None) -> "Precision":
         """The same precision with the compute dtype of a machine, if none was chosen.
@@ -153,6 +159,12 @@ class Precision:
             return self
         has_bfloat16 = machine is None or machine.has_bfloat16
         return replace(self, compute=jnp.bfloat16 if has_bfloat16 else jnp.float16)
+
+    @property
+    def asks_for_float8(self) -> bool:
+        """Whether some products are to be computed in float8."""
+        given: Any = self.products
+        return "float8" in (dict(given).values() if isinstance(given, tuple) else (given,))
 
     @property
     def scales_loss(self) -> bool:

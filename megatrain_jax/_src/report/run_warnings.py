@@ -51,8 +51,13 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _no_bfloat16(spec: RunSpec) -> list[str]:
-    """Says that float16 was chosen, as the GPU has no bfloat16."""
-    given = spec.options.precision
+    """Says that the GPU has no bfloat16, if float16 was chosen for it or bfloat16 was given."""
+    machine, given = spec.options.machine, spec.options.precision
+    if machine is not None and not machine.has_bfloat16 and spec.precision.compute == "bfloat16":
+        return [
+            "this GPU has no bfloat16: products in it are slow, and the plan counts them at the "
+            'rate of float16. Leave `compute` out, or use precision="float16"'
+        ]
     was_chosen = not isinstance(given, str) and given.compute is None
     if not was_chosen or not spec.precision.scales_loss:
         return []
@@ -107,8 +112,8 @@ def _wide_products(spec: RunSpec) -> list[str]:
     return [
         f"{wide / every:.0%} of the matrix products have operands wider than "
         f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
-        "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
-        "compute dtype"
+        "(nnx.Embed does), a wide array in the batch, or a cast in the loss widens all that "
+        "follow: give it the compute dtype"
     ]
 
 
@@ -123,7 +128,7 @@ def _is_wide(eqn: Any, itemsize: int) -> bool:
 def _no_float8(spec: RunSpec) -> list[str]:
     """Warns if float8 was asked for and no product is computed in it."""
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
-    if spec.precision.products is None or any(count_flops(j, is_float8_product) for j in jaxprs):
+    if not spec.precision.asks_for_float8 or any(count_flops(j, is_float8_product) for j in jaxprs):
         return []
     return [
         "`precision` asks for float8, but no product of this model is computed in it: see the page "
