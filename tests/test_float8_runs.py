@@ -233,7 +233,9 @@ def test_a_plan_counts_float8_products_and_their_rate():
     counted = ours.flops_per_step - plain.flops_per_step  # to code operands
     more = (plain.seconds_compute or 0) + counted / machine.flops_per_s - spared
     assert ours.seconds_compute == pytest.approx(more)
-    none = mt.Precision(products={"layers/0/out": None})
+    unasked = mt.Precision(products={"layers/0/out": None})
+    assert not mt.plan(*given, hardware=machine, precision=unasked).warnings
+    none = mt.Precision(products={"*": None, "layers/0/out": "float8"})
     (warning,) = mt.plan(*given, hardware=machine, precision=none).warnings
     assert "no product of this model is computed in it" in warning
 
