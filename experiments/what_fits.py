@@ -4,9 +4,8 @@
     python experiments/what_fits.py --gpu H100  # one of them
 
 A plan needs shapes only, so the models are built abstractly, from the sizes that the command line
-knows. A row is all that one GPU says of one model: how much host memory a process takes
-with fp32 Adam and in compact form, which of the two fit hosts of usual sizes, and how many tokens a
-second are expected of each.
+knows. A row has the results of one model on one GPU: the host memory with fp32 Adam
+and in compact form, the forms that fit hosts of usual sizes, and planned tokens per second.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> boo
     there = dataclasses.replace(gpu, host_bytes=size)
     if dataclasses.replace(of, hardware=there).fits_host:
         return True
-    # In a smaller host a run holds fewer activations, and its pool has other pieces.
+    # In a smaller host a run holds fewer activations, and its pool is divided differently.
     smaller = plan(model, there, form)
     return bool(smaller.fits_host and smaller.fits_device)
 

@@ -4,7 +4,7 @@
   as its root, so these files are added under their own paths, and the links follow.
 - The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
 - Where a page says `<!-- quickstart -->`, the site shows the quickstart's program for its code.
-- Notebooks are kept without outputs; the site runs them and shows what they print.
+- Notebooks are kept without outputs; the site runs them and shows their outputs.
 """
 
 import re
@@ -41,7 +41,7 @@ _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re
 _REMOTE = re.compile(
     r"(?:https?://|ssh://)?(?:[^@/\s]+@)?([\w-]+(?:\.[\w-]+)+)(?::\d+)?[:/](.+?)(?:\.git)?/?$"
 )
-# The page with the widest tables, which need the room of the table of contents.
+# The page with the widest tables: they need the room of the table of contents.
 _WIDE = "experiments/results/README.md"
 _QUICKSTART = "<!-- quickstart -->"
 _REPOSITORY = "<!-- repository -->"

@@ -148,7 +148,7 @@ def optimizer(setting: Setting, sizes: Sizes) -> optax.GradientTransformation:
 
 
 def _matrices_of_blocks(params: Any) -> Any:
-    """Which parameters Muon updates: AdamW has the embedding, the head and the norms' scales."""
+    """The parameters that Muon updates: AdamW has the embedding, the head and the norms' scales."""
 
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         in_block = "blocks" in jax.tree_util.keystr(path)
@@ -158,10 +158,10 @@ def _matrices_of_blocks(params: Any) -> Any:
 
 
 class _Watch:
-    """A callback that shows evaluations, and notes seconds in the history, which checkpoints have.
+    """A callback that shows evaluations, and notes seconds in the saved history.
 
-    They are those of an evaluation, and those from the start of the process until its first step
-    was over, which is when all of it is compiled.
+    They are the seconds of an evaluation, and from the start of the process to the end of its first
+    step, when all of it is compiled.
     """
 
     def __init__(self, eval_batches: list[dict[str, Any]]):
@@ -194,7 +194,7 @@ def main() -> None:
     )
     parser.add_argument("--row", choices=SETTINGS, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--sizes", type=json.loads, default={}, help="JSON, of what is not usual")
+    parser.add_argument("--sizes", type=json.loads, default={}, help="unusual sizes, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     add_origin_options(parser)
     args = parser.parse_args()

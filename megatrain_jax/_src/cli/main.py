@@ -12,7 +12,7 @@ from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
 commands:
-  plan      show what training a model needs on a machine, or the largest runs that fit it
+  plan      show the memory and time to train a model on a machine, or the largest runs that fit it
   finetune  train a checkpoint, or adapters for it, on conversations, preferences or texts
   pretrain  train a model of given sizes on texts, from random weights
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: The command and its arguments; None for those of the process.
+        argv: The command and its arguments; None for the process's own.
 
     Returns:
         The exit status: 0 on success, 2 if the request was invalid.
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (FloatingPointError, MemoryError) as error:
         return _failed(name, error)
-    except SystemExit as end:  # from the parser, which has printed the reason, or after SIGTERM
+    except SystemExit as end:  # the parser has printed the reason; or after SIGTERM
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
-# Each command imports only what it needs: imports take seconds or may not be installed. Most of
+# Each command imports only its own modules: imports take seconds or may not be installed. Most of
 # them come after its options have been checked.
 
 

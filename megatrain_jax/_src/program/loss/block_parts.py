@@ -1,9 +1,9 @@
 """Blocks in parts: where one block at a time is too much for a device, it is cut inside.
 
-A part is a run of the block's leaves in the order in which its equations first read them, such as
-those of attention, and those of an MLP. It is cut where the largest part and what is handed on
-beside it take the fewest bytes: between two leaves, where all reads of those before the cut come
-before all reads of those behind it. Parts are blocks of their own from then on.
+A part is a run of the block's leaves, such as attention's or the MLP's, in the order of their first
+reads. A cut lies between two leaves, with all reads of earlier leaves before all reads of later
+ones. The best cut minimises the bytes of the largest part and the values handed on beside it. Parts
+are blocks of their own from then on.
 
 A worked example, a block of 100 MiB that hands on values of 8 MiB, and of 32 MiB within its MLP::
 
@@ -83,7 +83,7 @@ def whole_block(block: ModelPath) -> ModelPath:
 
 
 def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
-    """The places at which a stage may be cut between leaves of its own."""
+    """The places to cut a stage between leaves of its own."""
     jaxpr, first = stage.jaxpr, len(stage.consts)
     variables = jaxpr.invars[first : first + len(stage.leaves)]
     # Casts and transposes of leaves alone are no reads: each part repeats its own.
@@ -115,7 +115,7 @@ def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
 def _alive(jaxpr: Any, reads: Any) -> list[int]:
     """Bytes of values that are there before each equation and read from there on.
 
-    Those of leaves alone, which are in `reads`, don't count.
+    Equations of leaves alone, listed in `reads`, don't count.
     """
     last = {v: p for p, eqn in enumerate(jaxpr.eqns) for v in jx.variables(eqn.invars)}
     born = dict.fromkeys(jaxpr.invars, 0)

@@ -41,8 +41,8 @@ class OperandTraits:
     """The traits of a value in a stage.
 
     Attributes:
-        laid_from: The leaves that it is laid out from, none for a constant; None for any other
-            value.
+        laid_from: The leaves that it is laid out from, none for a constant; None for a value
+            that is computed otherwise.
         varies: Whether it depends on a parameter.
         is_perturbed: Whether it depends on a trained parameter.
     """
@@ -61,7 +61,7 @@ Chosen = Mapping[int, "Form | tuple[Chosen, ...]"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductChoice:
-    """The rule by which products are chosen.
+    """The rule that chooses products.
 
     Attributes:
         itemsize: Bytes of the compute dtype. Wider operands show that the model asks for more.
@@ -81,7 +81,7 @@ def with_float8_products(
     Args:
         program: The program.
         leaves: Leaves of the model.
-        choice: The rule by which products are chosen.
+        choice: The rule that chooses products.
     """
     is_named = [choice.named is None or choice.named(path_name(leaf.path)) for leaf in leaves]
     of_batch = frozenset(program.prologue_values)
@@ -140,9 +140,9 @@ class _ProductSearch:
 
         Args:
             jaxpr: An open jaxpr.
-            inputs: OperandTraits of its constants and inputs.
-            is_last: Whether no product follows the jaxpr. Its own last products then are a head,
-                which stays.
+            inputs: Traits of its constants and inputs.
+            is_last: Whether no product follows the jaxpr. Its own last products then are a head
+                and stay.
         """
         found, inner = {}, {}
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
@@ -161,7 +161,7 @@ class _ProductSearch:
         if is_last:
             for number in _ends(jaxpr, found):
                 del found[number]
-                # A loop's last product is followed by those of its next turn.
+                # After a loop's last product come the products of its next turn.
                 if number in inner and jaxpr.eqns[number].primitive.name != "scan":
                     parts = tuple(self.choose(*body, is_last=True)[0] for body in inner[number])
                     found.update({number: parts} if any(parts) else {})
@@ -221,7 +221,7 @@ def _of_result(eqn: Any, ins: Sequence[OperandTraits]) -> OperandTraits:
 
 
 def _bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[tuple[Any, Sequence[OperandTraits]]]:
-    """The jaxprs of an equation in which products can be replaced, with their inputs' traits."""
+    """The inner jaxprs of an equation that are searched, with the traits of their inputs."""
     name = eqn.primitive.name
 
     def with_consts(body: jx.Body, ins: Sequence[OperandTraits]) -> tuple[Any, list[OperandTraits]]:
@@ -233,7 +233,7 @@ def _bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[tuple[Any, Sequence[
         return [with_consts(body, ins[1:]) for body in jx.branches(eqn)]
     if name == "scan":
         consts, carry = jx.scan_parts(eqn)
-        # What is carried may depend on all that the loop takes.
+        # Carried values may depend on all of the loop's inputs.
         carried = OperandTraits(
             laid_from=None,
             varies=any(t.varies for t in ins),
