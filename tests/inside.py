@@ -1,6 +1,7 @@
 """The parts inside a trainer, for tests: the one file that knows where it keeps them."""
 
 import dataclasses
+import gc
 from typing import Any
 
 import jax
@@ -14,6 +15,16 @@ from megatrain_jax._src.spec.rescheduled import spanning, with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.placement import Placement, placed_on
+
+
+def pinned_arrays() -> dict[int, jax.Array]:
+    """All live arrays in pinned host memory, by identity, after garbage was collected.
+
+    Tests compare two of them: a trainer of an earlier file may be alive, since `conftest.py`
+    freezes garbage that Python has not collected when a file begins.
+    """
+    gc.collect()
+    return {id(x): x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"}
 
 
 def spec_of(trainer: mt.Trainer) -> RunSpec:
