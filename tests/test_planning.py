@@ -83,6 +83,9 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         mt.L40S: ("l40s",),
         mt.A10G: ("A10G", "A10G 24GB"),
         mt.RTX_3060: ("RTX3060", "rtx 3060 12 GB"),
+        mt.RTX_2080_TI: ("RTX 2080 Ti", "2080ti", "NVIDIA GeForce RTX 2080 Ti", "2080 Ti 11GB"),
+        mt.RTX_2080: ("RTX 2080", "rtx 2080 8gb"),
+        mt.P100: ("P100", "Tesla P100-PCIE-16GB", "p100 16gb"),
         mt.HGX_H100: ("hgx-h100",),
         mt.H100: ("H100 80GB", "H100 80GB HBM3"),
     }
@@ -90,12 +93,18 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         # The name that a plan prints is one of them.
         for name in (*written, machine.name):
             assert mt.card(name) == machine, name
-    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200", "P100": "A100"}
+    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200"}
+    nearest |= {"RTX 2070 Super": "RTX 2070", "RTX 3060 Ti": "RTX 3060"}
     for name, near in nearest.items():
         with pytest.raises(ValueError, match=f"no card '{name}' is known; did you mean") as error:
             mt.card(name)
         # Three names at most, not the whole list.
         assert near in str(error.value) and str(error.value).count(" or ") < 3
+    for name in ("T4 x2", "T4x2", "2x T4", "2 × T4"):
+        with pytest.raises(ValueError, match=f"'{name}' names 2 cards.* 'T4', .*num_gpus=2"):
+            mt.card(name)
+    with pytest.raises(ValueError, match="no card 'P200' is known; did you mean P100"):
+        mt.card("8x P200")
     with pytest.raises(ValueError, match="no card 'Radeon' is known; known are A10G, A100, "):
         mt.card("Radeon")
     with pytest.raises(TypeError, match="`name` must be the name of a card"):

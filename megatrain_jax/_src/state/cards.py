@@ -70,6 +70,11 @@ HGX_H100 = _CARDS["HGX_H100"]
 HGX_H200 = _CARDS["HGX_H200"]
 L4 = _CARDS["L4"]
 L40S = _CARDS["L40S"]
+P100 = _CARDS["P100"]
+RTX_2060 = _CARDS["RTX_2060"]
+RTX_2070 = _CARDS["RTX_2070"]
+RTX_2080 = _CARDS["RTX_2080"]
+RTX_2080_TI = _CARDS["RTX_2080_TI"]
 RTX_3060 = _CARDS["RTX_3060"]
 RTX_3080 = _CARDS["RTX_3080"]
 RTX_3090 = _CARDS["RTX_3090"]
@@ -89,6 +94,9 @@ _BY_NAME = dict(
 )
 _NAMES = ", ".join(_BY_NAME)
 _ASSUMED = "assumed, those of an A100"
+# Names such as "T4 x2", "2x T4" and "8 x H100".
+_BEFORE = re.compile(r"(?P<count>\d{1,2}) ?[x×] ?(?P<card>.+)", re.IGNORECASE)
+_AFTER = re.compile(r"(?P<card>.+?) ?[x×] ?(?P<count>\d{1,2})", re.IGNORECASE)
 _BY_DEVICE_KIND = {
     kind: _CARDS[key] for key in _CARDS for kind in _ENTRIES[key].get("device_kinds", ())
 }
@@ -119,6 +127,13 @@ def card(name: str) -> Hardware:
     printed = {machine.name: machine for machine in _BY_NAME.values()}
     known = {_plain(n): m for n, m in (printed | _BY_DEVICE_KIND | _BY_NAME).items()}
     found = known.get(plain) or _with_memory(plain, known)
+    if found is None and (several := _BEFORE.fullmatch(name) or _AFTER.fullmatch(name)):
+        one, number = several["card"], several["count"]
+        card(one)  # refuses an unknown card by its own name
+        raise ValueError(
+            f"{name!r} names {number} cards: give one, {one!r}, and their number separately, as "
+            f"num_gpus={number} (--gpus {number} on the command line)"
+        )
     if found is None:
         names = {_plain(shown): shown for shown in _BY_NAME}
         near = difflib.get_close_matches(plain, names, n=3)
