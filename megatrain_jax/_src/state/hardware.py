@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import suggesting
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state.pool_limit import POOLS_OF_A_LIST
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The memory sizes and rates of an accelerator and its host, for plans.
