@@ -16,6 +16,10 @@ from megatrain_jax._src.state.placement import default_device, num_local_devices
 
 _GIB = 2**30
 _UNITS = {None: 1, "MiB": 2**20, "GiB": _GIB, "GB": 10**9}
+_SHARES = {
+    "attention_flops_per_s": "sustained_attention",
+    "float32_flops_per_s": "float32_share",
+}
 _FILE = Path(__file__).with_name("cards.json")
 
 
@@ -26,9 +30,9 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
         entries: By the card's public name, its `name` and `source` as in `Hardware`; `figures`,
             which are the other attributes of `Hardware`, each as a `value`, its `source` and
             sometimes a `unit` (GB, MiB or GiB, per second for a rate). `attention_flops_per_s`
-            stands for `sustained_attention`. An entry that is `like` an earlier one has the figures
-            of that one, except for its own. `names` and `device_kinds` find a card; a `note` is for
-            readers.
+            stands for `sustained_attention`, and `float32_flops_per_s` for `float32_share`. An
+            entry that is `like` an earlier one has the figures of that one, except for its own.
+            `names` and `device_kinds` find a card; a `note` is for readers.
 
     Raises:
         TypeError: If a figure has an unknown name or the wrong type.
@@ -40,10 +44,10 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
         own = {name: _number(key, name, figure) for name, figure in entry["figures"].items()}
         figures[key] = figures[entry["like"]] | own if "like" in entry else own
         values = dict(figures[key])
-        if "attention_flops_per_s" in values:
-            values["sustained_attention"] = (
-                values.pop("attention_flops_per_s") / values["flops_per_s"]
-            )
+        # As shares they stay right if somebody replaces `flops_per_s`.
+        for rate, share in _SHARES.items():
+            if rate in values:
+                values[share] = values.pop(rate) / values["flops_per_s"]
         found[key] = Hardware(name=entry["name"], source=entry["source"], **values)  # type: ignore
     return found
 
