@@ -4,15 +4,18 @@ import cProfile
 import dataclasses
 import gc
 import pstats
+import threading
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax import core
 from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
+from megatrain_jax._src.program import jaxpr as jx
 
 SIZES = (8, 16, 32)
 
@@ -62,6 +65,33 @@ def test_planning_takes_time_in_proportion_to_the_layers(make, apply):
     calls = [num_calls(make(size), apply, optimizer) for size in SIZES]
     more = calls[1] - calls[0], calls[2] - calls[1]
     assert more[1] <= 2.2 * more[0], calls
+
+
+def test_only_threads_that_trace_here_get_short_errors(monkeypatch):
+    asked = []
+
+    def of_jax(tracer):
+        asked.append(threading.current_thread().name)
+        raise AttributeError("long")
+
+    def asks(x):
+        assert getattr(x, "sharding", None) is None
+        return x
+
+    monkeypatch.setattr(core.Tracer, "sharding", property(of_jax))
+    before = core.Tracer.sharding
+
+    def inside(x):
+        other = threading.Thread(target=jax.make_jaxpr(asks), args=(1.0,), name="other")
+        other.start()
+        other.join()
+        jx.trace(asks, x)  # a trace within a trace
+        return asks(x)
+
+    jx.trace(inside, jnp.ones(2))
+    assert asked == ["other"] and core.Tracer.sharding is before
+    jax.make_jaxpr(lambda x: asks(x))(1.0)  # not remembered from the other thread
+    assert asked == ["other", threading.current_thread().name]
 
 
 def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
