@@ -11,6 +11,7 @@ import random
 import re
 import reprlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -266,11 +267,31 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
     assert not TRACED and not DRAWN
 
 
+def test_an_unknown_keyword_of_a_record_says_the_one_that_was_meant():
+    records: list[tuple[Any, str, str]] = [
+        (mt.Precision, "masters", "master"),
+        (mt.Precision, "dtype", "compute"),
+        (mt.Precision.compact, "computes", "compute"),
+        (mt.Precision.two_bytes, "product", "products"),
+        (partial(dataclasses.replace, mt.Precision()), "param_dtype", "master"),
+        (mt.Hardware, "device_byte", "device_bytes"),
+    ]
+    for kind, name, hint in records:
+        with pytest.raises(TypeError, match=f"argument '{name}'; did you mean `{hint}`\\?$"):
+            kind(**{name: 3})
+    with pytest.raises(TypeError, match=r"Precision.__init__\(\) got an .* argument 'zzz'$"):
+        mt.Precision(zzz=3)  # type: ignore[call-arg]
+    # A help page shows the record's own keywords.
+    shown = list(inspect.signature(mt.Precision).parameters)
+    assert shown == [field.name for field in dataclasses.fields(mt.Precision)]
+
+
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
     for name in ("float32", "bfloat16", "float16"):
         meant = precision_of("float32", None, None, compute=name)
         assert Options(precision=name).precision == meant
-    assert Options(precision="compact").precision == precision_of("compact", None, None)
+    for name in ("compact", "two_bytes"):
+        assert Options(precision=name).precision == precision_of(name, None, None)
 
 
 @pytest.mark.parametrize(

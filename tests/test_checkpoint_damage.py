@@ -24,7 +24,12 @@ from megatrain_jax._src.checkpoint import checksums, manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums, as_facts, checksum
 from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import flat
-from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, in_all
+from megatrain_jax._src.checkpoint.folder import (
+    CheckpointError,
+    OtherFormatError,
+    UnreadError,
+    in_all,
+)
 from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.train import series
 from runs import check_same_bits
@@ -261,6 +266,7 @@ MANIFESTS = {
     "format text": rewritten(format="2"),
     "format list": rewritten(format=[2]),
     "format true": rewritten(format=True),
+    "format with a fraction": rewritten(format=3.0),
     "step text": rewritten(step="2"),
     "step true": rewritten(step=True),
     "step negative": rewritten(step=-1),
@@ -289,7 +295,7 @@ def test_a_manifest_that_is_not_well_formed_is_refused(trainer, saved):
 def test_a_broken_manifest_is_passed_over(tmp_path):
     small.fit(tmp_path, 6, checkpoint_every=2)
     (tmp_path / "6" / "megatrain.json").write_text("[]")
-    (tmp_path / "4" / "megatrain.json").write_text('{"format": 99}')
+    (tmp_path / "4" / "megatrain.json").write_text('{"format": "3"}')
     with pytest.warns(UserWarning, match=r"\. Resumed from step 2 instead\. It is"):
         again = small.fit(tmp_path, 8)
     assert small.losses(again) == small.expected(8)
@@ -383,7 +389,13 @@ def test_a_lack_of_threads_is_not_taken_for_a_folder_without_a_checkpoint(saved,
         small.trainer(params=saved)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 3.0])
+def test_a_checkpoint_of_this_library_without_its_manifest_is_refused_as_params(saved):
+    (saved / "megatrain.json").unlink()
+    with pytest.raises(mt.CheckpointError, match=f"`params`={re.escape(str(saved))} is damaged"):
+        small.trainer(params=saved)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_checkpoint_of_another_format_is_refused(number, trainer, saved):
     before, file = small.tree(saved), saved / "megatrain.json"
     facts = {k: v for k, v in json.loads(file.read_text()).items() if k != "checksum"}
@@ -397,6 +409,21 @@ def test_a_checkpoint_of_another_format_is_refused(number, trainer, saved):
             use(saved)
     check_same_bits(small.state(trainer), expected)
     assert small.tree(saved).keys() == before.keys()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_of_another_format_ends_the_run_and_nothing_is_renamed(damaged, tmp_path):
+    small.fit(tmp_path, 6, checkpoint_every=2)
+    other = 4 if damaged else 6
+    (tmp_path / str(other) / "megatrain.json").write_text('{"format": 99}')
+    if damaged:
+        (tmp_path / "6" / "megatrain.json").write_text("[]")
+    before = small.tree(tmp_path)
+    said = f"{re.escape(str(tmp_path / str(other)))} is .* format 99, .* reads format 3 only"
+    with pytest.raises(mt.CheckpointError, match=said) as error:
+        small.fit(tmp_path, 8)
+    assert "No checkpoint was renamed" in "".join(error.value.__notes__)
+    assert small.tree(tmp_path) == before
 
 
 ANOTHER = {"missing": None, "float32": (2, 2), "int32": (64, 64)}
@@ -484,9 +511,10 @@ def test_the_home_folder_is_expanded(trainer, tmp_path, monkeypatch):
     [
         (None, None, None, ""),
         (UnreadError("busy"), None, UnreadError, "^busy"),
-        (CheckpointError("bad"), ["busy", True], CheckpointError, "^bad"),
-        (UnreadError("busy"), ["bad", False], CheckpointError, "^process 1: bad"),
-        (None, ["busy", True], UnreadError, "^process 1: busy"),
+        (CheckpointError("bad"), ["busy", "UnreadError"], CheckpointError, "^bad"),
+        (UnreadError("busy"), ["bad", "CheckpointError"], CheckpointError, "^process 1: bad"),
+        (None, ["busy", "UnreadError"], UnreadError, "^process 1: busy"),
+        (CheckpointError("bad"), ["new", "OtherFormatError"], OtherFormatError, "^process 1: new"),
     ],
 )
 def test_reading_is_tried_again_only_if_no_process_found_damage(own, other, kind, message):

@@ -84,8 +84,12 @@ def tiny(tmp_path):
 
 def test_a_plan_is_that_of_the_library(tiny, capsys):
     options = ["--gpu", "h100", "--gpus", "2", "--host", "8GiB", "--tokens", "512"]
-    for model in (str(tiny), str(tiny / "config.json")):
-        assert main(["plan", model, *options, "--length=128", "--state", "compact"]) == 0
+    two_bytes = mt.Precision.two_bytes(compute="float32")
+    for model, precision, more in (
+        (str(tiny), mt.Precision.compact(), ["--state=compact"]),
+        (str(tiny / "config.json"), two_bytes, ["--state=two_bytes", "--compute=float32"]),
+    ):
+        assert main(["plan", model, *options, "--length=128", *more]) == 0
         printed = capsys.readouterr().out
         plan = mt.plan(
             lambda: models.Decoder(config_of(str(tiny)), rngs=nnx.Rngs(0)),
@@ -95,7 +99,7 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
             hardware="H100",
             host_gib=8,
             num_gpus=2,
-            precision=mt.Precision.compact(),
+            precision=precision,
         )
         assert f"{model}, 4 rows of 128 tokens a step, on 2 × NVIDIA H100 80GB" in printed
         assert str(plan) in printed and plan.seconds_per_step
@@ -180,6 +184,8 @@ def test_only_what_helps_is_advised():
     assert advised(False, True, 2, "state", "optimizer", "clip").startswith(
         "not enough host memory. It fits with --state compact, --optimizer lion together. "
     )
+    least = advised(False, True, 4, "state", "optimizer", "clip", "lora_rank")
+    assert "with --optimizer lion, --clip null, --state two_bytes, --lora-rank 16 tog" in least
     of_device = advised(None, False, 1, "microbatches", "length", model="m", tokens=16384, gpus=2)
     assert of_device.startswith(
         "not enough GPU memory. It fits with --microbatches auto or --length 2048. "

@@ -191,7 +191,13 @@ def test_files_are_mixed_by_their_weights(given, capsys):
     assert isinstance(batches.held_out, data.Mixture) and batches.steps == 2
     rows = [part.num_rows for part in batches.train.datasets]
     used = batches.train.rows_used(2)
-    told = capsys.readouterr().out.splitlines()[-2:]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:-2] == [
+        f"{name} from {file}: {part}"
+        for name, mixture in (("training", batches.train), ("held out", batches.held_out))
+        for file, part in zip(files, mixture.datasets, strict=True)
+    ]
+    told = printed[-2:]
     assert told == [
         f"{file}: {n} of {m} rows are used, and {m - n} are left"
         for file, n, m in zip(files, used, rows, strict=True)

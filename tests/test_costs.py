@@ -1,10 +1,15 @@
 """The seconds of a step's computations, as schedules count them."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.program.flops import count_flops, is_float32_product
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.spec.costs import find_costs
 from megatrain_jax._src.state.cards import H100
@@ -53,3 +58,60 @@ def test_sums_in_bfloat16_are_widened_and_rounded_once_per_wave(waves):
     # An update reads a gradient of half the bytes.
     expected = (12 * waves - 2) * num_elements
     assert computing("bfloat16") - computing("float32") == pytest.approx(expected)
+
+
+def test_float32_products_have_their_own_rate():
+    # Without transfers and passes over memory, a plan's seconds are those of its operations.
+    machine = dataclasses.replace(H100, memory_bytes_per_s=1e30, float32_share=0.25)
+    plans = {
+        dtype: make_plan(
+            make_spec(
+                CASES["equinox"],
+                OPTIMIZERS["adam"],
+                precision=mt.Precision(compute=dtype),
+                hardware=machine,
+            )
+        )
+        for dtype in ("bfloat16", "float32")
+    }
+    narrow, wide = plans["bfloat16"], plans["float32"]
+    assert narrow.float32_flops_per_step == 0 < wide.float32_flops_per_step
+    assert wide.seconds_compute is not None
+    others = wide.flops_per_step - wide.float32_flops_per_step
+    expected = (others + 4 * wide.float32_flops_per_step) / machine.flops_per_s
+    assert wide.seconds_compute == pytest.approx(expected)
+    # The clock has the same rate, at the share that whole steps reach.
+    alike = dataclasses.replace(machine, float32_share=1.0)
+    schedules = [
+        build_task_lists(
+            make_spec(
+                CASES["equinox"],
+                OPTIMIZERS["adam"],
+                precision=mt.Precision(compute="float32"),
+                hardware=hardware,
+            ).first.workload
+        ).computing
+        for hardware in (machine, alike)
+    ]
+    more = 3 * wide.float32_flops_per_step / machine.flops_per_s / machine.sustained
+    assert schedules[0] - schedules[1] == pytest.approx(more)
+    assert ", 194.5 in float32, " in str(wide) and "in float32" not in str(narrow)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "sums", "is_wide"),
+    [
+        ("float32", "float32", None, True),
+        ("float32", "bfloat16", None, True),
+        ("bfloat16", "bfloat16", "float32", False),
+        ("float16", "float16", None, False),
+        ("float64", "float32", None, False),
+    ],
+)
+def test_a_product_is_in_float32_by_its_operands(left, right, sums, is_wide):
+    with jax.enable_x64(True):
+        args = jnp.ones((2, 3), left), jnp.ones((3, 2), right)
+        product = functools.partial(jnp.matmul, preferred_element_type=sums)
+        jaxpr = jax.make_jaxpr(product)(*args)
+    counted = [count_flops(jaxpr, is_float32_product), count_flops(jaxpr)]
+    assert counted == [24 * is_wide, 24]

@@ -111,7 +111,8 @@ def test_the_costliest_results_are_told_by_their_seconds_a_byte():
     )
     costs = seconds_per_byte(stage, every, SLOW)
     up, down = ROWS * WIDE * 4, ROWS * DIM * 4
-    seconds = 2 * ROWS * DIM * WIDE / SLOW.flops_per_s
+    # All products are in fp32.
+    seconds = 2 * ROWS * DIM * WIDE / (SLOW.float32_share * SLOW.flops_per_s)
     assert sorted(costs.values()) == [
         (pytest.approx(seconds / up), False),
         (pytest.approx(seconds / down), True),

@@ -245,7 +245,11 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
     ):
         start(CASES["nnx_tied"], params=missing)
     missing.mkdir()
-    with pytest.raises(mt.CheckpointError, match="no checkpoint that Orbax can read"):
+    said = f"`params`={re.escape(str(missing))} is no checkpoint that Orbax can read"
+    with pytest.raises(mt.CheckpointError, match=f"{said} .*a tree of arrays or the folder"):
+        start(CASES["nnx_tied"], params=missing)
+    (missing / "config.json").write_text("{}")
+    with pytest.raises(mt.CheckpointError, match=f"{said} .*`models.load_pretrained` reads"):
         start(CASES["nnx_tied"], params=missing)
 
 

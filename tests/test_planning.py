@@ -4,15 +4,18 @@ import cProfile
 import dataclasses
 import gc
 import pstats
+import threading
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax import core
 from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
+from megatrain_jax._src.program import jaxpr as jx
 
 SIZES = (8, 16, 32)
 
@@ -64,6 +67,33 @@ def test_planning_takes_time_in_proportion_to_the_layers(make, apply):
     assert more[1] <= 2.2 * more[0], calls
 
 
+def test_only_threads_that_trace_here_get_short_errors(monkeypatch):
+    asked = []
+
+    def of_jax(tracer):
+        asked.append(threading.current_thread().name)
+        raise AttributeError("long")
+
+    def asks(x):
+        assert getattr(x, "sharding", None) is None
+        return x
+
+    monkeypatch.setattr(core.Tracer, "sharding", property(of_jax))
+    before = core.Tracer.sharding
+
+    def inside(x):
+        other = threading.Thread(target=jax.make_jaxpr(asks), args=(1.0,), name="other")
+        other.start()
+        other.join()
+        jx.trace(asks, x)  # a trace within a trace
+        return asks(x)
+
+    jx.trace(inside, jnp.ones(2))
+    assert asked == ["other"] and core.Tracer.sharding is before
+    jax.make_jaxpr(lambda x: asks(x))(1.0)  # not remembered from the other thread
+    assert asked == ["other", threading.current_thread().name]
+
+
 def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
     batch = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     given = (stacked(4), lambda model, x: scanned(model, x).mean(), optax.adamw(1e-3), batch)
@@ -83,6 +113,9 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         mt.L40S: ("l40s",),
         mt.A10G: ("A10G", "A10G 24GB"),
         mt.RTX_3060: ("RTX3060", "rtx 3060 12 GB"),
+        mt.RTX_2080_TI: ("RTX 2080 Ti", "2080ti", "NVIDIA GeForce RTX 2080 Ti", "2080 Ti 11GB"),
+        mt.RTX_2080: ("RTX 2080", "rtx 2080 8gb"),
+        mt.P100: ("P100", "Tesla P100-PCIE-16GB", "p100 16gb"),
         mt.HGX_H100: ("hgx-h100",),
         mt.H100: ("H100 80GB", "H100 80GB HBM3"),
     }
@@ -90,12 +123,18 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         # The name that a plan prints is one of them.
         for name in (*written, machine.name):
             assert mt.card(name) == machine, name
-    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200", "P100": "A100"}
+    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200"}
+    nearest |= {"RTX 2070 Super": "RTX 2070", "RTX 3060 Ti": "RTX 3060"}
     for name, near in nearest.items():
         with pytest.raises(ValueError, match=f"no card '{name}' is known; did you mean") as error:
             mt.card(name)
         # Three names at most, not the whole list.
         assert near in str(error.value) and str(error.value).count(" or ") < 3
+    for name in ("T4 x2", "T4x2", "2x T4", "2 × T4"):
+        with pytest.raises(ValueError, match=f"'{name}' names 2 cards.* 'T4', .*num_gpus=2"):
+            mt.card(name)
+    with pytest.raises(ValueError, match="no card 'P200' is known; did you mean P100"):
+        mt.card("8x P200")
     with pytest.raises(ValueError, match="no card 'Radeon' is known; known are A10G, A100, "):
         mt.card("Radeon")
     with pytest.raises(TypeError, match="`name` must be the name of a card"):

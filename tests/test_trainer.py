@@ -1,6 +1,8 @@
 """The trainer as a user meets it: evaluation, bad input, numbers that are not finite, plans."""
 
+import copy
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import megatrain_jax as mt
+import small
 from inside import engine_of, pinned_arrays
 from optimizers import OPTIMIZERS
 from poison import poisoned
@@ -313,6 +316,17 @@ def test_a_stage_that_is_most_of_a_model_with_blocks_is_named(widths):
     assert sum(row.count for row in plan.groups if row.name.startswith("layers")) == 3
     said = [text for text in plan.warnings if "little of this model" in text]
     assert len(said) == len(plan.warnings) == (len(shapes) > 1)
+
+
+def test_a_trainer_can_not_be_copied_but_its_results_can():
+    result = small.fit(None, 1)
+    for part in (result, result.trainer):
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="a Trainer can't be pickled or copied"):
+                copied(part)
+    params, history = pickle.loads(pickle.dumps((result.params, result.history)))
+    check_same_bits(params, result.params)
+    assert list(history) == list(result.history)
 
 
 def test_a_model_without_blocks_is_named():

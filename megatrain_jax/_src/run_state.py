@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -65,6 +65,19 @@ class RunState:
         # it.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Refuses to pickle or deep-copy the state, and with it its trainer and results.
+
+        Raises:
+            TypeError: Always, because pinned slabs and compiled functions belong to this process.
+        """
+        raise TypeError(
+            "a Trainer can't be pickled or copied: its state is in pinned memory and its compiled "
+            "functions are of this process. Write a checkpoint by `trainer.save(path)` and read it "
+            "by `restore(path)` of a new Trainer; `trainer.params` and `trainer.history` can be "
+            "pickled"
+        )
 
     def record(self, keep: int = 0) -> None:
         """Records the steps made by hand, except the newest `keep`."""

@@ -47,7 +47,7 @@ from megatrain_jax._src.adapt.model_kinds import (
 )
 from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.model_path import ModelPath, path_name
-from megatrain_jax._src.program.jaxpr import short_errors
+from megatrain_jax._src.program.short_errors import short_errors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,16 @@ class UnreadError(CheckpointError):
     """A checkpoint that could not be read because the machine failed; it may be intact."""
 
 
+class OtherFormatError(CheckpointError):
+    """A checkpoint that another version of megatrain_jax wrote in a different format."""
+
+
+# If processes fail for different reasons, all raise the error that comes last here: a damaged
+# checkpoint is not read again, and one of another format must keep its name.
+_BY_WEIGHT = UnreadError, CheckpointError, OtherFormatError
+_NAMES = [kind.__name__ for kind in _BY_WEIGHT]
+
+
 # System errors about a missing file, which retrying does not help.
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 # Parts of messages about the machine: from Python without threads, and from TensorStore.
@@ -120,21 +130,22 @@ def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
         action: The function, which must not communicate with other processes.
 
     Raises:
-        CheckpointError: If it raises one in any process; an `UnreadError` if all errors are.
+        CheckpointError: If it raises one in any process; an `UnreadError` if all errors are, an
+            `OtherFormatError` if one is.
     """
     value = error = None
     try:
         value = action()
     except CheckpointError as raised:
         error = raised
-    row = error and [str(error), isinstance(error, UnreadError)]
+    row = error and [str(error), type(error).__name__]
     rows = enumerate(processes.gather(where, row))
     if not (failed := [(i, *row) for i, row in rows if row is not None]):
         return value
-    kind = UnreadError if all(may_pass for *_, may_pass in failed) else CheckpointError
+    kind = _BY_WEIGHT[max(_NAMES.index(name) for *_, name in failed)]
     if type(error) is kind:
         raise error
-    first, text, _ = next(row for row in failed if row[2] == (kind is UnreadError))
+    first, text, _ = next(row for row in failed if row[2] == kind.__name__)
     raise kind(f"process {first}: {text}") from error
 
 

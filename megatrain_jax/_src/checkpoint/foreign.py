@@ -12,7 +12,14 @@ import numpy as np
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.contents import TreePath, pointer
-from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
+from megatrain_jax._src.checkpoint.folder import (
+    MANIFEST,
+    CheckpointError,
+    UnreadError,
+    has_manifest,
+    local_path,
+    steps,
+)
 from megatrain_jax._src.checkpoint.forms import decoded
 
 
@@ -96,7 +103,14 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             f"`params`={where} holds the checkpoints of a run; choose one: "
             f"{', '.join(str(where / str(step)) for step in found[-3:])}"
         )
-    # Without a manifest it may be anybody's: there are no checksums to compare.
+    if not has_manifest(where) and orbax.has_our_arrays(where):
+        raise CheckpointError(
+            f"`params`={where} is damaged: it is a checkpoint of megatrain_jax without its "
+            f"{MANIFEST}, so its arrays can't be compared with their checksums. `params` must be a "
+            "tree of arrays, a whole checkpoint of megatrain_jax, or any checkpoint that Orbax "
+            "can read."
+        )
+    # Without a manifest it is somebody else's: there are no checksums to compare.
     facts = manifest.facts_of(where) if has_manifest(where) else {}
     checksums = Checksums(where, facts.get("arrays"))
     arrays = {
@@ -107,7 +121,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             dtype=jnp.dtype(found.dtype),
             checksums=checksums,
         )
-        for path, found in orbax.metadata(where).items()
+        for path, found in _metadata(where).items()
         if hasattr(found, "shape")  # Python numbers have no shape
     }
     # A parameter may be named "codes" too: only codes listed in the manifest are codes.
@@ -119,3 +133,16 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
         path: SavedCodes(codes=codes, scales=scales, coding=coded[path])
         for path, (codes, scales) in parts.items()
     }
+
+
+def _metadata(folder: Path) -> dict[TreePath, Any]:
+    """The shapes and dtypes of a checkpoint's arrays; errors name the user's argument."""
+    try:
+        return orbax.metadata(folder)
+    except UnreadError:
+        raise
+    except CheckpointError as error:
+        hint = "It must be a tree of arrays or the folder of a checkpoint."
+        if (folder / "config.json").is_file():
+            hint = "`models.load_pretrained` reads checkpoints of Hugging Face Transformers."
+        raise CheckpointError(f"`params`={error}. {hint}") from error

@@ -11,7 +11,12 @@ from typing import Any
 
 import xxhash
 
-from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError, read_error
+from megatrain_jax._src.checkpoint.folder import (
+    MANIFEST,
+    CheckpointError,
+    OtherFormatError,
+    read_error,
+)
 
 # The one format that is written and read.
 _FORMAT = 3
@@ -34,7 +39,8 @@ def read(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's manifest.
 
     Raises:
-        CheckpointError: If there is none, or it is not in the format that this version writes.
+        CheckpointError: If there is none, or it is not well-formed; an `OtherFormatError` if it has
+            the number of another format.
     """
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -44,10 +50,13 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
     # In Python, 3.0 equals 3, but a format must be an integer.
-    if (number := facts.get("format")) != _FORMAT or not _is_count(number):
-        raise CheckpointError(
-            f"{path} is a checkpoint of format {number!r:.40}, but this version of megatrain_jax "
-            f"reads format {_FORMAT} only: another version wrote it, or it is damaged"
+    if not _is_count(number := facts.get("format")):
+        raise _unreadable(path, f"`format` in {MANIFEST} is {number!r:.40}, not a whole number")
+    if number != _FORMAT:
+        raise OtherFormatError(
+            f"{path} is a checkpoint of format {number}, but this version of megatrain_jax reads "
+            f"format {_FORMAT} only. Use the version of megatrain_jax that wrote it, or another "
+            "checkpoint"
         )
     wrong = [name for name, is_right in _CHECKS.items() if not is_right(facts.get(name))]
     wrong += [n for n, is_right in _OPTIONAL.items() if n in facts and not is_right(facts[n])]

@@ -37,11 +37,16 @@ def advice(
         together = replace(together, **changes)
         # Single options have already been tried.
         if number > 1 and fits(plan_with(together)):
-            names = [name for name, _ in options[:number]]
+            # A later option may replace an earlier one: two_bytes stores less than compact.
+            names = [name for name, changes in options[:number] if _has(together, changes)]
             return f"{text} It fits with {', '.join(names)} together. docs/fitting.md has more."
     larger = {"host memory": "a larger --host", "GPU memory": "a --gpu with more memory"}
     needed = " and ".join(larger[memory] for memory in lacking)
     return f"{text} No option of this command is enough: it needs {needed}, or a smaller model."
+
+
+def _has(settings: PlanSettings, changes: dict[str, Any]) -> bool:
+    return all(getattr(settings, name) == value for name, value in changes.items())
 
 
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -57,11 +62,13 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[
         if settings.length % 2 == 0 and settings.length >= 1024:
             yield f"--length {settings.length // 2}", {"length": settings.length // 2}
     if "host memory" in lacking:
-        if settings.state != "compact":
+        if settings.state not in ("compact", "two_bytes"):
             yield "--state compact", {"state": "compact"}
         if settings.optimizer != "lion":
             yield "--optimizer lion", {"optimizer": "lion"}
         if settings.clip is not None:
             yield "--clip null", {"clip": None}
+        if settings.state != "two_bytes":
+            yield "--state two_bytes", {"state": "two_bytes"}
         if settings.lora_rank is None and settings.trainable is None:
             yield f"--lora-rank {_RANK}", {"lora_rank": _RANK}

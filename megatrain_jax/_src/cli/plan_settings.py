@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatrain_jax._src.cli.setting_rules import (
+    Compute,
     Frozen,
     Master,
     Microbatches,
@@ -26,10 +27,12 @@ class PlanSettings:
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
-        state: Form of optimizer state; compact is int8 beside masters in bfloat16.
-        master: Form of the masters at rest; default: float32, or bfloat16 with compact.
+        state: Form of optimizer state; compact is int8 beside masters in bfloat16, two_bytes is
+            int4 beside masters in int8.
+        master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
         sums: Form of sums of gradients over microbatches.
-        products: Form of large products with parameters; default: bfloat16.
+        compute: dtype of the computation; default: bfloat16, or float16 on a GPU without bfloat16.
+        products: Form of large products with parameters; default: as `compute`.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
@@ -54,6 +57,7 @@ class PlanSettings:
     state: State = "float32"
     master: Master | None = None
     sums: Master = "float32"
+    compute: Compute | None = None
     products: Products | None = None
     optimizer: OptimizerName = "adamw"
     clip: float | None = 1.0

@@ -78,6 +78,7 @@ class Planner:
                 settings.state,
                 settings.master,
                 frozen,
+                settings.compute,
                 sums=settings.sums,
                 products=settings.products,
             ),

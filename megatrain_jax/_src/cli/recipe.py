@@ -29,8 +29,10 @@ def precision_of(
     """The precision of a run.
 
     Args:
-        state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16.
-        master: Form of the masters; None for bfloat16 if `state` is "compact", else for fp32.
+        state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16, and
+            "two_bytes" is "int4" beside masters in int8.
+        master: Form of the masters; None for the one that belongs to "compact" or "two_bytes", else
+            for fp32.
         frozen: Form of frozen parameters; None for the masters' form.
         compute: dtype that parameters are cast to for the model's computation; None for the GPU's
             own, bfloat16 or float16.
@@ -41,10 +43,11 @@ def precision_of(
         >>> precision_of("compact", None, None) == mt.Precision.compact()
         True
     """
-    compact = state == "compact"
+    named = {"compact": mt.Precision.compact(), "two_bytes": mt.Precision.two_bytes()}
+    plain = named.get(state) or mt.Precision(state=jnp.dtype(state))
     return mt.Precision(
-        master=jnp.dtype(master or ("bfloat16" if compact else "float32")),
-        state=jnp.dtype("int8" if compact else state),
+        master=jnp.dtype(master) if master else plain.master,
+        state=plain.state,
         frozen=frozen,
         compute=compute,
         sums=sums,

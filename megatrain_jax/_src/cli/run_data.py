@@ -127,8 +127,10 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
         split = [part.split(settings.held_out, settings.seed) for part in parts]
         parts, held = [train for train, _ in split], [rest for _, rest in split]
     for name, datasets in (("training", parts), ("held out", held)):
-        for one in datasets:
-            print(f"{name}: {one}", flush=True)
+        # Several datasets are the entries of `data`, in order.
+        for i, one in enumerate(datasets):
+            entry = f" from {settings.sources[i]}" if len(datasets) > 1 else ""
+            print(f"{name}{entry}: {one}", flush=True)
     train = parts[0] if settings.weights is None else data.mix(parts, settings.weights)
     held_out = data.mix(held) if len(held) > 1 else next(iter(held), None)
     steps = len(train) if settings.steps is None else settings.steps

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
+State = Literal["float32", "bfloat16", "int8", "int4", "compact", "two_bytes"]
+Compute = Literal["bfloat16", "float16", "float32"]
 Master = Literal["float32", "bfloat16", "int8"]
 Frozen = Literal["float32", "bfloat16", "int8"]
 Products = Literal["float8"]

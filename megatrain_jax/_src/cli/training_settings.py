@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain_jax._src.cli.setting_rules import (
+    Compute,
     Decay,
     Master,
     OptimizerName,
@@ -57,8 +58,9 @@ class TrainingSettings:
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
         clip: Maximum global norm of the gradients; null for no clipping.
-        state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
-        master: Form of the masters at rest; default: float32, or bfloat16 with compact.
+        state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16,
+            two_bytes is int4 beside masters in int8.
+        master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
         compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
             bfloat16, and float32 elsewhere. float16 scales the loss.
         products: Form of large products with parameters; default: as `compute`.
@@ -116,7 +118,7 @@ class TrainingSettings:
     clip: float | None = 1.0
     state: State = "float32"
     master: Master | None = None
-    compute: Literal["bfloat16", "float16", "float32"] | None = None
+    compute: Compute | None = None
     products: Products | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None

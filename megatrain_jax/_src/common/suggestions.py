@@ -1,7 +1,12 @@
-"""Suggestions for a misspelt name."""
+"""Suggestions for a misspelt name, and the refusal of misspelt keywords."""
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -24,6 +29,63 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     alike = [one for one in names if _plain(one) == near[0]]
     nearest = max(alike, key=lambda one: SequenceMatcher(None, name, one).ratio())
     return f"; did you mean `{nearest}`?"
+
+
+def refuse_keywords(
+    function: Callable[..., object],
+    unknown: Iterable[str],
+    hint: Callable[[str, list[str]], str] = did_you_mean,
+) -> None:
+    """Refuses keywords that a function doesn't have, and suggests one that it has.
+
+    Args:
+        function: The function that was called.
+        unknown: The keywords that are none of its parameters.
+        hint: Function from a keyword and the function's parameters to the end of the message.
+
+    Raises:
+        TypeError: If there is one. The message is Python's own, followed by the hint.
+    """
+    for name in unknown:
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{said}{hint(name, known)}")
+
+
+def near_or_meant(meant: Mapping[str, str]) -> Callable[[str, list[str]], str]:
+    """A hint for `refuse_keywords`: the parameter that a name means elsewhere, or the nearest one.
+
+    Args:
+        meant: This library's parameter for each name in other libraries.
+    """
+    return lambda name, known: did_you_mean(meant.get(name, name), known)
+
+
+def suggesting(
+    hint: Callable[[str, list[str]], str] = did_you_mean,
+) -> Callable[[type[_T]], type[_T]]:
+    """A decorator of a dataclass with keywords only: a misspelt keyword gets a suggestion.
+
+    Args:
+        hint: See `refuse_keywords`.
+    """
+
+    def decorate(kind: type[_T]) -> type[_T]:
+        record: Any = kind
+        make = record.__init__
+        known = inspect.signature(make).parameters
+
+        # The signature stays that of the dataclass.
+        @functools.wraps(make)
+        def __init__(self: Any, **given: Any) -> None:
+            refuse_keywords(make, (name for name in given if name not in known), hint)
+            make(self, **given)
+
+        record.__init__ = __init__
+        return kind
+
+    return decorate
 
 
 def _plain(name: str) -> str:

@@ -27,7 +27,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention, is_attention_forward
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.float8 import is_float8_product
-from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
 
@@ -66,6 +66,7 @@ class Residuals:
         saved_flops: Floating-point operations per microbatch that the backward does not repeat.
         saved_attention: The part of `saved_flops` in attention kernels.
         saved_float8: The part of `saved_flops` in float8 products.
+        saved_float32: The part of `saved_flops` in float32 products.
         lean: Whether only the costliest results are saved.
     """
 
@@ -77,6 +78,7 @@ class Residuals:
     saved_flops: int
     saved_attention: int
     saved_float8: int
+    saved_float32: int
     lean: bool = False
 
     @property
@@ -155,5 +157,6 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         saved_flops=saved_flops,
         saved_attention=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_attention(e)),
         saved_float8=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float8_product(e)),
+        saved_float32=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float32_product(e)),
         lean=lean,
     )

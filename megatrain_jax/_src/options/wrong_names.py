@@ -1,10 +1,9 @@
 """Errors for names that a function or a trainer doesn't have, with the name that was meant."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.common.suggestions import did_you_mean, refuse_keywords
 from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
 
 # Names in Keras, Lightning, Transformers and Flax's examples for options of this library.
@@ -83,11 +82,7 @@ def refuse_unknown(function: Callable[..., object], unknown: Iterable[str]) -> N
     Raises:
         TypeError: If there is one. The message is Python's own, followed by a suggestion.
     """
-    for name in unknown:
-        parameters = inspect.signature(function).parameters.values()
-        hint = _hint(name, [p.name for p in parameters if p.kind is not p.VAR_KEYWORD])
-        said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-        raise TypeError(f"{said}{hint}")
+    refuse_keywords(function, unknown, _hint)
 
 
 def not_settable(kind: type, name: str) -> str:

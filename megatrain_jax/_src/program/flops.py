@@ -61,6 +61,14 @@ def is_product(eqn: Any, itemsize: int = 0) -> bool:
     return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
 
 
+def is_float32_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product or convolution that computes in float32."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    left, right = (v.aval.dtype for v in eqn.invars[:2])
+    return jnp.promote_types(left, right) == jnp.float32
+
+
 def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
     name = eqn.primitive.name
     if name == "scan":

@@ -6,9 +6,7 @@ jaxpr, and `scan` has different parameters).
 
 import dataclasses
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +18,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding
 
 from megatrain_jax._src.program.primitives import CALLS, REMAT
+from megatrain_jax._src.program.short_errors import short_errors
 
 Var = jex.Var
 Literal = jex.Literal
@@ -58,31 +57,6 @@ def trace(fn: Callable, *args: Any) -> Traced:
     consts = tuple(map(_host_constant, closed.consts))
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
-
-
-# Reentrant, because tracing may trace again inside, as a kernel that fires its effects once does.
-_SHORT_ERRORS = threading.RLock()
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """Makes tracing skip JAX's costly search for the origin of an error that nobody sees.
-
-    NNX asks each new variable value for its sharding, which a tracer does not have. Before 0.12,
-    JAX then walks all equations so far to word an `AttributeError`, and its own `__getattr__`
-    replaces that error at once: tracing time would be quadratic in the model's depth.
-    """
-
-    def refuse(tracer: core.Tracer) -> None:
-        raise AttributeError("a tracer has no sharding")
-
-    with _SHORT_ERRORS:  # else a second thread could restore our replacement
-        before = core.Tracer.sharding
-        setattr(core.Tracer, "sharding", property(refuse))  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(core.Tracer, "sharding", before)  # noqa: B010
 
 
 def _host_constant(value: Any) -> Any:

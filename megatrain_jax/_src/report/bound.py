@@ -20,6 +20,7 @@ def find_bound(
     flops: int,
     attention_flops: int = 0,
     float8_flops: int = 0,
+    float32_flops: int = 0,
     dispatch_seconds: float = 0.0,
     loop_seconds: float = 0.0,
 ) -> Bound:
@@ -51,6 +52,7 @@ def find_bound(
         flops: Operations of all devices.
         attention_flops: Attention's operations among them, which have a separate rate.
         float8_flops: Operations of float8 products among them, which have a separate rate, too.
+        float32_flops: Operations of float32 products among them, likewise.
         dispatch_seconds: Seconds in which Python dispatches the step.
         loop_seconds: Seconds that loops take on each device beyond their operations; the bottleneck
             if they exceed the operations' time.
@@ -61,7 +63,9 @@ def find_bound(
     link, host = hardware.link_bytes_per_s, hardware.host_bytes_per_s
     # Over a direct connection, collectives use neither the links nor the host.
     over_links = collective_bytes if hardware.peer_bytes_per_s is None else 0
-    seconds = hardware.compute_seconds(flops, attention_flops, float8=float8_flops)
+    seconds = hardware.compute_seconds(
+        flops, attention_flops, float8=float8_flops, float32=float32_flops
+    )
     computing = seconds / num_devices
     shares: tuple[tuple[Bound, float, float], ...] = (
         (

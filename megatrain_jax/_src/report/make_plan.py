@@ -36,7 +36,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         processes_per_host: Number of processes on each host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
-    workload, schedule = step.workload, step.schedule
+    workload, schedule, work = step.workload, step.schedule, microbatch_work(step)
     # A host's memory is shared by all devices of its processes.
     machine, per_host = spec.options.machine, devices // num_processes * processes_per_host
     hardware = machine and machine.times(per_host)
@@ -45,7 +45,6 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     pools, taken = _process_bytes(spec, num_processes, processes_per_host)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
-    work = microbatch_work(step)
     return Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -71,6 +70,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         attention_flops_per_step=step.microbatches * round(work.attention),
         float8_flops_per_step=step.microbatches * round(work.float8),
+        float32_flops_per_step=step.microbatches * round(work.float32),
         loop_kernels_per_step=step.microbatches * round(work.kernels),
         seconds_loops=_loop_seconds(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,

@@ -98,6 +98,7 @@ class Plan:
             `make_plan`.
         attention_flops_per_step: Operations of attention kernels among them.
         float8_flops_per_step: Operations of float8 products among them.
+        float32_flops_per_step: Operations of float32 products among them.
         loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
             each device: loops over a layer's experts, or over chunks of a row.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
@@ -156,6 +157,7 @@ class Plan:
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     float8_flops_per_step: int = 0
+    float32_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
     seconds_loops: float = 0.0
     tiles: tuple[TileRow, ...] = ()
@@ -240,8 +242,12 @@ class Plan:
     @property
     def seconds_compute(self) -> float | None:
         """Seconds of a step's computation alone; `None` without hardware."""
-        attention, float8 = self.attention_flops_per_step, self.float8_flops_per_step
-        return self._seconds_computing(self.flops_per_step, attention, float8)
+        return self._seconds_computing(
+            self.flops_per_step,
+            self.attention_flops_per_step,
+            self.float8_flops_per_step,
+            self.float32_flops_per_step,
+        )
 
     @property
     def seconds_attention(self) -> float | None:
@@ -283,15 +289,19 @@ class Plan:
             flops=self.flops_per_step * own // of,
             attention_flops=self.attention_flops_per_step * own // of,
             float8_flops=self.float8_flops_per_step * own // of,
+            float32_flops=self.float32_flops_per_step * own // of,
             dispatch_seconds=self.seconds_dispatch,
             loop_seconds=self.seconds_loops,
         )
 
-    def _seconds_computing(self, flops: int, attention: int, float8: int = 0) -> float | None:
-        """Seconds for operations of all devices, with attention's and float8 products' in them."""
+    def _seconds_computing(
+        self, flops: int, attention: int, float8: int = 0, float32: int = 0
+    ) -> float | None:
+        """Seconds for operations of all devices, of which some have a rate of their own."""
         if self.hardware is None:
             return None
-        return self.hardware.compute_seconds(flops, attention, float8=float8) / self.num_devices
+        found = self.hardware.compute_seconds(flops, attention, float8=float8, float32=float32)
+        return found / self.num_devices
 
     def _seconds_alone(self, num_bytes: int) -> float | None:
         """Seconds for a step's transfers in one direction, for all devices at once."""

@@ -192,10 +192,21 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     if float8 := plan.float8_flops_per_step:
         of_it = f"{float8 / flops:.0%} of it"
         cells.append(["float8 products, of that", short(float8, flops=True), of_it])
+    if _has_own_rate(plan):
+        wide = plan.float32_flops_per_step
+        cells.append(
+            ["float32 products, of that", short(wide, flops=True), f"{wide / flops:.0%} of it"]
+        )
     if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
         kernels = f"{short(plan.loop_kernels_per_step)} kernels"
         cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])
     return cells
+
+
+def _has_own_rate(plan: "Plan") -> bool:
+    """Whether float32 products are many, and the machine has a rate of their own for them."""
+    has_rate = plan.hardware is not None and plan.hardware.float32_share < 1
+    return has_rate and plan.float32_flops_per_step > _LARGE_SHARE * plan.flops_per_step
 
 
 def _recompute_cells(plan: "Plan") -> list[list[str]]:
@@ -229,6 +240,8 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
     computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
     if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
         computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"
+    if _has_own_rate(plan):
+        computing += f", {machine.float32_share * machine.flops_per_s / 1e12:.4g} in float32"
     return ", ".join([*rates, computing, machine.source])
 
 

@@ -24,7 +24,7 @@ from megatrain_jax._src.kernels.residuals import Residuals, find_residuals, is_k
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention
 from megatrain_jax._src.program.float8 import is_float8_product
-from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -73,7 +73,8 @@ def seconds_per_byte(
         attention = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_attention(e))
         # All equations of a kind are counted together, like their bytes.
         float8 = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_float8_product(e))
-        seconds[kind] = hardware.compute_seconds(flops, attention, float8=float8)
+        wide = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_float32_product(e))
+        seconds[kind] = hardware.compute_seconds(flops, attention, float8=float8, float32=wide)
     least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
     found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
     return {kind: (cost, cost >= least) for kind, cost in found.items()}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program.attention import is_attention
 from megatrain_jax._src.program.float8 import count_numbers, is_float8_product
-from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
@@ -49,6 +49,7 @@ class Work(NamedTuple):
         copied: Bytes that loops copy unchanged.
         float8: Operations in float8 products, included in `flops`.
         coded: Bytes read and written to code the operands of these products.
+        float32: Operations in float32 products, included in `flops`.
     """
 
     flops: float
@@ -58,6 +59,7 @@ class Work(NamedTuple):
     copied: float = 0.0
     float8: float = 0.0
     coded: float = 0.0
+    float32: float = 0.0
 
     def plus(self, other: "Work", factor: float = 1.0) -> "Work":
         """This work plus `factor` times the given work."""
@@ -65,7 +67,9 @@ class Work(NamedTuple):
 
     def seconds(self, hardware: Hardware, sustained: float = 1.0, num_devices: int = 1) -> float:
         """Seconds on the devices; operations outside attention reach the share `sustained`."""
-        computing = hardware.compute_seconds(self.flops, self.attention, sustained, self.float8)
+        computing = hardware.compute_seconds(
+            self.flops, self.attention, sustained, self.float8, self.float32
+        )
         coding = self.coded / hardware.memory_bytes_per_s
         return (computing + coding) / num_devices + self.loop_seconds(
             hardware, sustained, num_devices
@@ -91,10 +95,15 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
         if stage.key not in known:
             attention = count_flops(stage.jaxpr, is_attention)
             loops, flops = count_loops(stage.jaxpr), count_flops(stage.jaxpr)
-            float8 = count_flops(stage.jaxpr, is_float8_product)
-            coded = _CODED_BYTES * count_numbers(stage.jaxpr)
             known[stage.key] = Work(
-                flops, attention, loops.flops, loops.kernels, loops.copied, float8, coded
+                flops,
+                attention,
+                loops.flops,
+                loops.kernels,
+                loops.copied,
+                float8=count_flops(stage.jaxpr, is_float8_product),
+                coded=_CODED_BYTES * count_numbers(stage.jaxpr),
+                float32=count_flops(stage.jaxpr, is_float32_product),
             )
     return [known[stage.key] for stage in stages]
 
@@ -120,4 +129,5 @@ def saved_work(residuals: Residuals | None) -> Work:
         flops=residuals.saved_flops,
         attention=residuals.saved_attention,
         float8=residuals.saved_float8,
+        float32=residuals.saved_float32,
     )

@@ -16,6 +16,10 @@ from megatrain_jax._src.state.placement import default_device, num_local_devices
 
 _GIB = 2**30
 _UNITS = {None: 1, "MiB": 2**20, "GiB": _GIB, "GB": 10**9}
+_SHARES = {
+    "attention_flops_per_s": "sustained_attention",
+    "float32_flops_per_s": "float32_share",
+}
 _FILE = Path(__file__).with_name("cards.json")
 
 
@@ -26,9 +30,9 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
         entries: By the card's public name, its `name` and `source` as in `Hardware`; `figures`,
             which are the other attributes of `Hardware`, each as a `value`, its `source` and
             sometimes a `unit` (GB, MiB or GiB, per second for a rate). `attention_flops_per_s`
-            stands for `sustained_attention`. An entry that is `like` an earlier one has the figures
-            of that one, except for its own. `names` and `device_kinds` find a card; a `note` is for
-            readers.
+            stands for `sustained_attention`, and `float32_flops_per_s` for `float32_share`. An
+            entry that is `like` an earlier one has the figures of that one, except for its own.
+            `names` and `device_kinds` find a card; a `note` is for readers.
 
     Raises:
         TypeError: If a figure has an unknown name or the wrong type.
@@ -40,10 +44,10 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
         own = {name: _number(key, name, figure) for name, figure in entry["figures"].items()}
         figures[key] = figures[entry["like"]] | own if "like" in entry else own
         values = dict(figures[key])
-        if "attention_flops_per_s" in values:
-            values["sustained_attention"] = (
-                values.pop("attention_flops_per_s") / values["flops_per_s"]
-            )
+        # As shares they stay right if somebody replaces `flops_per_s`.
+        for rate, share in _SHARES.items():
+            if rate in values:
+                values[share] = values.pop(rate) / values["flops_per_s"]
         found[key] = Hardware(name=entry["name"], source=entry["source"], **values)  # type: ignore
     return found
 
@@ -70,6 +74,11 @@ HGX_H100 = _CARDS["HGX_H100"]
 HGX_H200 = _CARDS["HGX_H200"]
 L4 = _CARDS["L4"]
 L40S = _CARDS["L40S"]
+P100 = _CARDS["P100"]
+RTX_2060 = _CARDS["RTX_2060"]
+RTX_2070 = _CARDS["RTX_2070"]
+RTX_2080 = _CARDS["RTX_2080"]
+RTX_2080_TI = _CARDS["RTX_2080_TI"]
 RTX_3060 = _CARDS["RTX_3060"]
 RTX_3080 = _CARDS["RTX_3080"]
 RTX_3090 = _CARDS["RTX_3090"]
@@ -89,6 +98,9 @@ _BY_NAME = dict(
 )
 _NAMES = ", ".join(_BY_NAME)
 _ASSUMED = "assumed, those of an A100"
+# Names such as "T4 x2", "2x T4" and "8 x H100".
+_BEFORE = re.compile(r"(?P<count>\d{1,2}) ?[x×] ?(?P<card>.+)", re.IGNORECASE)
+_AFTER = re.compile(r"(?P<card>.+?) ?[x×] ?(?P<count>\d{1,2})", re.IGNORECASE)
 _BY_DEVICE_KIND = {
     kind: _CARDS[key] for key in _CARDS for kind in _ENTRIES[key].get("device_kinds", ())
 }
@@ -119,6 +131,13 @@ def card(name: str) -> Hardware:
     printed = {machine.name: machine for machine in _BY_NAME.values()}
     known = {_plain(n): m for n, m in (printed | _BY_DEVICE_KIND | _BY_NAME).items()}
     found = known.get(plain) or _with_memory(plain, known)
+    if found is None and (several := _BEFORE.fullmatch(name) or _AFTER.fullmatch(name)):
+        one, number = several["card"], several["count"]
+        card(one)  # refuses an unknown card by its own name
+        raise ValueError(
+            f"{name!r} names {number} cards: give one, {one!r}, and their number separately, as "
+            f"num_gpus={number} (--gpus {number} on the command line)"
+        )
     if found is None:
         names = {_plain(shown): shown for shown in _BY_NAME}
         near = difflib.get_close_matches(plain, names, n=3)

@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import suggesting
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state.pool_limit import POOLS_OF_A_LIST
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The memory sizes and rates of an accelerator and its host, for plans.
@@ -28,6 +30,8 @@ class Hardware:
             `None` if only the links connect them. Collectives then pass through the host's memory.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
             if the card has no bfloat16.
+        float32_share: Rate of float32 matrix products with JAX's default precision, as a share of
+            `flops_per_s`. That precision is TF32 on NVIDIA's cards from Ampere on.
         float8_flops_per_s: Floating-point operations per second in float8 matrix products; `None`
             if the accelerator has no units for them, so that `Precision(products="float8")` is
             refused.
@@ -65,6 +69,7 @@ class Hardware:
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
     flops_per_s: float
+    float32_share: float = 1.0
     float8_flops_per_s: float | None = None
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
@@ -85,7 +90,8 @@ class Hardware:
         checks.boolean("has_bfloat16", self.has_bfloat16)
         widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
         object.__setattr__(self, "widest_heads", widest_heads)
-        for name in ("link_bytes_per_s", "flops_per_s", "sustained", "sustained_attention"):
+        shares = "sustained", "sustained_attention", "float32_share"
+        for name in ("link_bytes_per_s", "flops_per_s", *shares):
             checks.number(name, getattr(self, name), above=0)
         for name, unknown in (
             ("memory_bytes_per_s", math.inf),
@@ -97,7 +103,7 @@ class Hardware:
             # An unknown rate limits nothing: it is infinite if times divide by it, else None.
             if (value := getattr(self, name)) != unknown:
                 checks.number(name, value, above=0)
-        for name in ("sustained", "sustained_attention", "device_share"):
+        for name in (*shares, "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
 
@@ -121,7 +127,12 @@ class Hardware:
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
     def compute_seconds(
-        self, flops: float, attention: float, sustained: float = 1.0, float8: float = 0.0
+        self,
+        flops: float,
+        attention: float,
+        sustained: float = 1.0,
+        float8: float = 0.0,
+        float32: float = 0.0,
     ) -> float:
         """Seconds that one accelerator takes for a number of operations.
 
@@ -130,11 +141,13 @@ class Hardware:
             attention: Number of operations in attention kernels.
             sustained: Share of `flops_per_s` that operations outside attention reach.
             float8: Number of operations in float8 products.
+            float32: Number of operations in float32 products.
         """
         # 1 gives the minimum time, for a bound; plans pass the stages' rate. For attention kernels,
         # the measured rate serves as both.
         others = (flops - attention) / sustained
         found = (others + attention / self.sustained_attention) / self.flops_per_s
+        found += float32 * (1 / self.float32_share - 1) / sustained / self.flops_per_s
         if self.float8_flops_per_s is None:
             return found
         # Only the products themselves are faster, not the operations around them.

@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from megatrain_jax._src.checkpoint import folder, manifest, orbax
-from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, by_first, in_all
+from megatrain_jax._src.checkpoint.folder import (
+    CheckpointError,
+    OtherFormatError,
+    UnreadError,
+    by_first,
+    in_all,
+)
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
@@ -99,8 +105,9 @@ class Checkpoints:
             checkpoint.
 
         Raises:
-            CheckpointError: If there are checkpoints, but none that this trainer can continue from,
-                or other files occupy the place of later ones.
+            CheckpointError: If there are checkpoints, but none that this trainer can continue from;
+                if the newest undamaged one has another format; or if other files occupy the place
+                of later ones.
         """
         trainer.run_state.check_names()
         refused: dict[int, CheckpointError] = {}
@@ -114,6 +121,12 @@ class Checkpoints:
                 error.add_note(
                     "The checkpoint may be whole, so it has kept its name. The same call tries "
                     "again; without that folder it goes on from the checkpoint before."
+                )
+                raise
+            except OtherFormatError as error:
+                # It may hold steps that no other checkpoint has.
+                error.add_note(
+                    "No checkpoint was renamed. To go on from an older step, move that folder away."
                 )
                 raise
             except CheckpointError as error:
