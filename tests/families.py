@@ -359,6 +359,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "gemma": ("Gemma", {"head_dim": 16, "hidden_act": "gelu", "tie_word_embeddings": True}, 1),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "seed-oss": (
+        "SeedOss",
+        {
+            "head_dim": 16,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+        },
+        1,
+    ),
+    "exaone4": (
+        "Exaone4",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": _LLAMA3,
+            "rms_norm_eps": 1e-3,
+        },
+        2,
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        1,
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, 1),
+    "hunyuan-dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": _DYNAMIC | {"alpha": 50.0},
+        },
+        1,
+    ),
+    "apertus": ("Apertus", {"rope_parameters": _LLAMA3, "attention_bias": True}, 1),
+    "nemotron": ("Nemotron", {"norm_eps": 1e-3, "mlp_bias": True}, 1),
 }
 _CLASSES = {
     "Mistral3": "Mistral3ForConditionalGeneration",

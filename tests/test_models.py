@@ -67,6 +67,9 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "qwen3-next",
         "qwen3.5-moe-multimodal",
         "gemma4-shared",
+        "cohere2",
+        "exaone4",
+        "hunyuan-dense",
     ],
     indirect=True,
 )

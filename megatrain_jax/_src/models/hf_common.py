@@ -23,6 +23,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -77,6 +78,11 @@ def sizes(
         "tie_embeddings": fields.flag("tie_word_embeddings", tied),
         "init_std": fields.number("initializer_range", 0.02, least=0),
     }
+
+
+def head_dim(fields: Fields, default: int) -> int | None:
+    """Returns the default of `head_dim` where null means the width divided by the heads."""
+    return default if fields.take("head_dim", default) is not None else None
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
