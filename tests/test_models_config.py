@@ -153,6 +153,10 @@ _FULL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "apertus": {},
     "nemotron": {},
+    "minimax_m2": {},
+    "ernie4_5_moe": {},
+    "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},
+    "glm4_moe_lite": {"num_key_value_heads": 32},
     "phi3": {"rope_parameters": _LONG | {"rope_theta": 1e4}, "max_position_embeddings": 131072},
 }
 

@@ -247,7 +247,14 @@ class ExpertMatrices(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """A router and its experts, in place of an MLP."""
+    """A router and its experts, in place of an MLP.
+
+    Attributes:
+        biased: Whether experts are chosen by more than their probabilities. The loads that a loss
+            balances are those without that bias, as in Transformers.
+    """
+
+    biased: ClassVar[bool] = False
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
@@ -267,6 +274,8 @@ class MixtureOfExperts(nnx.Module):
         chosen, shares, probabilities = self.route(tokens)
         mixed = mix(tokens, chosen, shares, self.weights(), self.expert)
         counted = None if segments is None else segments.reshape(-1) != 0
+        if self.biased:
+            _, chosen = jax.lax.top_k(probabilities, self.settings.per_token)
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:

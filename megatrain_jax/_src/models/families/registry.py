@@ -9,8 +9,10 @@ from typing import Any
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families.apertus import APERTUS
 from megatrain_jax._src.models.families.cohere2 import COHERE2
+from megatrain_jax._src.models.families.deepseek_v2 import DEEPSEEK_V2
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.ernie4_5 import ERNIE4_5
+from megatrain_jax._src.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from megatrain_jax._src.models.families.exaone4 import EXAONE4
 from megatrain_jax._src.models.families.gemma import GEMMA
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
@@ -18,10 +20,12 @@ from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
+from megatrain_jax._src.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
 from megatrain_jax._src.models.families.granite import GRANITE
 from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.minimax_m2 import MINIMAX_M2
 from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from megatrain_jax._src.models.families.mistral import MISTRAL
 from megatrain_jax._src.models.families.mixtral import MIXTRAL
@@ -53,8 +57,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         APERTUS,
         COHERE2,
+        DEEPSEEK_V2,
         DEEPSEEK_V3,
         ERNIE4_5,
+        ERNIE4_5_MOE,
         EXAONE4,
         GEMMA,
         GEMMA2,
@@ -64,10 +70,12 @@ FAMILIES: dict[str, Family] = {
         GEMMA4_MULTIMODAL,
         GLM4,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         GPT_OSS,
         GRANITE,
         HUNYUAN_V1_DENSE,
         LLAMA,
+        MINIMAX_M2,
         MINISTRAL3,
         MISTRAL,
         MISTRAL3,
