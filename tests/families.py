@@ -52,6 +52,7 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+_MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 _LINEAR = {
     "rms_norm_eps": 1e-3,
     "head_dim": 16,
@@ -473,8 +474,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": _SWA | {"rms_norm_eps": 1e-3, "rope_parameters": _MROPE},
+            "vision_config": _VISION_QWEN | {"fullatt_block_indexes": [0]},
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": {"head_dim": 8, "attention_bias": True, "rope_parameters": _MROPE},
+            "vision_config": _VISION_QWEN | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
 }
 _CLASSES = {
+    "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VL": "Qwen3VLForConditionalGeneration",
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
@@ -517,6 +538,10 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
         if model.config.model_type in ("gemma3", "mistral3"):
             name = name.replace("model.language_model.", "language_model.model.")
             name = name.replace("lm_head.", "language_model.lm_head.")
+        if model.config.model_type == "qwen2_5_vl":
+            name = name.replace("model.language_model.", "model.").replace(
+                "model.visual.", "visual."
+            )
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         name = name.replace(".gate.moe_statics.", ".moe_statics.")

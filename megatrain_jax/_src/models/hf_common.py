@@ -164,6 +164,20 @@ def rope(
     )
 
 
+def rope_parameters_of_text(fields: Fields) -> dict[str, Any]:
+    """Returns the parameters of `rope` in models that also have positions within images.
+
+    Such a position has three numbers, all equal in text, so their arrangement has no effect.
+    """
+    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    for name in ("mrope_section", "mrope_interleaved"):
+        values.pop(name, None)
+    for name in ("rope_type", "type"):
+        if values.get(name) == "mrope":
+            values[name] = "default"
+    return values
+
+
 def two_ropes(
     fields: Fields,
     head_dim: int,

@@ -40,7 +40,7 @@ class ErnieStatics(nnx.Module):
 
 
 class ErnieMixture(MixtureOfExperts):
-    """Experts with a bias that affects which of them are chosen, and shared ones."""
+    """Experts chosen with a bias that balances their loads, and shared experts."""
 
     biased = True
 
@@ -75,7 +75,7 @@ class ErnieLayer(Layer):
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    # Multi-token prediction layers are kept unchanged; only the original code reads the others.
+    # Only the original code reads these; layers that predict further tokens are kept unchanged.
     for name in ("num_nextn_predict_layers", "moe_capacity", "moe_gate", "moe_use_aux_free"):
         fields.take(name, None)
     arguments = ernie4_5.common(fields, kv_heads=4)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MiniMaxMixture(MixtureOfExperts):
-    """Experts with sigmoids as scores, and a bias that affects which of them are chosen."""
+    """Experts with sigmoids as scores, chosen with a bias that balances their loads."""
 
     biased = True
 

@@ -36,6 +36,7 @@ from megatrain_jax._src.models.families.olmoe import OLMOE
 from megatrain_jax._src.models.families.phi import PHI
 from megatrain_jax._src.models.families.phi3 import PHI3
 from megatrain_jax._src.models.families.qwen2 import QWEN2
+from megatrain_jax._src.models.families.qwen2_5_vl import QWEN2_5_VL
 from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
 from megatrain_jax._src.models.families.qwen3 import QWEN3
 from megatrain_jax._src.models.families.qwen3_5 import (
@@ -46,6 +47,7 @@ from megatrain_jax._src.models.families.qwen3_5 import (
 )
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
 from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
+from megatrain_jax._src.models.families.qwen3_vl import QWEN3_VL
 from megatrain_jax._src.models.families.seed_oss import SEED_OSS
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
@@ -87,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         PHI,
         PHI3,
         QWEN2,
+        QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
         QWEN3_5,
@@ -95,6 +98,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_VL,
         SEED_OSS,
         SMOLLM3,
     )
