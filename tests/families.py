@@ -492,6 +492,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         1,
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "norm_eps": 1e-3,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+        2,
+    ),
 }
 _CLASSES = {
     "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",

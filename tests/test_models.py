@@ -70,6 +70,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "cohere2",
         "exaone4",
         "hunyuan-dense",
+        "lfm2",
     ],
     indirect=True,
 )

@@ -24,6 +24,7 @@ from megatrain_jax._src.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
 from megatrain_jax._src.models.families.granite import GRANITE
 from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from megatrain_jax._src.models.families.lfm2 import LFM2
 from megatrain_jax._src.models.families.llama import LLAMA
 from megatrain_jax._src.models.families.minimax_m2 import MINIMAX_M2
 from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
@@ -76,6 +77,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GRANITE,
         HUNYUAN_V1_DENSE,
+        LFM2,
         LLAMA,
         MINIMAX_M2,
         MINISTRAL3,
