@@ -52,6 +52,7 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+_MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 _LINEAR = {
     "rms_norm_eps": 1e-3,
     "head_dim": 16,
@@ -64,6 +65,14 @@ _LINEAR = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
 _SHARED = {"shared_expert_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -237,13 +246,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "deepseek-v3": (
         "DeepseekV3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
+        _LATENT
+        | {
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
@@ -256,13 +260,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "deepseek-v3-plain": (
         "DeepseekV3",
-        {
-            "num_key_value_heads": 4,
+        _LATENT
+        | {
             "q_lora_rank": None,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
             "first_k_dense_replace": 2,
             "rope_interleave": False,
             "attention_bias": True,
@@ -359,8 +359,155 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "gemma": ("Gemma", {"head_dim": 16, "hidden_act": "gelu", "tie_word_embeddings": True}, 1),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 0.5,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "seed-oss": (
+        "SeedOss",
+        {
+            "head_dim": 16,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+        },
+        1,
+    ),
+    "exaone4": (
+        "Exaone4",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": _LLAMA3,
+            "rms_norm_eps": 1e-3,
+        },
+        2,
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        1,
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}, 1),
+    "hunyuan-dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": _DYNAMIC | {"alpha": 50.0},
+        },
+        1,
+    ),
+    "apertus": ("Apertus", {"rope_parameters": _LLAMA3, "attention_bias": True}, 1),
+    "nemotron": ("Nemotron", {"norm_eps": 1e-3, "mlp_bias": True}, 1),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-3,
+            "rotary_dim": 8,
+        },
+        1,
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "use_bias": True,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 1,
+            "moe_norm_min": 0.5,
+        },
+        2,
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        _LATENT
+        | {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "mlp_bias": True,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+        2,
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        _LATENT
+        | {
+            "num_hidden_layers": 2,
+            "mlp_layer_types": ["sparse", "dense"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+        2,
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": _SWA | {"rms_norm_eps": 1e-3, "rope_parameters": _MROPE},
+            "vision_config": _VISION_QWEN | {"fullatt_block_indexes": [0]},
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": {"head_dim": 8, "attention_bias": True, "rope_parameters": _MROPE},
+            "vision_config": _VISION_QWEN | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "norm_eps": 1e-3,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+        2,
+    ),
 }
 _CLASSES = {
+    "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VL": "Qwen3VLForConditionalGeneration",
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
@@ -397,14 +544,19 @@ def make_torch(name: str, **changes: Any) -> Any:
 def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     """Returns a model's arrays by the names of the files; Transformers fuses experts."""
     found = {}
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
         if model.config.model_type in ("gemma3", "mistral3"):
             name = name.replace("model.language_model.", "language_model.model.")
             name = name.replace("lm_head.", "language_model.lm_head.")
+        if model.config.model_type == "qwen2_5_vl":
+            name = name.replace("model.language_model.", "model.").replace(
+                "model.visual.", "visual."
+            )
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace(".gate.moe_statics.", ".moe_statics.")
         base, _, last = name.rpartition(".")
         if last not in ("gate_up_proj", "down_proj") or model.config.model_type == "gpt_oss":
             found[name] = array

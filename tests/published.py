@@ -68,4 +68,5 @@ def num_parameters(config: DecoderConfig) -> int:
     total += size(config.memory) if config.memory else 0
     head = config.vocab_size * (config.hidden_size + config.head_bias)
     total += config.vocab_size * config.hidden_size + (0 if config.tie_embeddings else head)
-    return total + config.hidden_size * (2 if config.norm == "layer" else 1)
+    biased = config.norm == "layer" and config.norm_bias
+    return total + config.hidden_size * (2 if biased else 1)

@@ -67,6 +67,10 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "qwen3-next",
         "qwen3.5-moe-multimodal",
         "gemma4-shared",
+        "cohere2",
+        "exaone4",
+        "hunyuan-dense",
+        "lfm2",
     ],
     indirect=True,
 )
@@ -123,7 +127,7 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "padding"),
     [("qwen3-moe-mixed", 5), ("mixtral", 0), ("qwen2-moe", 5), ("gpt-oss", 0)]
-    + [("qwen3-next", 5)],
+    + [("qwen3-next", 5), ("minimax-m2", 5), ("ernie4.5-moe", 0)],
 )
 def test_balancing_loss(name, padding, tmp_path):
     reference = make_torch(name)

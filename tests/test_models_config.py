@@ -144,6 +144,20 @@ _FULL: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "smollm3": {},
     "granite": {},
+    "gemma": {},
+    "cohere2": {},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "exaone4": {},
+    "olmoe": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "apertus": {},
+    "nemotron": {},
+    "minimax_m2": {},
+    "lfm2": {},
+    "ernie4_5_moe": {},
+    "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},
+    "glm4_moe_lite": {"num_key_value_heads": 32},
     "phi3": {"rope_parameters": _LONG | {"rope_theta": 1e4}, "max_position_embeddings": 131072},
 }
 
@@ -204,7 +218,7 @@ def test_stretched_wavelengths_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: deepseek_v3"),
+        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: apertus"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),

@@ -61,7 +61,7 @@ def test_five_steps_are_those_of_transformers(name, tmp_path):
     expected, parameters = steps_of_torch(reference)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     found = dict(leaves(trainer.model))
-    parameters |= {name: b.numpy() for name, b in reference.named_buffers()}
+    parameters |= named({name: b.numpy() for name, b in reference.named_buffers()}, reference)
     for entry in parameter_tensors(pretrained.config):
         want = np.stack([parameters[n] for n in entry.names])
         got = np.asarray(found[entry.path]).reshape(want.shape)

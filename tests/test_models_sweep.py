@@ -76,7 +76,7 @@ def spoiled(config: dict[str, Any], rng: random.Random) -> tuple[str, str]:
 
 # What Transformers checks though it changes neither parameters nor logits.
 _WITHOUT_EFFECT = {"use_cache", "output_router_logits", "initializer_range", "hidden_activation"}
-_WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "dtype"}
+_WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "dtype"}
 _WITHOUT_EFFECT |= {"attention_dropout"}  # null
 _WITHOUT_EFFECT |= {"original_max_position_embeddings"}  # null, which is read as if missing
 _WITHOUT_EFFECT |= {"layer_types"}  # 0, in families that have none

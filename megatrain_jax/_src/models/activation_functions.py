@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
@@ -14,4 +15,5 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

@@ -24,6 +24,7 @@ _SIZES = (
 )
 _FLAGS = (
     "norm_in_fp32",
+    "norm_bias",
     "sandwich_norms",
     "qk_norm",
     "qkv_bias",
@@ -52,12 +53,14 @@ class DecoderConfig:
         unrotated: Numbers of the layers that rotate neither queries nor keys, ascending from 0.
         windows: For each layer, the number of tokens a token attends to, itself included, or None
             for all. Empty for no windows.
-        activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
-        norm: Kind of the norms: "rms", or "layer" for norms with a mean and a bias.
+        activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh", "relu" or "relu2", the
+            square of "relu".
+        norm: Kind of the norms: "rms", or "layer" for norms that subtract the mean.
         norm_eps: Number that norms add to the mean square.
         norm_offset: Number added to the norms' weights, 1.0 in Gemma.
         norm_in_fp32: Whether norms multiply by their weights in fp32; norms with an offset always
             do.
+        norm_bias: Whether norms of the kind "layer" have a bias.
         sandwich_norms: Whether the outputs of attention and MLP are normalised too.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -105,6 +108,7 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     norm_in_fp32: bool = False
+    norm_bias: bool = True
     sandwich_norms: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False

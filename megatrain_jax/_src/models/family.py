@@ -64,6 +64,7 @@ def text_part(
     tied: bool,
     body: str = "language_model.model",
     head: str = "language_model.lm_head",
+    older: bool = False,
 ) -> Family:
     """Returns the family of multimodal checkpoints that have a decoder's `text_config`.
 
@@ -76,17 +77,25 @@ def text_part(
         tied: Default of `tie_word_embeddings`: whether the head is the embedding.
         body: See `Family`.
         head: See `Family`.
+        older: Whether older checkpoints have the decoder's fields outside `text_config`, or
+            `tie_word_embeddings` inside it.
     """
 
     def read(fields: Fields) -> dict[str, Any]:
-        for name in (*beside.split(), "vision_config"):
+        outside = (*beside.split(), "vision_config")
+        for name in outside:
             fields.take(name, None)
         values = fields.mapping("text_config")
+        if older and not values:
+            names = set(fields.values) - {*outside, "text_config", "model_type", "architectures"}
+            values = {name: fields.take(name, None) for name in names}
         if not values:
             raise ValueError(f"the configuration of this {model_type} has no `text_config`")
         values = {"model_type": texts[0].model_type} | values
-        Fields(values).flag("tie_word_embeddings", tied)
-        values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
+        inside = Fields(values).flag("tie_word_embeddings", tied)
+        values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied) or (
+            older and inside
+        )
         known = {family.model_type: family for family in texts}
         name = values["model_type"]
         if not isinstance(name, str) or name not in known:

@@ -23,6 +23,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -77,6 +78,11 @@ def sizes(
         "tie_embeddings": fields.flag("tie_word_embeddings", tied),
         "init_std": fields.number("initializer_range", 0.02, least=0),
     }
+
+
+def head_dim(fields: Fields, default: int) -> int | None:
+    """Returns the default of `head_dim` where null means the width divided by the heads."""
+    return default if fields.take("head_dim", default) is not None else None
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
@@ -156,6 +162,20 @@ def rope(
         interleaved=interleaved,
         ignore=fields.ignore,
     )
+
+
+def rope_parameters_of_text(fields: Fields) -> dict[str, Any]:
+    """Returns the parameters of `rope` in models that also have positions within images.
+
+    Such a position has three numbers, all equal in text, so their arrangement has no effect.
+    """
+    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    for name in ("mrope_section", "mrope_interleaved"):
+        values.pop(name, None)
+    for name in ("rope_type", "type"):
+        if values.get(name) == "mrope":
+            values[name] = "default"
+    return values
 
 
 def two_ropes(

@@ -88,16 +88,18 @@ class LayerNorm(nnx.Module):
     """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
 
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
-        """Makes weight and bias; a fresh norm only normalises."""
-        self.eps = config.norm_eps
-        self.weight, self.bias = make.constant(1.0, dim), make.constant(0.0, dim)
+        """Makes the weight, and the bias if there is one; a fresh norm only normalises."""
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.weight = make.constant(1.0 - config.norm_offset, dim)
+        self.bias = make.constant(0.0, dim) if config.norm_bias else None
 
     def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
         """Normalises the last axis; keeps the dtype."""
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...] + self.bias[...]).astype(x.dtype)
+        y = y * (self.offset + self.weight[...].astype(jnp.float32))
+        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
 def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | LayerNorm:
@@ -190,6 +192,21 @@ class MLP(nnx.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class PlainMLP(nnx.Module):
+    """Two products with an activation between them."""
+
+    def __init__(self, config: "DecoderConfig", make: Maker):
+        """Makes the parameters."""
+        wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation = ACTIVATIONS[config.activation]
+        self.up_proj = Linear(wide, inside, make, bias=bias)
+        self.down_proj = Linear(inside, wide, make, bias=bias)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row separately."""
+        return self.down_proj(self.activation(self.up_proj(x)))
+
+
 class FusedMLP(nnx.Module):
     """A gated MLP with gate and up matrices joined in one."""
 
@@ -230,7 +247,14 @@ class ExpertMatrices(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """A router and its experts, in place of an MLP."""
+    """A router and its experts, in place of an MLP.
+
+    Attributes:
+        biased: Whether experts are chosen by more than their probabilities. The loads that a loss
+            balances are those without that bias, as in Transformers.
+    """
+
+    biased: ClassVar[bool] = False
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
@@ -250,6 +274,8 @@ class MixtureOfExperts(nnx.Module):
         chosen, shares, probabilities = self.route(tokens)
         mixed = mix(tokens, chosen, shares, self.weights(), self.expert)
         counted = None if segments is None else segments.reshape(-1) != 0
+        if self.biased:
+            _, chosen = jax.lax.top_k(probabilities, self.settings.per_token)
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
@@ -272,7 +298,7 @@ class Layer(nnx.Module):
     """
 
     attention: ClassVar[type[Any]] = Attention
-    dense: ClassVar[type[MLP] | type[FusedMLP]] = MLP
+    dense: ClassVar[type[Any]] = MLP
     mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
@@ -323,3 +349,24 @@ class Layer(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
         return self.mlp(x), None
+
+
+class ParallelLayer(Layer):
+    """Attention and an MLP on the same normalised input, both added to the residual."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+        # `Layer`'s own constructor is not called: one norm serves both parts.
+        self.input_layernorm = make_norm(config.hidden_size, config, make)
+        self.self_attn = self.attention(config, layer, make)
+        self.mlp = self.dense(config, make)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        rotation: Rotation | None,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], None]:
+        """Returns the layer's result, and None: there are no experts to tally."""
+        y = self.input_layernorm(x)
+        return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None

@@ -71,6 +71,31 @@ def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
     return chosen, shares, probabilities
 
 
+def route_biased(
+    scores: Float[Array, "tokens num"],
+    bias: Float[Array, " num"],
+    experts: Experts,
+    *,
+    least: float = 0.0,
+) -> tuple[Int[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
+    """Chooses the experts of each token by scores and a bias; their shares are scores alone.
+
+    Args:
+        scores: Positive scores in fp32.
+        bias: A number for each expert, which balances loads.
+        experts: The layer's experts: how many are chosen, and whether shares are normalised.
+        least: Lower bound of the sum by which shares are divided.
+
+    Returns:
+        The chosen experts, and their shares.
+    """
+    _, chosen = jax.lax.top_k(scores + bias.astype(jnp.float32), experts.per_token)
+    shares = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.normalize:
+        shares = shares / jnp.maximum(shares.sum(-1, keepdims=True), least)
+    return chosen, shares
+
+
 def tally(
     chosen: Int[Array, "tokens per_token"],
     probabilities: Float[Array, "tokens num"],

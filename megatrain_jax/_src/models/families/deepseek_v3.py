@@ -111,18 +111,52 @@ class DeepseekLayer(glm4_moe.Glm4MoeLayer):
     attention = LatentAttention
 
 
-def _read(fields: Fields) -> dict[str, Any]:
-    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "qk_head_dim"):
-        fields.take(name, None)  # not read by Transformers
-    fields.neutral(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
-    plain, rotated = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
-    value = fields.integer("v_head_dim", 128)
-    sizes = hf_common.sizes(fields, kv_heads=128, head_dim=rotated)
-    if sizes["num_kv_heads"] != sizes["num_heads"] or value > plain + rotated:
+def read_latent(
+    fields: Fields,
+    *,
+    query_rank: int = 1536,
+    plain_dim: int = 128,
+    value_dim: int = 128,
+    **sizes: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of `DecoderConfig` about sizes and attention, and those of its options.
+
+    Args:
+        fields: The configuration.
+        query_rank: Default of `q_lora_rank`.
+        plain_dim: Default of `qk_nope_head_dim`.
+        value_dim: Default of `v_head_dim`.
+        **sizes: See `hf_common.sizes`.
+    """
+    plain = fields.integer("qk_nope_head_dim", plain_dim)
+    rotated, value = fields.integer("qk_rope_head_dim", 64), fields.integer("v_head_dim", value_dim)
+    arguments = hf_common.sizes(fields, head_dim=rotated, **sizes)
+    if arguments["num_kv_heads"] != arguments["num_heads"] or value > plain + rotated:
         raise ValueError(
             "`num_key_value_heads` must be as many as `num_attention_heads`, and `v_head_dim` at "
             "most `qk_nope_head_dim` + `qk_rope_head_dim`"
         )
+    options = {
+        "query_rank": fields.integer("q_lora_rank", query_rank, null=True),
+        "latent_rank": fields.integer("kv_lora_rank", 512),
+        "plain_dim": plain,
+        "rotated_dim": rotated,
+        "value_dim": value,
+    }
+    interleaved = fields.flag("rope_interleave", True)
+    attention = {
+        "head_dim": plain + rotated,
+        "rope": hf_common.rope(fields, rotated, interleaved=interleaved),
+        "attention_scale": _scale(fields, plain + rotated),
+    }
+    return {**arguments, **hf_common.attention_bias(fields), **attention}, options
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "qk_head_dim"):
+        fields.take(name, None)  # not read by Transformers
+    fields.neutral(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    arguments, options = read_latent(fields, kv_heads=128)
     experts = glm4_moe.read_experts(
         fields,
         DeepseekOptions,
@@ -132,22 +166,9 @@ def _read(fields: Fields) -> dict[str, Any]:
         moe_intermediate_size=2048,
         n_routed_experts=256,
         routed_scaling_factor=2.5,
-        query_rank=fields.integer("q_lora_rank", 1536, null=True),
-        latent_rank=fields.integer("kv_lora_rank", 512),
-        plain_dim=plain,
-        rotated_dim=rotated,
-        value_dim=value,
+        **options,
     )
-    interleaved = fields.flag("rope_interleave", True)
-    return {
-        **sizes,
-        **experts,
-        **hf_common.attention_bias(fields),
-        "head_dim": plain + rotated,
-        "rope": hf_common.rope(fields, rotated, interleaved=interleaved),
-        "attention_scale": _scale(fields, plain + rotated),
-        "layer": DeepseekLayer,
-    }
+    return {**arguments, **experts, "layer": DeepseekLayer}
 
 
 def _scale(fields: Fields, dim: int) -> float:

@@ -3,8 +3,9 @@
 The bias is adapted only in pre-training; here, as in Transformers, it stays constant.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,13 +49,19 @@ class BiasedRouter(nnx.Module):
 
 
 class BiasedMixture(MixtureOfExperts):
-    """Experts with a biased router, and one expert that all tokens share."""
+    """Experts with a biased router, and one expert that all tokens share.
+
+    Attributes:
+        router: Class of the router; called with the width, the number of experts and a maker.
+    """
+
+    router: ClassVar[Callable[..., Any]] = BiasedRouter
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
         super().__init__(config, experts, make)
         self.routing = config.options
-        self.gate = BiasedRouter(config.hidden_size, experts.num, make)
+        self.gate = self.router(config.hidden_size, experts.num, make)
         self.shared_experts = MLP(config, make, experts.shared_size)
 
     def __call__(
@@ -94,13 +101,20 @@ class Glm4MoeLayer(Layer):
 
 
 def read_experts(
-    fields: Fields, options: type[GroupedRouting] = GroupedRouting, **defaults: Any
+    fields: Fields,
+    options: type[GroupedRouting] = GroupedRouting,
+    *,
+    per_token: int = 8,
+    layers: tuple[int, ...] | None = None,
+    **defaults: Any,
 ) -> dict[str, Any]:
     """Returns the arguments of `DecoderConfig` about experts and routing.
 
     Args:
         fields: The configuration.
         options: Class of the family's options.
+        per_token: Default of `num_experts_per_tok`.
+        layers: Numbers of the layers with experts; None for all from `first_k_dense_replace` on.
         **defaults: Defaults of the fields in which families differ.
     """
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
@@ -110,16 +124,20 @@ def read_experts(
         fields.integer(name, defaults.pop(name), least=name != "first_k_dense_replace")
         for name in names
     )
+    if layers is None:
+        layers = tuple(range(first, fields.integer("num_hidden_layers")))
     scale = fields.number("routed_scaling_factor", defaults.pop("routed_scaling_factor"))
     experts = hf_common.experts(
         fields,
         ("n_routed_experts", "num_local_experts"),
         num=defaults.pop("n_routed_experts"),
-        per_token=8,
+        per_token=per_token,
         intermediate_size=inside,
         shared_size=inside * fields.integer("n_shared_experts", 1),
         normalize=fields.flag("norm_topk_prob", True),
-        layers=tuple(range(first, fields.integer("num_hidden_layers"))),
+        layers=tuple(range(first, fields.integer("num_hidden_layers")))
+        if layers is None
+        else layers,
         balance=0.0,
     )
     if experts and (experts.num % groups or experts.num < 2 * groups or chosen > groups):

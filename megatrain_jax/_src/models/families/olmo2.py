@@ -41,10 +41,12 @@ class Olmo2Layer(Layer):
     `model.layers.0.post_attention_layernorm.weight`.
     """
 
+    attention = WideNormAttention
+
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor would make norms before attention and MLP.
-        self.self_attn = WideNormAttention(config, layer, make)
+        self.self_attn = self.attention(config, layer, make)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
         self.mlp = MLP(config, make)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)

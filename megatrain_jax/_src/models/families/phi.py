@@ -3,15 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm
+from megatrain_jax._src.models.layers import Linear, ParallelLayer
 from megatrain_jax._src.models.maker import Maker
-from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -31,25 +30,10 @@ class PhiMLP(nnx.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
-class PhiLayer(Layer):
-    """Attention and an MLP on the same normalised input, both added to the residual."""
+class PhiLayer(ParallelLayer):
+    """A layer with such an MLP beside attention."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
-        """Makes the parameters of one layer."""
-        # `Layer`'s own constructor is not called: one norm serves both parts.
-        self.input_layernorm = make_norm(config.hidden_size, config, make)
-        self.self_attn = Attention(config, layer, make)
-        self.mlp = PhiMLP(config, make)
-
-    def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], None]:
-        """Returns the layer's result, and None: there are no experts to tally."""
-        y = self.input_layernorm(x)
-        return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None
+    dense = PhiMLP
 
 
 def _read(fields: Fields) -> dict[str, Any]:

@@ -7,11 +7,16 @@ from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 
 
-def windows(fields: Fields) -> hf_common.Windows:
-    """Returns the windows of Qwen 2 and 3: in layers from `max_window_layers` on."""
+def windows(fields: Fields, first: int = 28) -> hf_common.Windows:
+    """Returns the windows of Qwen 2 and 3: in layers from `max_window_layers` on.
+
+    Args:
+        fields: The configuration.
+        first: Default of `max_window_layers`.
+    """
     size = hf_common.window(fields) if fields.flag("use_sliding_window", False) else None
     fields.take("sliding_window", None)
-    first = fields.integer("max_window_layers", 28, least=0)
+    first = fields.integer("max_window_layers", first, least=0)
     types = [
         "sliding_attention" if size and i >= first else "full_attention"
         for i in range(fields.integer("num_hidden_layers"))

@@ -41,9 +41,7 @@ def _common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     fields.neutral(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
     for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         fields.take(name, None)  # multi-token prediction layers are kept unchanged
-    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    for name in ("mrope_section", "mrope_interleaved"):
-        values.pop(name, None)
+    values = hf_common.rope_parameters_of_text(fields)
     return {
         **qwen3_next.common(fields, sizes),
         "rope": hf_common.rope(fields, sizes["head_dim"], share=0.25, parameters=values),

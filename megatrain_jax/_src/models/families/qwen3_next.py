@@ -51,17 +51,19 @@ class LinearAttentionOptions:
 
 
 class Convolution(nnx.Module):
-    """The weights of a convolution of each channel with its last tokens."""
+    """A convolution of each channel with its last tokens, and an optional bias."""
 
-    def __init__(self, channels: int, taps: int, make: Maker):
-        """Makes the weights."""
+    def __init__(self, channels: int, taps: int, make: Maker, *, bias: bool = False):
+        """Makes the parameters."""
         self.weight = make.weight(channels, 1, taps)
+        self.bias = make.constant(0.0, channels) if bias else None
 
     def __call__(
         self, x: Float[Array, "rows length channels"], segments: Segments
     ) -> Float[Array, "rows length channels"]:
         """Sums the last tokens of the same document."""
-        return short_convolution(x, self.weight[...], segments)
+        y = short_convolution(x, self.weight[...], segments)
+        return y if self.bias is None else y + self.bias[...]
 
 
 class GatedNorm(nnx.Module):
@@ -169,7 +171,7 @@ class HybridLayer(Layer):
     """
 
     attention = GatedAttention
-    linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    linear: ClassVar[type[Any]] = GatedDeltaNet
     mixture = GatedSharedMixture
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):

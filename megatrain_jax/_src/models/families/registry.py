@@ -7,23 +7,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.families.apertus import APERTUS
+from megatrain_jax._src.models.families.cohere2 import COHERE2
+from megatrain_jax._src.models.families.deepseek_v2 import DEEPSEEK_V2
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
+from megatrain_jax._src.models.families.ernie4_5 import ERNIE4_5
+from megatrain_jax._src.models.families.ernie4_5_moe import ERNIE4_5_MOE
+from megatrain_jax._src.models.families.exaone4 import EXAONE4
+from megatrain_jax._src.models.families.gemma import GEMMA
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
+from megatrain_jax._src.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
 from megatrain_jax._src.models.families.granite import GRANITE
+from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from megatrain_jax._src.models.families.lfm2 import LFM2
 from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.minimax_m2 import MINIMAX_M2
 from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from megatrain_jax._src.models.families.mistral import MISTRAL
 from megatrain_jax._src.models.families.mixtral import MIXTRAL
+from megatrain_jax._src.models.families.nemotron import NEMOTRON
 from megatrain_jax._src.models.families.olmo2 import OLMO2
 from megatrain_jax._src.models.families.olmo3 import OLMO3
+from megatrain_jax._src.models.families.olmoe import OLMOE
 from megatrain_jax._src.models.families.phi import PHI
 from megatrain_jax._src.models.families.phi3 import PHI3
 from megatrain_jax._src.models.families.qwen2 import QWEN2
+from megatrain_jax._src.models.families.qwen2_5_vl import QWEN2_5_VL
 from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
 from megatrain_jax._src.models.families.qwen3 import QWEN3
 from megatrain_jax._src.models.families.qwen3_5 import (
@@ -34,6 +48,8 @@ from megatrain_jax._src.models.families.qwen3_5 import (
 )
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
 from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
+from megatrain_jax._src.models.families.qwen3_vl import QWEN3_VL
+from megatrain_jax._src.models.families.seed_oss import SEED_OSS
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields, shown
@@ -42,7 +58,14 @@ from megatrain_jax._src.models.tensors import some
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        APERTUS,
+        COHERE2,
+        DEEPSEEK_V2,
         DEEPSEEK_V3,
+        ERNIE4_5,
+        ERNIE4_5_MOE,
+        EXAONE4,
+        GEMMA,
         GEMMA2,
         GEMMA3,
         GEMMA3_MULTIMODAL,
@@ -50,18 +73,25 @@ FAMILIES: dict[str, Family] = {
         GEMMA4_MULTIMODAL,
         GLM4,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         GPT_OSS,
         GRANITE,
+        HUNYUAN_V1_DENSE,
+        LFM2,
         LLAMA,
+        MINIMAX_M2,
         MINISTRAL3,
         MISTRAL,
         MISTRAL3,
         MIXTRAL,
+        NEMOTRON,
         OLMO2,
         OLMO3,
+        OLMOE,
         PHI,
         PHI3,
         QWEN2,
+        QWEN2_5_VL,
         QWEN2_MOE,
         QWEN3,
         QWEN3_5,
@@ -70,6 +100,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_TEXT,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_VL,
+        SEED_OSS,
         SMOLLM3,
     )
 }
