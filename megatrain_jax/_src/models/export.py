@@ -26,8 +26,9 @@ from megatrain_jax._src.models.names import (
     others,
     parameter_tensors,
 )
+from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
-from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, open_folder, some
+from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
@@ -206,7 +207,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
             f"there is no folder {config.source} to take the parts beside the decoder from; name "
             "the checkpoint as `source`"
         )
-    tensors = open_folder(folder)
+    tensors = open_weights(folder, config.original)
 
     def keeps(name: str) -> bool:
         return family.keeps(name, config.num_layers, config.unread)
@@ -255,6 +256,8 @@ def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
     names = [name for name in ("torch_dtype", "dtype") if name in values]
     values |= dict.fromkeys(names or ["dtype"], dtype)
     values.pop("auto_map", None)  # names code, which isn't copied
+    for part in (values, values.get("text_config") or {}):
+        part.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 

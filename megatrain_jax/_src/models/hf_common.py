@@ -11,6 +11,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.hf_fields import Fields, shown
 from megatrain_jax._src.models.hf_rope import KINDS, read_rope
 from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.quantised import check_quantisation
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.tensors import some
 
@@ -29,7 +30,10 @@ _ACTIVATIONS = {
 
 def refuse_others(fields: Fields) -> None:
     """Refuses fields that no family supports, unless they have no effect."""
-    fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
+    if "quantization_config" not in fields.ignore:
+        check_quantisation(fields.values)
+    fields.take("quantization_config", None)  # weights are decoded where they are read
+    fields.neutral(attention_dropout=0.0, is_encoder_decoder=False)
     fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
     # This value affects only tokens of an image, and text has none.
     if fields.take("use_bidirectional_attention", False) != "vision":

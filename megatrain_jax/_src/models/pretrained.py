@@ -23,7 +23,8 @@ from megatrain_jax._src.models.names import (
     family_of,
     parameter_tensors,
 )
-from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, same, some
+from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, same, some
 
 # Two norms, attention's two matrices, and at least a router or an MLP.
 _LEAST_IN_A_LAYER = 5
@@ -69,7 +70,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     holds = "a checkpoint (config.json and *.safetensors)"
     folder = folder_or_download("folder", folder, holds, _FILES)
     config = _read_config(folder, ignore)
-    tensors = open_folder(folder)
+    tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False
     if not family.stacked:
         tensors, stacked = split_experts(

@@ -1,9 +1,12 @@
 """Tensors in safetensors files, read from the mapped file only when their numbers are needed.
 
 The safetensors library maps a file, checks its header against its size, and returns NumPy arrays of
-all dtypes that parameters have (bfloat16 through ml_dtypes), each as a copy.
+all dtypes that parameters have (bfloat16 through ml_dtypes), each as a copy. It can't return 8-bit
+floats as NumPy arrays, so their bytes are read here.
 """
 
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,12 @@ ITEM_BYTES: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+_EIGHT_BITS: dict[str, np.dtype] = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _ROWS = 4096
 INDEX = "model.safetensors.index.json"
@@ -42,6 +50,8 @@ class Tensor:
         shape: Its shape.
         dtype: Its dtype in the file's notation, such as "BF16".
         part: If it is only a part of the named tensor: an index along the first axis, and rows.
+        start: The byte of the file at which the named tensor begins.
+        whole: Shape of the named tensor.
     """
 
     path: Path
@@ -50,12 +60,30 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     part: tuple[int, slice] | None = None
+    start: int
+    whole: tuple[int, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that contain it."""
+        return (self.path,)
 
     def read(self) -> np.ndarray:
         """Returns a copy of its numbers."""
-        if self.part is None:
+        return self.slice(... if self.part is None else self.part)
+
+    def slice(self, index: Any) -> np.ndarray:
+        """Returns a copy of a part of the named tensor.
+
+        Args:
+            index: An index as of `safetensors`' slices; an ellipsis for all.
+        """
+        if (dtype := _EIGHT_BITS.get(self.dtype)) is not None:
+            mapped = np.memmap(self.path, dtype, "r", self.start, self.whole)
+            return np.array(mapped[index])
+        if index is ...:
             return self.file.get_tensor(self.name)
-        return self.file.get_slice(self.name)[self.part]
+        return self.file.get_slice(self.name)[index]
 
 
 class LazyArray:
@@ -73,7 +101,7 @@ class LazyArray:
         first = tensors[0]
         self.shape = (len(tensors), *first.shape) if stacked else first.shape
         self.dtype = DTYPES[first.dtype]
-        self.source_files = tuple(dict.fromkeys(tensor.path for tensor in tensors))
+        self.source_files = tuple(dict.fromkeys(path for t in tensors for path in t.paths))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the numbers; nothing is kept here."""
@@ -146,6 +174,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     try:
         file = safe_open(str(path), framework="numpy")
         slices = {name: file.get_slice(name) for name in file.keys()}
+        starts = _starts(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error
     return {
@@ -155,19 +184,29 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             name=name,
             shape=tuple(part.get_shape()),
             dtype=str(part.get_dtype()),
+            start=starts[name],
+            whole=tuple(part.get_shape()),
         )
         for name, part in slices.items()
     }
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """The byte at which each tensor of a file begins; the library has checked the header."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + about["data_offsets"][0] for name, about in header.items()}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two matrices have the same bits, compared a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) != 2:
         return False
-    first, second = (tensor.file.get_slice(tensor.name) for tensor in (one, other))
     rows = one.shape[0]
     spans = [slice(at, min(at + _ROWS, rows)) for at in range(0, rows, _ROWS)]
-    return all(first[span].tobytes() == second[span].tobytes() for span in spans)
+    return all(one.slice(span).tobytes() == other.slice(span).tobytes() for span in spans)
 
 
 def some(names: list[str]) -> str:
