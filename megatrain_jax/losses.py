@@ -1,6 +1,20 @@
 """Losses of language models that never store the logits of all tokens."""
 
-from megatrain_jax._src.log_probabilities import dpo, log_probabilities
+from megatrain_jax._src.log_probabilities import log_probabilities
 from megatrain_jax._src.losses import next_token, num_labels
+from megatrain_jax._src.objectives.pair_losses import dpo, ipo, orpo, simpo
+from megatrain_jax._src.objectives.reward_losses import reward
+from megatrain_jax._src.objectives.unpaired_losses import kto, kto_baseline
 
-__all__ = ["dpo", "log_probabilities", "next_token", "num_labels"]
+__all__ = [
+    "dpo",
+    "ipo",
+    "kto",
+    "kto_baseline",
+    "log_probabilities",
+    "next_token",
+    "num_labels",
+    "orpo",
+    "reward",
+    "simpo",
+]

@@ -112,13 +112,14 @@ class _Library:
 
     def replace(self, owner: Any, name: str, result: Callable[..., Any]) -> None:
         """Has a function of the library noted, and return what another one makes of its call."""
-        real = getattr(owner, name)
+        self.patch.setattr(owner, name, self._noted(getattr(owner, name), result))
 
+    def _noted(self, real: Callable[..., Any], result: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **options: Any) -> Any:
-            self.calls.note(real, name, *args, **options)
+            self.calls.note(real, real.__name__, *args, **options)
             return result(*args, **options)
 
-        self.patch.setattr(owner, name, noted)
+        return noted
 
     def replace_all(self) -> None:
         pretrained = SimpleNamespace(
@@ -144,8 +145,9 @@ class _Library:
                 lambda source, tokenizer, **options: Files(source, options.get("chat_template")),
             )
         self.replace(data, "mix", lambda parts, *weights: _MixedFiles(parts, [1, 1]))
-        for name in ("next_token", "preferred"):
-            self.replace(objectives, name, getattr(objectives, name))
+        for name, real in objectives.LOSSES.items():
+            self.patch.setitem(objectives.LOSSES, name, self._noted(real, real))
+        self.replace(objectives, "next_token", objectives.next_token)
         for name in ("adamw", "lion", "clip_by_global_norm"):
             self.replace(optax, name, getattr(optax, name))
         self.patch.setattr(transformers.AutoTokenizer, "from_pretrained", self._tokenizer)

@@ -21,7 +21,7 @@ import transformers
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli.figures import steady
-from megatrain_jax._src.cli.finetune import dataset
+from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings

@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 from megatrain_jax import models
-from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli import pair_objectives
+from megatrain_jax._src.cli.answers import Comparison
 
 SIZES = models.DecoderConfig(
     vocab_size=16,
@@ -41,7 +42,7 @@ def two_pairs_in_four_rows():
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_accuracy_and_tokens_are_those_of_the_whole_batch(microbatches):
     model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    loss_fn = objectives.preferred(0.1, microbatches, is_stored=True)
+    loss_fn = pair_objectives.dpo(Comparison(microbatches=microbatches, is_stored=True), beta=0.1)
     whole = {name: jnp.asarray(array) for name, array in two_pairs_in_four_rows().items()}
     cut = {name: jnp.split(array, microbatches) for name, array in whole.items()}
     metrics = [
@@ -58,7 +59,7 @@ def test_accuracy_of_a_batch_without_pairs_is_0():
     batch = two_pairs_in_four_rows()
     without = {name: jnp.zeros_like(batch[name]) for name in ("pairs", "pairs_per_row")}
     model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    _, metrics = objectives.preferred(0.1, 1, is_stored=True)(
+    _, metrics = pair_objectives.dpo(Comparison(is_stored=True), beta=0.1)(
         model, {name: jnp.asarray(array) for name, array in {**batch, **without}.items()}
     )
     assert metrics["accuracy"] == 0

@@ -87,6 +87,11 @@ def count(function: str, argument: str, number: int) -> At:
     return At(place=f"{function}.{argument}", of=len, expected=number)
 
 
+def counted(objective: str) -> At:
+    """The number of microbatches by which an objective multiplies its sums."""
+    return At(place=f"{objective}.comparison", of=lambda comparison: comparison.microbatches)
+
+
 def shape(at: int) -> Callable[[Any], int]:
     return lambda batch: batch["tokens"].shape[at]
 
@@ -154,7 +159,7 @@ COMMON = [
         2,
         "fit.microbatches",
         "plan.microbatches",
-        "next_token.microbatches",  # which counts the tokens of a step
+        counted("next_token"),  # which counts the tokens of a step
     ),
     option("epochs", 3, "read.epochs"),
     option("steps", 9, "fit.steps"),
@@ -242,8 +247,13 @@ FINETUNE = [
     ),
     option("ignore", ["rope"], "load_pretrained.ignore"),
     option("objective", "dpo", count("preferences", "source", 1), lora_rank=2, held_out=0),
-    option("beta", 0.5, "preferred.beta", objective="dpo", lora_rank=2),
-    option("microbatches", 2, "preferred.microbatches", objective="dpo", lora_rank=2),
+    option("beta", 0.5, "dpo.beta", objective="dpo", lora_rank=2),
+    option("beta", 0.5, "ipo.beta", objective="ipo", lora_rank=2),
+    option("beta", 0.5, "simpo.beta", objective="simpo"),
+    option("beta", 0.5, "orpo.beta", objective="orpo"),
+    option("simpo_gamma", 1.5, "simpo.simpo_gamma", objective="simpo"),
+    option("cpo_alpha", 0.0, "simpo.cpo_alpha", objective="simpo"),
+    option("microbatches", 2, counted("dpo"), objective="dpo", lora_rank=2),
     option("format", "text", count("text", "source", 1), held_out=0),
     option("train_on", "all", "chat.train_on"),
     option(

@@ -16,7 +16,7 @@ from flax import nnx
 
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.cli import training_recipe as training
-from megatrain_jax._src.cli.finetune import dataset
+from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.reference import Reference
@@ -354,7 +354,7 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
         ({"format": "text", "train_on": "all"}, "`train_on`=all counts only with conversations"),
         ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with adapters: set `lora_rank`"),
         ({"lora_targets": "q_proj"}, "`lora_targets`=q_proj counts only with adapters"),
-        ({"beta": 0.3, "lora_rank": 2}, "`beta`=0.3 counts only with preferences: set `objective`"),
+        ({"beta": 0.3, "lora_rank": 2}, "`beta`=0.3 counts only with `objective`=dpo or"),
         ({"frozen": "int8"}, "`frozen`=int8 counts only with parameters that are not trained"),
         ({"min_delta": 0.1, "eval_every": 1}, "`min_delta`=0.1 counts only with an evaluation"),
         ({"keep": 2, "checkpoints": False}, "`keep`=2 counts only with `checkpoints`"),

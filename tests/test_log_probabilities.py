@@ -1,7 +1,5 @@
 """Log-probabilities in chunks against full logits, and preferences learned from them."""
 
-import random
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -186,80 +184,3 @@ def test_a_reference_without_adapters_is_the_one_stored_before_training():
     expected = curve(stored, with_reference)
     assert expected[0] == pytest.approx(np.log(2), rel=1e-5) and expected[2] != expected[0]
     np.testing.assert_allclose(curve(switched, batches), expected, rtol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_training_on_preferences_is_that_of_trl(tmp_path):
-    needs = 'compared with TRL: pip install -e ".[torch]"'
-    datasets, trl = (pytest.importorskip(name, reason=needs) for name in ("datasets", "trl"))
-    from chats import tokenizer
-    from families import make_torch, save
-
-    rng, words = random.Random(0), "red green blue one two three cat dog house tree".split()
-
-    def text(num_words):
-        return " ".join(rng.choices(words, k=num_words))
-
-    def answer():
-        return text(rng.randint(2, 9))
-
-    rows = [{"prompt": text(4) + " ", "chosen": answer(), "rejected": answer()} for _ in range(40)]
-    splits = tokenizer()
-    splits.pad_token = splits.pad_token or splits.eos_token
-    theirs, reference = (make_torch("llama", vocab_size=max(64, len(splits))) for _ in range(2))
-    pretrained = models.load_pretrained(save(theirs, tmp_path / "model"))
-    seen, expected = [], []
-
-    class Noting(trl.DPOTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            seen.append({name: array.numpy() for name, array in inputs.items()})
-            expected.append(loss.item())
-            return loss
-
-    settings = trl.DPOConfig(
-        output_dir=str(tmp_path / "theirs"),
-        per_device_train_batch_size=4,
-        num_train_epochs=1,
-        learning_rate=1e-3,
-        adam_epsilon=1e-3,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        beta=0.1,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-    )
-    data = datasets.Dataset.from_list(rows)
-    Noting(theirs, reference, settings, train_dataset=data, processing_class=splits).train()
-
-    # The chosen answers come first in a batch, then the rejected ones.
-    length = max(batch["input_ids"].shape[1] for batch in seen)
-
-    def padded(array):
-        return np.pad(array, ((0, 0), (0, length - array.shape[1])))
-
-    def as_ours(batch):
-        tokens = padded(batch["input_ids"]).astype(np.int32)
-        mask = padded(batch["completion_mask"])[:, 1:].astype(bool)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
-        return batch | {"reference": np.asarray(before(batch))}
-
-    graph, initial = nnx.split(pretrained.model())
-    nnx.replace_by_pure_dict(initial, jax.tree.map(jnp.asarray, pretrained.params))
-    before = jax.jit(lambda batch: sums(nnx.merge(graph, initial), batch))
-    result = mt.fit(
-        pretrained.model,
-        stored,
-        list(map(as_ours, seen)),
-        optax.adamw(1e-3, eps=1e-3, weight_decay=0.0),
-        params=pretrained.params,
-        precision=mt.Precision(compute=jnp.float32),
-        progress=False,
-    )
-    curve = [record["loss"] for record in result.history]
-    assert len(expected) == 10 and np.abs(np.diff(expected)).max() > 0.1
-    np.testing.assert_allclose(curve, expected, rtol=1e-5)

@@ -34,6 +34,7 @@ MOST = {
     "data": 5,
     "kernels": 5,
     "models": 4,
+    "objectives": 4,
     "options": 5,
     "program": 6,
     "report": 7,

@@ -31,6 +31,7 @@ FLOORS = (
     "train planning",
     "fit losses comparing",
     "log_probabilities",
+    "objectives",
     "data models callbacks",
     "cli",
 )

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in chunks, without all logits, and the losses of preference learning.
+"""Log-probabilities of tokens in chunks, without all logits.
 
 Their cotangents come per token and are known only in backward, unlike a sum's. So a chunk's logits
 are computed once in forward and again in backward, which is that of `next_token` with the tokens'
@@ -10,13 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.losses import (
-    REAL,
     LossOptions,
-    array_of,
     checked_arrays,
     chunked,
     label_logits,
@@ -72,71 +70,6 @@ def log_probabilities(
     flat = hidden.reshape(-1, hidden.shape[-1])
     logs: Array = _logs(options, flat, head, labels.reshape(-1))
     return logs.reshape(labels.shape)
-
-
-def dpo(
-    chosen: Float[Array, "*pairs"],
-    rejected: Float[Array, "*pairs"],
-    reference_chosen: Float[ArrayLike, "*pairs"],
-    reference_rejected: Float[ArrayLike, "*pairs"],
-    *,
-    beta: float = 0.1,
-    mask: Shaped[ArrayLike, "*pairs"] | None = None,
-    count: Shaped[ArrayLike, ""] | None = None,
-) -> Float[Array, ""]:
-    """Loss of direct preference optimisation (equation 7 of https://arxiv.org/abs/2305.18290).
-
-    The mean over pairs of `-log sigmoid(beta * ((chosen - rejected) - (reference_chosen -
-    reference_rejected)))`.
-
-    Args:
-        chosen: Log-probability of each pair's chosen answer under the model: the sum of its tokens'
-            `log_probabilities`.
-        rejected: The same for its rejected answer.
-        reference_chosen: The chosen answer's log-probability under the model before training. No
-            gradient flows into it.
-        reference_rejected: The same for the rejected answer.
-        beta: How strongly the model is kept close to the reference; above 0.
-        mask: Weights of pairs, or whether they count; None counts all.
-        count: Divisor of the sum over pairs; None takes the sum of their weights. See `next_token`.
-
-    Returns:
-        The loss in fp32; 0 if nothing counts.
-
-    Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If shapes don't agree, or `beta` is out of range.
-
-    Examples:
-        A model that is the reference prefers neither answer.
-
-        >>> logs = jnp.array([-20.0, -31.0]), jnp.array([-25.0, -30.0])
-        >>> float(dpo(*logs, *logs))
-        0.693...
-    """
-    beta = checks.number("beta", beta, above=0)
-    given = {
-        "chosen": chosen,
-        "rejected": rejected,
-        "reference_chosen": reference_chosen,
-        "reference_rejected": reference_rejected,
-    }
-    arrays = {
-        name: array_of(name, x, "floating-point numbers", jnp.floating).astype(jnp.float32)
-        for name, x in given.items()
-    }
-    shape = arrays["chosen"].shape
-    weights = jnp.ones(shape) if mask is None else array_of("mask", mask, "real numbers", *REAL)
-    for name, array in {**arrays, "mask": weights}.items():
-        if array.shape != shape:
-            raise ValueError(f"`{name}` has shape {array.shape}, but `chosen` {shape}")
-    ours, wrong, before, before_wrong = arrays.values()
-    margin = (ours - wrong) - jax.lax.stop_gradient(before - before_wrong)
-    weights = weights.astype(jnp.float32)
-    # Values of pairs that don't exist may be anything, even NaN.
-    losses = jnp.where(weights != 0, -jax.nn.log_sigmoid(beta * margin), 0)
-    divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
-    return jnp.sum(losses * weights) / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

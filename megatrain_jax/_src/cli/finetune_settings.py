@@ -4,6 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.objective_kinds import (
+    OBJECTIVE_KINDS,
+    ObjectiveKind,
+    ObjectiveName,
+    objectives_with,
+)
 from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
 from megatrain_jax._src.cli.training_settings import TrainingSettings, listed
 from megatrain_jax._src.common import checks
@@ -17,9 +23,12 @@ class FinetuneSettings(TrainingSettings):
         model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
         ignore: Fields of its config.json to ignore, because they are known not to matter.
         objective: The training objective: the next token (sft), or preferences between two answers
-            (dpo).
-        beta: How strongly dpo keeps the model close to its initial state.
-        format: Whether rows are conversations (chat) or plain text; preferences with dpo.
+            (dpo, ipo, simpo, orpo).
+        beta: How strongly dpo and ipo keep the model close to its initial state; factor of rewards
+            in simpo, and weight of the odds in orpo.
+        simpo_gamma: Margin of rewards that simpo asks for.
+        cpo_alpha: Weight of the chosen answers' cross-entropy in simpo; 0 for the paper's loss.
+        format: Whether rows are conversations (chat) or plain text; only sft learns text.
         train_on: Tokens that the loss counts in conversations.
         chat_template: A Jinja template, its file or the name of one; default: the tokenizer's.
         template_variables: Further variables of the template, such as {enable_thinking: false}.
@@ -41,8 +50,10 @@ class FinetuneSettings(TrainingSettings):
 
     model: str
     ignore: list[str] | None = None
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: ObjectiveName = "sft"
     beta: float = 0.1
+    simpo_gamma: float = 0.5
+    cpo_alpha: float = 1.0
     format: Literal["chat", "text"] = "chat"
     train_on: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
@@ -67,6 +78,8 @@ class FinetuneSettings(TrainingSettings):
         super().__post_init__()
         checks.path("model", self.model)
         checks.number("beta", self.beta, above=0)
+        for name in ("simpo_gamma", "cpo_alpha"):
+            checks.number(name, getattr(self, name), least=0)
         for pattern in listed(self.trainable):
             _check_pattern("trainable", pattern)
         _check_pattern("lora_targets", self.lora_targets)
@@ -83,8 +96,8 @@ class FinetuneSettings(TrainingSettings):
                 "an adapter's folder has no place for the parameters that `trainable` adds: set "
                 "`export_as`=model"
             )
-        if self.objective == "dpo":
-            self._check_preferences()
+        if self._kind.rows != "chat":
+            self._check_objective()
         self._check_needed()
 
     def _check_needed(self) -> None:
@@ -94,12 +107,13 @@ class FinetuneSettings(TrainingSettings):
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )
-        check_needed(
-            self,
-            ("beta",),
-            is_there=self.objective == "dpo",
-            needed="preferences: set `objective`=dpo",
-        )
+        for name in sorted({name for kind in OBJECTIVE_KINDS.values() for name in kind.options}):
+            check_needed(
+                self,
+                (name,),
+                is_there=name in self._kind.options,
+                needed=f"`objective`={' or '.join(objectives_with(name))}",
+            )
         check_needed(
             self,
             ("frozen",),
@@ -113,23 +127,30 @@ class FinetuneSettings(TrainingSettings):
             needed="conversations, but `format` is text",
         )
 
-    def _check_preferences(self) -> None:
+    def _check_objective(self) -> None:
+        """Checks the options that objectives besides sft can't have."""
         if self.too_long in ("cut", "split"):
             raise ValueError(
                 f"`too_long`={self.too_long} would part pairs: set it to error or drop"
             )
         if self.format != "chat" or self.train_on != "assistant":
-            raise ValueError("`objective`=dpo learns answers: leave `format` and `train_on` out")
-        if self.trainable and self.lora_rank is not None:
             raise ValueError(
-                "`objective`=dpo compares with the model without its adapters, which has to stay "
-                "as it is: leave `trainable` out, or `lora_rank`"
+                f"`objective`={self.objective} learns answers: leave `format` and `train_on` out"
+            )
+        if self._kind.has_reference and self.trainable and self.lora_rank is not None:
+            raise ValueError(
+                f"`objective`={self.objective} compares with the model without its adapters, which "
+                "has to stay as it is: leave `trainable` out, or `lora_rank`"
             )
 
     @property
+    def _kind(self) -> ObjectiveKind:
+        return OBJECTIVE_KINDS[self.objective]
+
+    @property
     def stores_reference(self) -> bool:
-        """Whether preferences are compared with numbers computed before training."""
-        return self.objective == "dpo" and self.lora_rank is None
+        """Whether answers are compared with numbers computed before training."""
+        return self._kind.has_reference and self.lora_rank is None
 
     @property
     def exports(self) -> tuple[str, ...]:

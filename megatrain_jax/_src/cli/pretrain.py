@@ -9,6 +9,7 @@ import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
+from megatrain_jax._src.cli.answers import Comparison
 from megatrain_jax._src.cli.catalogue import config_values
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
@@ -33,7 +34,7 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_fn=objectives.next_token(settings.microbatches),
+        loss_fn=objectives.next_token(Comparison(microbatches=settings.microbatches)),
         shapes=batch_shapes(settings.batch, settings.length),
         prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),

@@ -23,7 +23,7 @@ import optax
 
 import megatrain_jax as mt
 from megatrain_jax import data
-from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli.answers import answers_as_metrics
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.common.hf_folder import regular_file
@@ -191,7 +191,7 @@ def _computed(
     try:
         for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
             shape = batch["pairs"].shape
-            loss_fn = losses.setdefault(shape, objectives.answers_as_metrics(*shape))
+            loss_fn = losses.setdefault(shape, answers_as_metrics(*shape))
             rows = np.arange(shape[0], dtype=np.int32)
             means = trainer.evaluate([{**batch, "row": rows}], loss_fn)
             # Each row is in one part of the batch, and 0 in all remaining parts.

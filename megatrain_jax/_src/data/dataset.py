@@ -28,8 +28,9 @@ class Dataset:
     For `preferences`, a document is a pair: segment 2k + 1 of a row (from k = 0) is the chosen
     conversation of its pair k, and segment 2k + 2 the rejected one; `mask` is True on their
     answers. In addition, `pairs`, bool (batch_size, maximum pairs per row), is True if the row has
-    a pair k, and `pairs_per_row`, float32 (batch_size,), is the batch's number of pairs divided by
-    its rows.
+    a pair k. Further counts of the batch are divided by its rows, as float32 (batch_size,):
+    `pairs_per_row`, its pairs; `chosen_learned_per_row`, the counted labels of its chosen answers;
+    and `chosen_tokens_per_row`, all labels of its chosen conversations.
 
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.

@@ -191,15 +191,23 @@ def with_counts(whole: Batch) -> Batch:
     """Adds counts over all rows of a batch, so that each microbatch knows them.
 
     Returns:
-        The batch with `learned_per_row` and, if it has pairs, `pairs_per_row`, both float32
-        (rows,): the counted labels and the pairs, each divided by the number of rows.
+        The batch with `learned_per_row` and, if it has pairs, `pairs_per_row`,
+        `chosen_learned_per_row` and `chosen_tokens_per_row`, all float32 (rows,): the counted
+        labels, the pairs, and the chosen conversations' counted labels and labels, each divided by
+        the number of rows.
     """
-    counted = {"mask": "learned_per_row", "pairs": "pairs_per_row"}
+    sums = {"learned": whole["mask"].sum()}
+    if "pairs" in whole:
+        segments = whole["segments"]
+        chosen = segments % 2 == 1
+        follows = segments[:, 1:] == segments[:, :-1]
+        sums["pairs"] = whole["pairs"].sum()
+        sums["chosen_learned"] = (whole["mask"] & chosen).sum()
+        sums["chosen_tokens"] = (follows & chosen[:, 1:]).sum()
     num_rows = len(whole["tokens"])
     means = {
-        name: np.full(num_rows, whole[of].sum() / max(1, num_rows), np.float32)
-        for of, name in counted.items()
-        if of in whole
+        f"{name}_per_row": np.full(num_rows, total / max(1, num_rows), np.float32)
+        for name, total in sums.items()
     }
     return {**whole, **means}
 

@@ -38,14 +38,15 @@ def check_counts(batch: Any) -> None:
     """Checks that counts of a whole batch are the same in all of its rows.
 
     Args:
-        batch: If a mapping has `learned_per_row` or `pairs_per_row` as NumPy arrays, they are
-            checked. All remaining batches pass.
+        batch: If a mapping has NumPy arrays whose names end in `_per_row`, they are checked. All
+            remaining batches pass.
 
     Raises:
         ValueError: If rows differ, for example because each has its own number of labels.
     """
-    for name in ("learned_per_row", "pairs_per_row") if isinstance(batch, Mapping) else ():
-        counts = batch.get(name)
+    for name, counts in batch.items() if isinstance(batch, Mapping) else ():
+        if not (isinstance(name, str) and name.endswith("_per_row")):
+            continue
         if isinstance(counts, np.ndarray) and counts.size and (counts != counts.flat[0]).any():
             raise ValueError(
                 f"batch[{name!r}] must have one number for all rows, but has {counts.min():g} to "

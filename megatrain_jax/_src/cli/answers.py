@@ -1,0 +1,103 @@
+"""Log-probabilities of a packed batch's answers, shared by the objectives that compare answers.
+
+A step's metric is the mean over its microbatches. So a metric that is a sum, such as the number of
+tokens, is multiplied by the number of microbatches; a mean over pairs is divided by the number of
+pairs that the batch's counts give, which is the same in each microbatch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from megatrain_jax import losses, models
+
+Batch = Mapping[str, Any]
+Loss = Callable[[models.Decoder, Batch], tuple[Array, dict[str, Array]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The parts of a run that its loss has to know.
+
+    Attributes:
+        microbatches: Parts that a batch is cut into.
+        is_stored: Whether the batch contains the reference's log-probabilities, as `reference`; if
+            not, the reference is the model without its adapters.
+    """
+
+    microbatches: int = 1
+    is_stored: bool = False
+
+    def reference(self, model: models.Decoder, batch: Batch) -> Array:
+        """The log-probability of each answer under the reference."""
+        if self.is_stored:
+            return batch["reference"]
+        before = models.without_lora(model)
+        assert isinstance(before, models.Decoder)
+        return answers(before, batch)
+
+
+def token_logs(model: models.Decoder, batch: Batch) -> Array:
+    """The log-probability of each position's label."""
+    hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
+    return losses.log_probabilities(
+        hidden, model.head_weight(), batch["labels"], softcap=model.config.final_softcap
+    )
+
+
+def answers(model: models.Decoder, batch: Batch) -> Array:
+    """The log-probability of each answer: chosen, rejected, chosen, ... of each row."""
+    return answer_sums(token_logs(model, batch) * batch["mask"], batch)
+
+
+def answer_sums(values: Array, batch: Batch) -> Array:
+    """Sums of the tokens' values in each segment, of shape (rows, twice the pairs)."""
+    numbers = 1 + jnp.arange(2 * batch["pairs"].shape[1])
+    belongs = batch["segments"][:, :, None] == numbers
+    return jnp.einsum("rl,rla->ra", values, belongs.astype(jnp.float32))
+
+
+def answer_sizes(batch: Batch) -> Array:
+    """The number of tokens of each answer, of shape (rows, twice the pairs)."""
+    return answer_sums(batch["mask"].astype(jnp.float32), batch)
+
+
+def answers_as_metrics(rows: int, pairs: int) -> Loss:
+    """A loss for evaluations whose metrics are the log-probabilities of all answers in a batch.
+
+    The metric for column i of row r is `f"{r} {i}"`, and 0 in parts of the batch without the row.
+
+    Args:
+        rows: Rows of the batch; their numbers are in `row`.
+        pairs: The maximum number of pairs in a row.
+    """
+
+    def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        found = answers(model, batch)
+        each = {
+            f"{r} {i}": jnp.where(batch["row"] == r, found[:, i], 0).sum()
+            for r in range(rows)
+            for i in range(2 * pairs)
+        }
+        return found.mean(), each | {"weight": jnp.float32(1)}
+
+    return loss_fn
+
+
+def mean_where(values: Array, counts: Array, count: Array) -> Array:
+    """The sum of the values that count, divided by a count; 0 without any.
+
+    Args:
+        values: The values; anything where they don't count.
+        counts: Whether each counts.
+        count: The divisor; in a microbatch it may be below 1.
+    """
+    return jnp.where(counts, values, 0).sum() / jnp.where(count > 0, count, 1)
+
+
+def num_tokens(batch: Batch, microbatches: int) -> Array:
+    """The number of a batch's tokens without padding, for a mean over microbatches."""
+    return microbatches * (batch["segments"] > 0).sum(dtype=jnp.float32)

@@ -1,0 +1,90 @@
+"""The data of `finetune`: each objective's rows, read by a function of `megatrain_jax.data`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax import data
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.model_and_batch import batch_shapes
+from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
+from megatrain_jax._src.cli.run_data import common_options, summarised
+
+# Pairs of answers per row assumed in a plan, before the data is read. No large array depends on it.
+_PAIRS = 8
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+def dataset(
+    settings: FinetuneSettings, files: Sequence[str] | str, epochs: int | None
+) -> data.Dataset:
+    """The batches of some files.
+
+    Raises:
+        ValueError: If they can't be used.
+    """
+    kind = "text" if settings.format == "text" else OBJECTIVE_KINDS[settings.objective].rows
+    common = common_options(settings, epochs, "split" if kind == "text" else "error")
+    return summarised(_READERS[kind](settings, files, common))
+
+
+def shapes(settings: FinetuneSettings) -> Shapes:
+    """The shapes of a batch, for a plan."""
+    base = batch_shapes(settings.batch, settings.length)
+    kind = OBJECTIVE_KINDS[settings.objective].rows
+    more = dict(_ARRAYS[kind])
+    if settings.stores_reference:
+        more["reference"] = (2 * _PAIRS, jnp.float32)
+    return base | {
+        name: jax.ShapeDtypeStruct((settings.batch, *([width] * (width > 0))), dtype)
+        for name, (width, dtype) in more.items()
+    }
+
+
+def chat_template(given: str | None) -> str | None:
+    """A chat template, read from a file if it is a path; a template's text is not a path."""
+    if given is None or "{" in given or not Path(given).is_file():
+        return given
+    return Path(given).read_text(encoding="utf-8")
+
+
+def _conversing(settings: FinetuneSettings) -> dict[str, Any]:
+    """The options of readers that render conversations."""
+    return {
+        "chat_template": chat_template(settings.chat_template),
+        "template_variables": settings.template_variables,
+        "merge": settings.merge,
+        "leading": settings.leading,
+    }
+
+
+def _text(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    return data.text(files, settings.model, **common)
+
+
+def _chat(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    options = {**common, **_conversing(settings), "train_on": settings.train_on}
+    return data.chat(files, settings.model, **options)
+
+
+def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    return data.preferences(files, settings.model, **common, **_conversing(settings))
+
+
+_READERS: dict[str, Callable[..., data.Dataset]] = {
+    "text": _text,
+    "chat": _chat,
+    "preferences": _preferences,
+}
+# Arrays beside those of all batches: the second axis, 0 for none, and the dtype.
+_PER_ROW = (0, jnp.float32)
+_OF_PAIRS: dict[str, tuple[int, Any]] = {"pairs": (_PAIRS, jnp.bool_), "pairs_per_row": _PER_ROW}
+_ARRAYS: dict[str, dict[str, tuple[int, Any]]] = {
+    "chat": {},
+    "preferences": _OF_PAIRS
+    | {"chosen_learned_per_row": _PER_ROW, "chosen_tokens_per_row": _PER_ROW},
+}

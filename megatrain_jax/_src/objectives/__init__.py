@@ -1,0 +1,1 @@
+"""Losses of preferences, rewards and distillation; each family is one file."""
