@@ -29,7 +29,8 @@ class PlanSettings:
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         sums: Form of sums of gradients over microbatches.
-        products: Form of large products with parameters; default: bfloat16.
+        products: Form of large products with parameters, or float8-all for small ones, too;
+            default: bfloat16.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
