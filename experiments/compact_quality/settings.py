@@ -73,9 +73,7 @@ _FLOAT8 = {"blocks/*": "float8"}
 SETTINGS |= {
     "float8 products": Setting(held={"products": _FLOAT8}),
     "float8 products, the head too": Setting(held={"products": {"*": "float8"}}),
-    "float8 products but the MLP's second": Setting(
-        held={"products": {"*/down/*": None, **_FLOAT8}}
-    ),
+    "float8 products but down": Setting(held={"products": {"*/down/*": None, **_FLOAT8}}),
     "float8 products, bf16 masters, int8 state": Setting(
         held={**_BF16, "state": _INT8, "products": _FLOAT8}, yardstick="bf16 masters, int8 state"
     ),
