@@ -31,6 +31,9 @@ HELD = {
     "compact": ("--master", "bfloat16", "--state", "int8"),
     "bf16": ("--master", "bfloat16", "--state", "bfloat16"),
     "int8": ("--master", "int8", "--state", "int8"),
+    # All products of the blocks: the small model's are too small to be chosen.
+    "float8": ("--products", "float8-all"),
+    "compact float8": ("--master", "bfloat16", "--state", "int8", "--products", "float8-all"),
 }
 # Single steps differ by their batches more than by anything else.
 _SMOOTHED_OVER = 20

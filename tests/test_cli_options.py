@@ -99,7 +99,8 @@ def shape(at: int) -> Callable[[Any], int]:
 def precision(name: str, expected: Any = None) -> tuple[At, At]:
     def of(given: mt.Precision) -> str | None:
         found = getattr(given, name)
-        return found if found in (None, "float8") else str(np.dtype(found))
+        is_dtype = not (name == "products" or found is None)
+        return str(np.dtype(found)) if is_dtype else found
 
     return (
         At(place="fit.precision", of=of, expected=expected),
@@ -187,6 +188,7 @@ COMMON = [
     option("master", "bfloat16", *precision("master")),
     option("compute", "float16", *precision("compute")),
     option("products", "float8", *precision("products")),
+    option("products", "float8-all", *precision("products", (("*", "float8"),))),
     option("device_budget", "least", "fit.device_budget", "plan.device_budget"),
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
@@ -355,6 +357,7 @@ PLAN = [
     option("sums", "bfloat16", precision("sums")[1]),
     option("compute", "float16", precision("compute")[1]),
     option("products", "float8", precision("products")[1]),
+    option("products", "float8-all", precision("products", (("*", "float8"),))[1]),
     option("optimizer", "lion", count("lion", "learning_rate", 1)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("trainable", "norm", "plan.trainable"),

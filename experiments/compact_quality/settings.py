@@ -11,7 +11,7 @@ class Setting:
     """A row: one way to hold masters and optimizer state.
 
     Attributes:
-        held: What `megatrain_jax.Precision` is given besides the dtype to compute in. The record
+        held: Arguments of `megatrain_jax.Precision` besides the dtype to compute in. The record
             is made when the row runs, so that one it refuses fails alone.
         optimizer: Which optimizer.
         yardstick: Name of the row that this one's loss is compared with.
@@ -63,6 +63,19 @@ SETTINGS = {
     ),
     "lion, bf16 masters, int4 state": Setting(
         held={**_BF16, "state": "int4"}, optimizer="lion", rate=_LION
+    ),
+}
+
+
+# The decoder's products are too small to be chosen, so these rows name them. With the head named,
+# too, all are in float8 but attention's own.
+_FLOAT8 = {"blocks/*": "float8"}
+SETTINGS |= {
+    "float8 products": Setting(held={"products": _FLOAT8}),
+    "float8 products, the head too": Setting(held={"products": {"*": "float8"}}),
+    "float8 products but down": Setting(held={"products": {"*/down/*": None, **_FLOAT8}}),
+    "float8 products, bf16 masters, int8 state": Setting(
+        held={**_BF16, "state": _INT8, "products": _FLOAT8}, yardstick="bf16 masters, int8 state"
     ),
 }
 

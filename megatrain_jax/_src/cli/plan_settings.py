@@ -32,7 +32,8 @@ class PlanSettings:
         master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
         sums: Form of sums of gradients over microbatches.
         compute: dtype of the computation; default: bfloat16, or float16 on a GPU without bfloat16.
-        products: Form of large products with parameters; default: as `compute`.
+        products: Form of large products with parameters, or float8-all for small ones, too;
+            default: as `compute`.
         optimizer: Name of the optimizer.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:

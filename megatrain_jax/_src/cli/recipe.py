@@ -37,7 +37,8 @@ def precision_of(
         compute: dtype that parameters are cast to for the model's computation; None for the GPU's
             own, bfloat16 or float16.
         sums: Form of sums of gradients over microbatches.
-        products: Form of products with parameters; None for `compute`.
+        products: Form of products with parameters; None for `compute`. "float8" leaves small
+            ones as they are, "float8-all" does not.
 
     Examples:
         >>> precision_of("compact", None, None) == mt.Precision.compact()
@@ -51,7 +52,7 @@ def precision_of(
         frozen=frozen,
         compute=compute,
         sums=sums,
-        products=products,
+        products={"*": "float8"} if products == "float8-all" else products,
     )
 
 

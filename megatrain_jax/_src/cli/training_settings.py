@@ -63,7 +63,8 @@ class TrainingSettings:
         master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
         compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
             bfloat16, and float32 elsewhere. float16 scales the loss.
-        products: Form of large products with parameters; default: as `compute`.
+        products: Form of large products with parameters, or float8-all for small ones, too;
+            default: as `compute`.
         device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.

@@ -74,10 +74,10 @@ class Precision:
             depend on the number of waves.
         products: "float8" to compute matrix products of the batch with parameters in float8, in
             forward and backward; None for the dtypes that the model asks for. Products stay as they
-            are if the parameter is narrower than 1,024 on either side, or if they are the first
-            ones with the batch itself (embeddings) or the last ones (the head). With a mapping from
-            paths of parameters to "float8" or None, exactly the named parameters' products are in
-            float8. The page on float8 has the exceptions.
+            are if the parameter is narrower than 1,024 on either side or too small to gain, if they
+            are the first ones with the batch itself (embeddings), and if they are heads or routers.
+            With a mapping from paths of parameters to "float8" or None, exactly the named
+            parameters' products are in float8. The page on float8 has the exceptions.
         rounding: rounding of numbers that are stored narrower: "stochastic", up or down at random
             so that the mean is right, or "nearest", which loses updates smaller than half of the
             gap between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits depend on
@@ -211,9 +211,14 @@ class Precision:
 
     def is_float8(self, path: str) -> bool:
         """Whether products with the parameter of this path may be computed in float8."""
-        if not isinstance(self.products, tuple):
-            return self.products is not None
-        return next((form for at, form in self.products if fnmatchcase(path, at)), None) is not None
+        return self.float8_pattern(path) is not None
+
+    def float8_pattern(self, path: str) -> str | None:
+        """The pattern by which this parameter's products may be in float8; None if they may not."""
+        pairs = self.products if isinstance(self.products, tuple) else (("*", self.products),)
+        fits = ((at, form) for at, form in pairs if fnmatchcase(path, at))
+        pattern, form = next(fits, (None, None))
+        return None if form is None else pattern
 
 
 def precision_of(name: str, value: Any) -> Precision:

@@ -141,14 +141,19 @@ def is_float8_product(eqn: Any) -> bool:
 def count_numbers(jaxpr: Any) -> int:
     """Counts the numbers in operands and results of the float8 products of a jaxpr.
 
-    The body of a `scan` counts once for each of its turns, all branches of a `cond` together.
+    An operand of several products counts once, because the compiler codes it once. The body of a
+    `scan` counts once for each of its turns, all branches of a `cond` together.
     """
-    found = 0
+    found, coded = 0, set()
     for eqn in jx.opened(jaxpr).eqns:
-        if is_float8_product(eqn):
-            found += sum(jx.num_elements(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        inner = jx.inner_jaxprs(eqn)
+        if any(map(is_float8_product, (e for body in inner for e in body.eqns))):
+            operands = set(jx.variables(eqn.invars)) - coded
+            found += sum(jx.num_elements(v.aval) for v in (*operands, *eqn.outvars))
+            coded |= operands
+            continue
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        found += times * sum(map(count_numbers, jx.inner_jaxprs(eqn)))
+        found += times * sum(map(count_numbers, inner))
     return found
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -126,14 +126,28 @@ def _is_wide(eqn: Any, itemsize: int) -> bool:
 
 
 def _no_float8(spec: RunSpec) -> list[str]:
-    """Warns if float8 was asked for and no product is computed in it."""
-    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
-    if not spec.precision.asks_for_float8 or any(count_flops(j, is_float8_product) for j in jaxprs):
+    """Warns if float8 was asked for, in all or by a pattern, and no product is computed in it."""
+    precision, reached = spec.precision, spec.first.program.in_float8
+    if not precision.asks_for_float8:
+        return []
+    if not reached:
+        return [
+            "`precision` asks for float8, but no product of this model is computed in it: see the "
+            "page Float8 for the products that stay as they are. Products with small parameters, "
+            'such as narrower than 1,024, have to be named, as in Precision(products={"*": '
+            '"float8"})'
+        ]
+    patterns: dict[str, bool] = {}
+    for i, leaf in enumerate(spec.leaves):
+        if (pattern := precision.float8_pattern(path_name(leaf.path))) is not None:
+            patterns[pattern] = patterns.get(pattern, False) or i in reached
+    unused = [repr(pattern) for pattern, is_used in patterns.items() if not is_used]
+    if not unused:
         return []
     return [
-        "`precision` asks for float8, but no product of this model is computed in it: see the page "
-        "Float8 for the products that stay as they are. Products with parameters that are narrower "
-        'than 1,024 have to be named, as in Precision(products={"*": "float8"})'
+        f"Precision(products=...) asks for float8 by {', '.join(unused)}, but no product with "
+        "these parameters is computed in it: see the page Float8 for the products that stay as "
+        "they are"
     ]
 
 

@@ -5,16 +5,22 @@ transposed, sliced, joined, multiplied by a constant) and the second one depends
 calls and loops in the stage are searched, except loops of unknown length and functions with
 derivative rules of their own.
 
+If the user names no parameters, the purpose of a product's result counts too, so equations are
+searched from the loss backwards. A head is a product that no later product with a parameter depends
+on; a router is one by whose result something is chosen, before a further product.
+
 Example: a block `y = softmax(q k) v` with `q = x @ w.T`; x arrives from the block before::
 
     a = transpose w         laid out from w
-    q = dot x a             float8: x varies, a is laid out from w
+    q = dot x a             float8: x varies, a is laid out from w, and the head depends on q
     s = dot q k             as it is: no weight
 """
 
 import dataclasses
+import enum
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,38 +31,47 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axis_rules import is_placed
 from megatrain_jax._src.program.float8 import Form, product
 from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.loss.operand_traits import (
+    CONSTANT,
+    OperandTraits,
+    input_traits,
+    leaf_traits,
+    ruled_bodies,
+    searched_bodies,
+    traits_in,
+    traits_of,
+)
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.program.primitives import BARRIER, ELEMENTWISE, LAYOUT
+from megatrain_jax._src.program.primitives import LAYOUT, PRODUCTS
 from megatrain_jax._src.program.structural_key import structural_key
 
-# Below this width of a weight on either side, float8 saves less time than its codes take. Routers,
-# adapters' factors and small heads are narrower.
+# Narrower weights have few operations: routers, adapters' factors, small heads.
 _LEAST_WIDTH = 1024
-_LAID_OUT = ELEMENTWISE | LAYOUT | {"concatenate", "expand_dims", BARRIER}
+# Least `1 / (1 / inputs + 1 / outputs)` of a weight with many rows of data. Operations per number
+# to code are proportional to it, and below it coding takes the time that float8 saves: on an H100,
+# two products with weights of 2,048 x 2,560 (1,138) took as long as in bfloat16, by scales of rows
+# longer. The outputs of all products with the same data count together: the data is coded once.
+_LEAST_SIZE = 1150
+_CHOICES = {"argmax": 0, "argmin": 0, "top_k": 1, "approx_top_k": 1}
 _NOT_ASKED = (None, jax.lax.Precision.DEFAULT)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OperandTraits:
-    """The traits of a value in a stage.
-
-    Attributes:
-        laid_from: The leaves that it is laid out from, none for a constant; None for a value
-            that is computed otherwise.
-        varies: Whether it depends on a parameter.
-        is_perturbed: Whether it depends on a trained parameter.
-    """
-
-    laid_from: frozenset[int] | None
-    varies: bool
-    is_perturbed: bool
-
-
-_CONSTANT = OperandTraits(laid_from=frozenset(), varies=False, is_perturbed=False)
 
 # The products to replace in a jaxpr, by the number of their equation; for an equation with inner
 # jaxprs, the products of each.
 Chosen = Mapping[int, "Form | tuple[Chosen, ...]"]
+
+
+class LaterUse(enum.Flag):
+    """The later equations that depend on a value.
+
+    Attributes:
+        NONE: None of these.
+        PRODUCT: A product with a parameter.
+        CHOICE: A choice of positions, such as a `top_k`, with no product before it.
+    """
+
+    NONE = 0
+    PRODUCT = enum.auto()
+    CHOICE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +81,26 @@ class ProductChoice:
     Attributes:
         itemsize: Bytes of the compute dtype. Wider operands show that the model asks for more.
         named: Whether a weight is named by the user, given its path. None if the library chooses:
-            then narrow weights, the first product with the batch itself and the last product stay.
+            then small weights, the first product with the batch itself, heads and routers stay.
     """
 
     itemsize: int
     named: Callable[[str], bool] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundProducts:
+    """The result of a search.
+
+    Attributes:
+        chosen: The products to replace.
+        uses: The uses of the jaxpr's constants and inputs.
+        leaves: Numbers of the stage's leaves in chosen products.
+    """
+
+    chosen: Chosen
+    uses: tuple[LaterUse, ...]
+    leaves: frozenset[int]
 
 
 def with_float8_products(
@@ -85,90 +115,142 @@ def with_float8_products(
     """
     is_named = [choice.named is None or choice.named(path_name(leaf.path)) for leaf in leaves]
     of_batch = frozenset(program.prologue_values)
-    known: dict[Any, tuple[Any, Any]] = {}
-    stages = []
-    for number, stage in enumerate(program.stages):
-        is_last = number == len(program.stages) - 1
+    known: dict[Any, tuple[Any, Any, FoundProducts]] = {}
+    uses: dict[int, LaterUse] = {}
+    stages, reached = [], set()
+    for stage in reversed(program.stages):
         named = tuple(is_named[i] for i in stage.leaves)
         varies = tuple(i not in of_batch for i in stage.inputs)
-        like = stage.key, named, stage.is_trainable, stage.active, varies, is_last
+        after = tuple(uses.get(i, LaterUse.NONE) for i in stage.outputs)
+        like = stage.key, named, stage.is_trainable, stage.active, varies, after
         if like not in known:
-            known[like] = _replaced(stage, named, varies, is_last, choice)
-        jaxpr, key = known[like]
+            known[like] = _replaced(stage, named, varies, after, choice)
+        jaxpr, key, found = known[like]
         stages.append(dataclasses.replace(stage, jaxpr=jaxpr, key=key))
-    return dataclasses.replace(program, stages=tuple(stages))
+        reached.update(stage.leaves[i] for i in found.leaves)
+        of_inputs = found.uses[len(found.uses) - len(stage.inputs) :]
+        for i, use in zip(stage.inputs, of_inputs, strict=True):
+            uses[i] = uses.get(i, LaterUse.NONE) | use
+    return dataclasses.replace(program, stages=tuple(stages[::-1]), in_float8=frozenset(reached))
 
 
 def _replaced(
     stage: Stage,
     named: Sequence[bool],
     varies: Sequence[bool],
-    is_last: bool,
+    after: Sequence[LaterUse],
     choice: ProductChoice,
-) -> tuple[Any, Any]:
-    """The jaxpr and the key of a stage with float8 products."""
+) -> tuple[Any, Any, FoundProducts]:
+    """The jaxpr and the key of a stage with float8 products, and the search's result."""
     inputs = [
-        *[_CONSTANT] * len(stage.consts),
-        *(
-            OperandTraits(laid_from=frozenset((i,)), varies=True, is_perturbed=trains)
-            for i, trains in enumerate(stage.is_trainable)
-        ),
-        *(
-            OperandTraits(laid_from=None, varies=v, is_perturbed=active)
-            for v, active in zip(varies, stage.active, strict=True)
-        ),
+        *[CONSTANT] * len(stage.consts),
+        *(leaf_traits(i, trains) for i, trains in enumerate(stage.is_trainable)),
+        *map(input_traits, varies, stage.active),
     ]
-    search = _ProductSearch(choice, named)
-    chosen, _ = search.choose(stage.jaxpr, inputs, is_last and choice.named is None)
-    if not chosen:
-        return stage.jaxpr, stage.key
-    jaxpr = replaced(stage.jaxpr, chosen)
+    found = ProductSearch(choice, named).search(stage.jaxpr, inputs, after)
+    if not found.chosen:
+        return stage.jaxpr, stage.key, found
+    jaxpr = replaced(stage.jaxpr, found.chosen)
     perturbed = [t.is_perturbed for t in inputs[len(stage.consts) :]]
-    return jaxpr, structural_key(jaxpr, stage.consts, perturbed)
+    return jaxpr, structural_key(jaxpr, stage.consts, perturbed), found
 
 
-class _ProductSearch:
+class ProductSearch:
     """Searches jaxprs for products to replace."""
 
     def __init__(self, choice: ProductChoice, named: Sequence[bool]):
         self._choice, self._named = choice, named
 
-    def choose(
-        self, jaxpr: Any, inputs: Sequence[OperandTraits], is_last: bool
-    ) -> tuple[Chosen, list[OperandTraits]]:
-        """The chosen products of a jaxpr, and the traits of its results.
+    def search(
+        self, jaxpr: Any, inputs: Sequence[OperandTraits], after: Sequence[LaterUse]
+    ) -> FoundProducts:
+        """The products of a jaxpr to replace.
 
         Args:
             jaxpr: An open jaxpr.
             inputs: Traits of its constants and inputs.
-            is_last: Whether no product follows the jaxpr. Its own last products then are a head
-                and stay.
+            after: Uses of its results.
         """
-        found, inner = {}, {}
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-        for number, eqn in enumerate(jaxpr.eqns):
-            ins = [_CONSTANT if jx.is_literal(a) else env[a] for a in eqn.invars]
-            outs = [_of_result(eqn, ins)] * len(eqn.outvars)
-            if (form := self._form(eqn, ins)) is not None:
-                found[number] = form
-            elif bodies := _bodies(eqn, ins):
-                searched = [self.choose(*body, is_last=False) for body in bodies]
-                if any(parts := tuple(own for own, _ in searched)):
-                    found[number], inner[number] = parts, bodies
-                if jx.called(eqn) is not None:
-                    outs = searched[0][1]
-            env.update(zip(eqn.outvars, outs, strict=True))
-        if is_last:
-            for number in _ends(jaxpr, found):
-                del found[number]
-                # After a loop's last product come the products of its next turn.
-                if number in inner and jaxpr.eqns[number].primitive.name != "scan":
-                    parts = tuple(self.choose(*body, is_last=True)[0] for body in inner[number])
-                    found.update({number: parts} if any(parts) else {})
-        return found, [_CONSTANT if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
+        env = traits_in(jaxpr, inputs)
+        forms = self._forms(jaxpr, env)
+        uses = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), LaterUse.NONE)
+        read = set(jx.variables((*jaxpr.outvars, *(a for e in jaxpr.eqns for a in e.invars))))
+        for atom, use in zip(jaxpr.outvars, after, strict=True):
+            if not jx.is_literal(atom):
+                uses[atom] = uses.get(atom, LaterUse.NONE) | use
+        chosen: dict[int, Any] = {}
+        leaves: frozenset[int] = frozenset()
+        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            ins = traits_of(env, eqn.invars)
+            results = [uses.get(v, LaterUse.NONE) for v in eqn.outvars]
+            inner = self._inner(eqn, ins, results)
+            if number in forms and self._may_be_coded(results[0]):
+                chosen[number] = forms[number]
+                leaves |= ins[0].laid_from or ins[1].laid_from or frozenset()
+            elif any(found.chosen for found in inner):
+                chosen[number] = tuple(found.chosen for found in inner)
+                leaves = leaves.union(*(found.leaves for found in inner))
+            of_operands = _uses_of_operands(eqn, ins, results, inner, read)
+            for atom, use in zip(eqn.invars, of_operands, strict=True):
+                if not jx.is_literal(atom):
+                    uses[atom] = uses.get(atom, LaterUse.NONE) | use
+        own = tuple(uses[v] for v in (*jaxpr.constvars, *jaxpr.invars))
+        return FoundProducts(chosen=chosen, uses=own, leaves=leaves)
 
-    def _form(self, eqn: Any, ins: Sequence[OperandTraits]) -> Form | None:
-        """The form of an equation that is a product to replace."""
+    def _may_be_coded(self, use: LaterUse) -> bool:
+        """Whether a product may be in float8, by the uses of its result."""
+        return self._choice.named is not None or use == LaterUse.PRODUCT
+
+    def _inner(
+        self, eqn: Any, ins: Sequence[OperandTraits], results: Sequence[LaterUse]
+    ) -> list[FoundProducts]:
+        """The products of an equation's inner jaxprs that are searched."""
+        found: list[FoundProducts] = []
+        for body, own in ruled_bodies(eqn, ins):
+            # Its rule says how its products are computed, so only the uses matter.
+            searched = self.search(body, own, results)
+            found.append(dataclasses.replace(searched, chosen={}, leaves=frozenset()))
+        for body, own in searched_bodies(eqn, ins):
+            if eqn.primitive.name != "scan":
+                found.append(self.search(body, own, results))
+                continue
+            # A carried value is also used in the next turn.
+            consts, carry = jx.scan_parts(eqn)
+            first = len(own) - len(ins) + consts
+            after, turn = list(results), None
+            while turn is None or after != turn:
+                turn = list(after)
+                searched = self.search(body, own, turn)
+                carried = searched.uses[first : first + carry]
+                after = [*map(LaterUse.__or__, turn[:carry], carried), *turn[carry:]]
+                found = [searched]
+        return found
+
+    def _forms(self, jaxpr: Any, env: Mapping[Any, OperandTraits]) -> dict[int, Form]:
+        """The forms of a jaxpr's products that could be in float8, but for their results' uses."""
+        forms, groups = {}, {}
+        origin: dict[Any, Any] = {}  # the same numbers in other shapes and dtypes
+        for number, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name in LAYOUT | {"convert_element_type"} and len(eqn.invars) == 1:
+                (operand,) = eqn.invars
+                if not jx.is_literal(operand):
+                    origin[eqn.outvars[0]] = origin.get(operand, operand)
+            ins = traits_of(env, eqn.invars)
+            side = self._weight_side(eqn, ins)
+            if side is not None:
+                forms[number] = Form.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
+                data = eqn.invars[1 - side]
+                groups.setdefault(origin.get(data, data), {})[number] = _widths(eqn, side)
+        if self._choice.named is None:
+            for widths in groups.values():
+                outputs = sum(outputs for _, outputs in widths.values())
+                for number, (inputs, _) in widths.items():
+                    if inputs * outputs < _LEAST_SIZE * (inputs + outputs):
+                        del forms[number]
+        return forms
+
+    def _weight_side(self, eqn: Any, ins: Sequence[OperandTraits]) -> int | None:
+        """The weight's side of a product that could be in float8; None for other equations."""
         if eqn.primitive.name != "dot_general" or not self._is_narrow(eqn):
             return None
         weights = [side for side in (0, 1) if ins[side].laid_from]
@@ -180,7 +262,7 @@ class _ProductSearch:
         if self._choice.named is None:
             if min(_widths(eqn, side)) < _LEAST_WIDTH or not ins[1 - side].varies:
                 return None
-        return Form.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
+        return side
 
     def _is_narrow(self, eqn: Any) -> bool:
         """Whether a product has operands of the compute dtype or narrower, and real numbers."""
@@ -205,54 +287,52 @@ def _widths(eqn: Any, side: int) -> tuple[int, int]:
     return inner, math.prod(free)
 
 
-def _of_result(eqn: Any, ins: Sequence[OperandTraits]) -> OperandTraits:
-    """The traits of an equation's results."""
-    origins = [t.laid_from for t in ins]
-    laid_from = None
-    if ins and eqn.primitive.name in _LAID_OUT and None not in origins:
-        laid_from = frozenset().union(*(o for o in origins if o is not None))
-    elif not ins:
-        laid_from = frozenset()  # a counter
-    return OperandTraits(
-        laid_from=laid_from,
-        varies=any(t.varies for t in ins),
-        is_perturbed=any(t.is_perturbed for t in ins),
-    )
+def _uses_of_operands(
+    eqn: Any,
+    ins: Sequence[OperandTraits],
+    results: Sequence[LaterUse],
+    inner: Sequence[FoundProducts],
+    read: Collection[Any],
+) -> list[LaterUse]:
+    """The uses of an equation's operands.
 
-
-def _bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[tuple[Any, Sequence[OperandTraits]]]:
-    """The inner jaxprs of an equation that are searched, with the traits of their inputs."""
+    Args:
+        eqn: The equation.
+        ins: Traits of its operands.
+        results: Uses of its results.
+        inner: Its inner jaxprs, searched.
+        read: The variables that are read later.
+    """
     name = eqn.primitive.name
-
-    def with_consts(body: jx.Body, ins: Sequence[OperandTraits]) -> tuple[Any, list[OperandTraits]]:
-        return body.jaxpr, [*[_CONSTANT] * len(body.consts), *ins]
-
-    if (body := jx.called(eqn)) is not None:
-        return [with_consts(body, ins)]
-    if name == "cond":
-        return [with_consts(body, ins[1:]) for body in jx.branches(eqn)]
-    if name == "scan":
-        consts, carry = jx.scan_parts(eqn)
-        # Carried values may depend on all of the loop's inputs.
-        carried = OperandTraits(
-            laid_from=None,
-            varies=any(t.varies for t in ins),
-            is_perturbed=any(t.is_perturbed for t in ins),
-        )
-        own = [*ins[:consts], *[carried] * carry, *ins[consts + carry :]]
-        return [with_consts(jx.loop_body(eqn), own)]
-    return []
+    if inner:
+        return _uses_by_bodies(eqn, inner)
+    use = functools.reduce(LaterUse.__or__, results, LaterUse.NONE)
+    if name in PRODUCTS:
+        with_weight = any(t.is_weight for t in ins) and any(t.of_batch for t in ins)
+        use = LaterUse.PRODUCT if with_weight else use & LaterUse.PRODUCT
+    elif name in _CHOICES or name == "sort":
+        # The sorted numbers alone are no choice, only their positions.
+        positions = eqn.outvars[_CHOICES.get(name, 1) :]
+        use |= LaterUse.CHOICE if any(v in read for v in positions) else LaterUse.NONE
+    elif any(t.is_weight for t in ins) and any(map(_has_product, jx.inner_jaxprs(eqn))):
+        use |= LaterUse.PRODUCT
+    return [use] * len(ins)
 
 
-def _ends(jaxpr: Any, found: Chosen) -> list[int]:
-    """The equations with chosen products that no later equation with one depends on."""
-    ends = []
-    for number in found:
-        after = jx.dependent(jaxpr, jaxpr.eqns[number].outvars)
-        later = (jaxpr.eqns[n] for n in found if n > number)
-        if all(after.isdisjoint(jx.variables(eqn.invars)) for eqn in later):
-            ends.append(number)
-    return ends
+def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
+    """The uses of an equation's operands, by those of its inner jaxprs' inputs."""
+    count = len(eqn.invars) - (eqn.primitive.name == "cond")
+    rows = [found.uses[len(found.uses) - count :] for found in inner]
+    uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]
+    return uses if count == len(eqn.invars) else [LaterUse.NONE, *uses]
+
+
+def _has_product(jaxpr: Any) -> bool:
+    """Whether there is a product in an open jaxpr."""
+    return any(
+        eqn.primitive.name in PRODUCTS or any(map(_has_product, jx.inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def replaced(jaxpr: Any, chosen: Chosen) -> Any:

@@ -90,6 +90,7 @@ class Program:
         warnings: The parts that could not be cut, in words.
         shared: Leaves whose path is in a block, but that belong to none, because further blocks
             read them.
+        in_float8: Leaves with a product in float8.
     """
 
     stages: tuple[Stage, ...]
@@ -102,6 +103,7 @@ class Program:
     state: StateUse
     warnings: tuple[str, ...]
     shared: frozenset[int] = frozenset()
+    in_float8: frozenset[int] = frozenset()
 
     def num_bytes(self, i: int, num_devices: int) -> int:
         """Bytes of a value on each device."""
