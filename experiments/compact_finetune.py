@@ -2,10 +2,11 @@
 
     python experiments/compact_finetune.py
 
-writes conversations and a small checkpoint of random weights as `throughput/disk_to_disk.py` does,
-and has `finetune.py` train it on half of the conversations, in fp32. What that exports is tuned on
-the other half, with each way to hold masters and state and each seed of the data's order. Compact
-curves should lie within the fp32 seeds' spread. Needs PyTorch and Transformers.
+First, `throughput/disk_to_disk.py` writes conversations and a small checkpoint of random weights,
+and `finetune.py` trains the checkpoint on half of the conversations, in fp32. The exported model is
+then fine-tuned on the second half: once for each precision of masters and state and each seed of
+the data's order. Compact curves should lie within the spread of the fp32 seeds. Needs PyTorch and
+Transformers.
 """
 
 import argparse
@@ -35,12 +36,12 @@ HELD = {
     "float8": ("--products", "float8-all"),
     "compact float8": ("--master", "bfloat16", "--state", "int8", "--products", "float8-all"),
 }
-# Single steps differ by their batches more than by anything else.
+# Losses of single steps differ mostly because their batches differ.
 _SMOOTHED_OVER = 20
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Makes the model, tunes it in all forms, and compares."""
+    """Makes the model, fine-tunes it in all precisions, and compares the losses."""
     disk_to_disk = FOLDER / "throughput" / "disk_to_disk.py"
     options = ["--conversations", str(args.conversations), "--shape", args.shape]
     _call(disk_to_disk, *options, "--folder", str(folder), "--part", "make")
@@ -66,16 +67,15 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def compared(curves: Mapping[str, Mapping[int, Sequence[float]]]) -> dict[str, Any]:
-    """Returns smoothed curves, and how far the others' are from those in fp32.
+    """Returns smoothed curves, and the distance of each precision from fp32.
 
-    Of each other way to hold the state: the largest distance of its mean over seeds from that of
-    fp32, in percent; the share of steps at which that mean lies between the least and the largest
-    loss of the fp32 seeds; and the largest distance between two runs of one seed, in percent. For
-    fp32 there is the mean width of its seeds' spread, in percent.
+    Each precision except fp32 has three numbers: the largest difference of its mean over seeds from
+    fp32's mean, in percent; the share of steps at which its mean lies between the smallest and the
+    largest loss of the fp32 seeds; and the largest difference from the fp32 run of the same seed,
+    in percent. For fp32 it is the mean width of the seeds' spread, in percent.
 
     Args:
-        curves: The loss of every step, by how masters and state are held and by seed; "fp32" is
-            among them.
+        curves: The loss of every step, by precision and by seed; "fp32" must be among them.
     """
     smooth = {
         name: np.stack([_smoothed(curve) for _, curve in sorted(seeds.items())])
@@ -126,7 +126,7 @@ def main() -> None:
     add_origin_options(parser)
     args = parser.parse_args()
     if "fp32" not in args.held:
-        parser.error("--held must have fp32 in it, which the others are compared with")
+        parser.error("--held must include fp32, because all precisions are compared with it")
     origin = find_origin(args)
     with tempfile.TemporaryDirectory() as scratch:
         found = run(args, Path(scratch))

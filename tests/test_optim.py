@@ -344,6 +344,18 @@ def test_initial_state_is_what_optax_makes():
     assert worst_difference(mine, expected) == 0
 
 
+def test_stacked_gradients_are_named_by_the_operation_that_reads_them():
+    def update(updates):
+        both = jnp.stack([block["w1"] for block in updates["blocks"]])
+        whitened = jnp.cumsum(both, axis=0)
+        blocks = zip(updates["blocks"], whitened, strict=True)
+        return {**updates, "blocks": [block | {"w1": w} for block, w in blocks]}
+
+    words = r"meet in one operation \(cumsum\).*blocks/0/w1"
+    with pytest.raises(ValueError, match=words):
+        rows_of_blocks(n=2).cut(stateless(update))
+
+
 def spread(side):
     """Adds to all gradients parts of a matrix that one block's gradient fills with its sum."""
 

@@ -191,6 +191,8 @@ APART = {
     "columns": (lambda x: jnp.einsum("ki,lij->klj", X[0].T, x), X, 0),
     "inner axis": (lambda x: jnp.einsum("ilj,klj->lik", x, x), X, 1),
     "concatenate": (lambda x: jnp.concatenate([x, jnp.ones((3, 2, 6)), 2 * x], 1), X, 0),
+    "stack": (lambda x: jnp.stack([x, X, 2 * x], 1), X, 0),
+    "stack before it": (lambda x: jnp.stack([x, 2 * x]), X, 0),
     "pad": (lambda x: jnp.pad(x, [(0, 0), (1, 2), (0, 0)]), X, 0),
     "sort": (lambda x: jax.lax.sort((x, 2 * x), dimension=1, num_keys=1), X, 0),
     "update": (lambda x: jax.lax.dynamic_update_slice(x, 2 * x[:, :2], (0, 1, 0)), X, 0),

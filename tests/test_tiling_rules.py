@@ -62,6 +62,7 @@ RULED = {
     "slice": lambda x: (x[:, 1:5], x[::2], x[:, :, ::2]),
     "sort": lambda x: jax.lax.sort((x, 2 * x), dimension=1, num_keys=1),
     "split": lambda x: jnp.split(x, 2, 1),
+    "stack": lambda x: jnp.stack([x, x, x], 2),
     "squeeze": lambda x: x[:, :1].squeeze(1),
     "take along": lambda x: jnp.take_along_axis(x, IDS[:, :, None], 2),
     "put along": jax.grad(lambda x: (jnp.take_along_axis(x, IDS[:, :, None], 2) ** 2).sum()),

@@ -2,16 +2,16 @@
 
     python experiments/throughput/check_figures.py
 
-A figure in running text is a link to its file, whose anchor names it as `figures.py` does:
-`[26,938 tokens/s](results/h200/updates/clip-1-auto.json#tokens_per_second)`; several numbers need
-as many names, with commas. A link to a section of a page repeats numbers of that section. In a
-table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
+A figure in running text is a link to its result file. The link's anchor has the figure's name in
+`figures.py`: `[26,938 tokens/s](results/h200/updates/clip-1-auto.json#tokens_per_second)`; several
+numbers need as many names, with commas. A link to a section of a page repeats numbers of that
+section. In a table, the first cell links to the row's file (an anchor leads to a part of it), and
 titles name the figures. A measured figure without a source is a mistake, and so is a row that
 doesn't say how it differs from the first one. Units, kinds of quantity, cards, peers and rows'
-labels are compared with the files, too (`figure_words.py`): a row's label has words of its file's
-path, name or settings, more than any other row's. Numbers that are not measured are listed in a
-comment: `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and `<!-- end
-of planned -->` was made by a script of plans, with which a test compares it.
+labels are compared with the files, too (`figure_words.py`): a row's label shares more words with
+its file's path, name or settings than all further labels do. Numbers that are not measured are
+listed in a comment: `<!-- given: 24 GiB; 10 GiB -->`. Text between `<!-- planned: ... -->` and
+`<!-- end of planned -->` was printed by a script of plans; a test compares both.
 
 With `--write` it makes the list of all files in `experiments/results/README.md` anew.
 """
@@ -43,7 +43,7 @@ from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
 
 EARLY = "before the protocol"
-# Seconds from which a step is timed alone: what a clock and Python take of it is nothing then.
+# A step of this many seconds may be timed alone: the time of the clock and of Python is negligible.
 _LONG_STEP = 20.0
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
@@ -52,7 +52,7 @@ _NUMBER = re.compile(
     r"(?:\s?(%|ms\b|B\b|million\b)|(?![A-Za-z]))"
 )
 _SCALES = {"%": 0.01, "ms": 1e-3, "B": 1e9, "million": 1e6, None: 1.0}
-# Numbers with a unit of measurement, and those with more digits than a setting has.
+# Numbers with a unit of measurement, and numbers with more digits than a setting has.
 _MEASURED = re.compile(
     r"(?<![\w.,-])(?:\d[\d,.]*\s?(?:%|ms\b|s\b|s/step|seconds?\b|minutes?\b|times\b|[GM]i?B\b|"
     r"(?:tokens|[GM]i?B|TFLOP)/s|tokens a second|of (?:a )?resident|of `dd`)|"
@@ -67,7 +67,7 @@ _GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
 _SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 _TABLE = re.compile(r"(?:^\|.*\|\n)+", re.M)
 _HEADING = re.compile(r"^#+ .*$", re.M)
-# What begins a paragraph, an item of a list or a row of a table.
+# The beginning of a paragraph, an item of a list or a row of a table.
 _ITEM = re.compile(r"\n\s*\n|\n\s*- |\n\|")
 
 
@@ -198,7 +198,7 @@ def _compare(
         return [f"{shown} shows {len(printed)} numbers of {len(values)} that {names} are"]
     pairs = list(zip(printed, values, strict=True))
     found = [f"{shown}: {n[0]!r} is {value}" for n, value in pairs if not _is(n, value)]
-    # Where a figure has no value, nothing tells which name a number belongs to.
+    # If a figure has no value, it is unknown to which name a number belongs.
     ends = [*(number.start() for number in printed[1:]), None]
     for number, name, end in (
         zip(printed, names, ends, strict=True) if len(printed) == len(names) else ()

@@ -1,7 +1,7 @@
 """Draws a profile as three lanes: copies to the device, computation, copies to the host.
 
 Reads the `*.trace.json.gz` that `jax.profiler` writes (`measure.py --profile FOLDER`), prints how
-long each lane is busy and for which share of the time nothing computes, and writes a picture.
+long each lane is busy and the share of time without computation, and writes a picture.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Span = tuple[float, float]
 Lanes = dict[str, dict[str, list[Span]]]
 
 COPIES_IN, COMPUTE, COPIES_OUT = "copies in", "compute", "copies out"
-# What the names of jitted functions start with, and what the picture calls it.
+# Beginnings of the names of jitted functions, and their names in the picture.
 _KINDS = (
     ("forward", "forward"),
     ("backward", "backward"),
@@ -40,7 +40,7 @@ _COLOURS = {
     "update": "#c44e52",
     "other": "#8c8c8c",
 }
-# Copies of a few bytes order the others; they would only add to the time of drawing.
+# Copies of a few bytes only set the order of large ones, and would make drawing slower.
 _SHORTEST_SECONDS = 2e-6
 _PIXELS = 1500
 
@@ -72,7 +72,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     if not gpus:
         sys.exit(f"no GPU in {path}, only {', '.join(processes.values())}")
     first = min(gpus, key=lambda pid: processes[pid])
-    # Other threads of the GPU are derived by the profiler: steps, modules, names of operations.
+    # The profiler derives the GPU's remaining threads: steps, modules, names of operations.
     streams = {
         event["tid"]
         for event in named
@@ -122,10 +122,10 @@ def cut(lanes: Lanes, low: float, high: float) -> Lanes:
 
 
 def step_moments(events: Iterable[dict[str, Any]]) -> list[float]:
-    """Returns the seconds at which steps begin to compute, and at which the last one is over.
+    """Returns the seconds at which each step begins to compute, and at which the last one ends.
 
-    The first moment is the first stage's, since the start of a profile lies between it and what
-    precedes it; when the last stage is over, state may still be on its way to rest.
+    The first step begins with its first stage here, because a profile may lack the events before.
+    The last step ends with its last stage, although copies of its state may still run.
     """
     starts, stages, before = [], [], ""
     for event in events:
@@ -159,7 +159,7 @@ def busy_seconds(kinds: dict[str, list[Span]]) -> float:
 
 
 def report(lanes: Lanes, seconds: float) -> str:
-    """Returns each lane's busy seconds, those of each kind of computation, and the idle share."""
+    """Returns the busy seconds of each lane and each kind of computation, and the idle share."""
     lines = [f"{seconds:.3f} s in view"]
     for lane, kinds in lanes.items():
         busy = busy_seconds(kinds)

@@ -1,5 +1,6 @@
 """The protocol of callbacks: the calls that `fit` and `train` make, and when."""
 
+import abc
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ class Callback:
 Rows = Sequence[Mapping[str, Any]]
 
 
-class Log(Callback):
+class Log(Callback, abc.ABC):
     """A callback that logs records; if several processes share a run, only the first one logs."""
 
     def begin(self, trainer: Trainer) -> None:
@@ -71,12 +72,13 @@ class Log(Callback):
     def _open(self, num_steps: int) -> None:
         """Opens the log of a run that continues after this many steps."""
 
+    @abc.abstractmethod
     def _write(self, step: int, values: dict[str, float]) -> None:
-        raise NotImplementedError
+        """Writes the numbers of a record."""
 
+    @abc.abstractmethod
     def _write_table(self, step: int, name: str, rows: Rows) -> None:
         """Writes a table of texts and numbers, such as samples; all rows have the same columns."""
-        raise NotImplementedError
 
     def _close(self, result: FitResult) -> None:
         """Closes the log of a run that has ended."""

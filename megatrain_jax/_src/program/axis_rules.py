@@ -242,6 +242,12 @@ def _scatter(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (2, update), (3, axis)], MAPPED
 
 
+def _stack(eqn: Any) -> Iterator[Together]:
+    operands, new = range(len(eqn.invars)), eqn.params["axis"]
+    for axis in range(len(shape_of(eqn, 0))):
+        yield [*((at, axis) for at in operands), (len(operands), axis + (new <= axis))], MAPPED
+
+
 def _unstack(eqn: Any) -> Iterator[Together]:
     gone = eqn.params["axis"]
     for axis in range(len(shape_of(eqn, 0))):
@@ -291,6 +297,7 @@ _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     "sort": _along("dimension"),
     "split": _along("axis"),
     "squeeze": _squeeze,
+    "stack": _stack,
     "top_k": _along("axis"),
     "transpose": _transpose,
     "unstack": _unstack,

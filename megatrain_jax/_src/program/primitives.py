@@ -13,6 +13,7 @@ To add a primitive, put its name into
 - `REDUCTIONS`, `ARG_REDUCTIONS` or `CUMULATIVE` if it works along axes, at one operation per
   element of its operand (`pieces.FOLDS` says how two slices are reduced to one);
 - `LAYOUT` if it only rearranges or selects elements, with a rule in `grid.py`;
+- `JOINING` if it puts several arrays side by side;
 - `FREE` if its results need no memory of their own.
 
 `axis_rules.py` gives, for primitives that are not elementwise, the axes along which they can be
@@ -76,7 +77,9 @@ FREE = _names(
     """
 )
 FUSED = ELEMENTWISE | FREE
-FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate", "dynamic_update_slice"}
+# Operations that put several arrays side by side: along an axis that they have, or along a new one.
+JOINING = _names("concatenate stack")
+FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | JOINING | {"dynamic_update_slice"}
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 

@@ -307,6 +307,8 @@ class Slicer:
 
 def _stacks(eqn: Any) -> bool:
     """Whether an equation stacks slices along a new axis."""
+    if eqn.primitive.name == "stack":
+        return len(eqn.invars) > 1
     along = eqn.params.get("dimension")
     if eqn.primitive.name != "concatenate" or len(eqn.invars) == 1:
         return False
