@@ -73,6 +73,16 @@ _LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+_MAMBA = {
+    "rms_norm_eps": 1e-3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 16,
+    "mamba_proj_bias": True,
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -504,6 +514,69 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "time_step_limit": (0.3, 2.0),
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 16,
+            "shared_intermediate_size": 24,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 5.0,
+        },
+        2,
+    ),
+    "granite4-dense": (
+        "GraniteMoeHybrid",
+        _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 24,
+        },
+        2,
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        _MAMBA
+        | {
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "head_dim": 16,
+            "time_step_limit": (0.3, 2.0),
+            "attention_in_multiplier": 0.75,
+            "attention_out_multiplier": 1.25,
+            "key_multiplier": 0.5,
+            "ssm_in_multiplier": 0.625,
+            "ssm_out_multiplier": 1.375,
+            "mlp_multipliers": [0.875, 1.125],
+            "ssm_multipliers": [0.5, 0.75, 1.0, 1.25, 1.5],
+            "embedding_multiplier": 6.0,
+            "lm_head_multiplier": 0.3,
+        },
+        1,
+    ),
+    "falcon-h1-plain": (
+        "FalconH1",
+        _MAMBA | {"mamba_d_ssm": 64, "mamba_conv_bias": False, "time_step_limit": (0.0, 0.5)},
+        1,
+    ),
+}
+# The ends of the names of experts: in Transformers' class, and in its files.
+_GRANITE = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+    "router.weight": "router.layer.weight",
 }
 _CLASSES = {
     "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
@@ -558,6 +631,11 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
         base, _, last = name.rpartition(".")
+        if model.config.model_type == "granitemoehybrid":
+            for ours, files in _GRANITE.items():
+                name = name.replace(f"block_sparse_moe.{ours}", f"block_sparse_moe.{files}")
+            found[name] = array
+            continue
         if last not in ("gate_up_proj", "down_proj") or model.config.model_type == "gpt_oss":
             found[name] = array
             continue

@@ -63,7 +63,10 @@ def num_parameters(config: DecoderConfig) -> int:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
     numbers = range(config.num_layers)
-    kinds = [(i in sparse, i < shared, config.window(i), config.rope_of(i)) for i in numbers]
+    linear = getattr(config.options, "layers", ())
+    kinds = [
+        (i in sparse, i in linear, i < shared, config.window(i), config.rope_of(i)) for i in numbers
+    ]
     total = sum(size(layer, kinds.index(kind)) for kind in kinds)
     total += size(config.memory) if config.memory else 0
     head = config.vocab_size * (config.hidden_size + config.head_bias)

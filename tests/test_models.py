@@ -71,6 +71,8 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "exaone4",
         "hunyuan-dense",
         "lfm2",
+        "falcon-h1",
+        "granite4",
     ],
     indirect=True,
 )

@@ -154,6 +154,8 @@ _FULL: dict[str, dict[str, Any]] = {
     "apertus": {},
     "nemotron": {},
     "minimax_m2": {},
+    "falcon_h1": {},
+    "granitemoehybrid": {"mamba_n_heads": 16},
     "lfm2": {},
     "ernie4_5_moe": {},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 32},

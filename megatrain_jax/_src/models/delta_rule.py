@@ -1,5 +1,7 @@
 """The gated delta rule in chunks of tokens, with packed documents, and a short convolution.
 
+State-space layers (Mamba-2) use the same chunks without the rule's corrections.
+
 A head of linear attention keeps a state, a matrix that maps keys to values. Each token decays the
 state and replaces the value stored for the token's key (https://arxiv.org/abs/2412.06464). Done
 token by token, that is a long loop of small steps. Instead, all corrections within a chunk are one
@@ -39,7 +41,8 @@ class _Chunk(NamedTuple):
         v: Values (rows, key_heads, group, tokens, value_dim).
         log_decay: Logarithm of each token's decay factor for the state (rows, key_heads, group,
             tokens).
-        rate: Fraction of a key's value that each token replaces, shaped like `log_decay`.
+        rate: Fraction of a key's value that each token replaces, shaped like `log_decay`; None if
+            nothing is replaced.
         run: Number of each token's document, ascending (rows, tokens).
         before: Number of the document of the token before the chunk (rows,).
     """
@@ -48,7 +51,7 @@ class _Chunk(NamedTuple):
     k: Array
     v: Array
     log_decay: Array
-    rate: Array
+    rate: Array | None
     run: Array
     before: Array
 
@@ -58,7 +61,8 @@ class _Prepared(NamedTuple):
 
     Attributes:
         corrections: The corrected values for an empty state (..., tokens, value_dim).
-        known: Keys that look up the values stored in the state (..., tokens, key_dim).
+        known: Keys that look up the values stored in the state (..., tokens, key_dim); None if
+            values are not corrected.
         read: Queries that read the state (..., tokens, key_dim).
         written: Keys under which values are written (..., tokens, key_dim).
         scores: Weights of the chunk's own values in its results (..., tokens, tokens).
@@ -66,7 +70,7 @@ class _Prepared(NamedTuple):
     """
 
     corrections: Array
-    known: Array
+    known: Array | None
     read: Array
     written: Array
     scores: Array
@@ -80,7 +84,7 @@ def gated_delta_rule(
     k: Keys,
     v: Values,
     log_decay: Numbers,
-    rate: Numbers,
+    rate: Numbers | None,
     segments: Segments | None = None,
     *,
     span_bytes: int = _SPAN_BYTES,
@@ -95,7 +99,8 @@ def gated_delta_rule(
         k: Keys.
         v: Values.
         log_decay: At most 0, in fp32.
-        rate: From 0 to 1.
+        rate: From 0 to 1. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
+            queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
         segments: The document of each token; each document starts with an empty state. None if each
             row is one document.
         span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
@@ -130,7 +135,7 @@ def gated_delta_rule(
         k=split(k, -2),
         v=split(v.reshape(*by_head, value_dim), -2),
         log_decay=split(log_decay.reshape(by_head), -1),
-        rate=split(rate.reshape(by_head), -1),
+        rate=None if rate is None else split(rate.reshape(by_head), -1),
         run=split(run, -1),
         before=jnp.moveaxis(before.reshape(rows, -1, span), 0, 2),
     )
@@ -152,12 +157,16 @@ def _runs(segments: Segments | None, rows: int, length: int) -> Int[Array, "rows
 def _one_span(state: State, raw: _Chunk) -> tuple[State, Array]:
     """Passes the state through the chunks of a span; results have the dtype of the values."""
     dtype = raw.v.dtype
-    q, k, v, rate = (x.astype(jnp.float32) for x in (raw.q, raw.k, raw.v, raw.rate))
-    q = _unit(q) / math.sqrt(q.shape[-1])
-    prepared = _prepare(raw._replace(q=q, k=_unit(k), v=v, rate=rate))
+    q, k, v = (x.astype(jnp.float32) for x in (raw.q, raw.k, raw.v))
+    rate = None if raw.rate is None else raw.rate.astype(jnp.float32)
+    if rate is not None:
+        q, k = _unit(q) / math.sqrt(q.shape[-1]), _unit(k)
+    prepared = _prepare(raw._replace(q=q, k=k, v=v, rate=rate))
 
     def step(state: State, chunk: _Prepared) -> tuple[State, Array]:
-        values = chunk.corrections - chunk.known @ state
+        values = chunk.corrections
+        if chunk.known is not None:
+            values = values - chunk.known @ state
         out = chunk.read @ state + chunk.scores @ values
         state = state * chunk.kept[..., None, None]
         return state + jnp.swapaxes(chunk.written, -1, -2) @ values, out.astype(dtype)
@@ -176,21 +185,25 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     solve `values_i = rate_i (v_i - sum_j<i decay[i, j] (k_i k_j) values_j)`, less the value that
     the previous state stores for the key.
     """
-    k, rate = chunk.k, chunk.rate[..., None]
+    k = chunk.k
     summed = _running_sum(chunk.log_decay)
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
     # The logarithm is masked, not the result, because it may be large where nothing is seen.
     differences = summed[..., :, None] - summed[..., None, :]
     decay = jnp.exp(jnp.where(seen, differences, -jnp.inf))
-    alike = (k @ jnp.swapaxes(k, -1, -2))[..., None, :, :]
-    inverse = _inverse(jnp.tril(alike * decay * rate, -1))
     fading = jnp.exp(summed)[..., None]
     knows = (chunk.run == chunk.before[..., None])[..., None, None, :, None]
-    known = k[..., None, :, :] * jnp.where(knows, rate * fading, 0.0)
+    corrections, known = chunk.v, None
+    if chunk.rate is not None:
+        rate = chunk.rate[..., None]
+        alike = (k @ jnp.swapaxes(k, -1, -2))[..., None, :, :]
+        inverse = _inverse(jnp.tril(alike * decay * rate, -1))
+        corrections = inverse @ (chunk.v * rate)
+        known = inverse @ (k[..., None, :, :] * jnp.where(knows, rate * fading, 0.0))
     return _Prepared(
-        corrections=inverse @ (chunk.v * rate),
-        known=inverse @ known,
+        corrections=corrections,
+        known=known,
         read=chunk.q[..., None, :, :] * jnp.where(knows, fading, 0.0),
         written=k[..., None, :, :] * decay[..., -1, :, None],
         scores=(chunk.q @ jnp.swapaxes(k, -1, -2))[..., None, :, :] * decay,

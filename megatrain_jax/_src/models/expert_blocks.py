@@ -229,6 +229,18 @@ def gated(activation: Activation) -> Expert:
     return expert
 
 
+@cache
+def gated_fused(activation: Activation) -> Expert:
+    """Returns a gated MLP with gate and up matrices joined in one; the second weight is down."""
+
+    def expert(x, matrices):
+        both, down = matrices
+        gate, up = jnp.split(_product(x, both), 2, axis=-1)
+        return _product(activation(gate) * up, down)
+
+    return expert
+
+
 def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
     def one(array):
         # A model's parameters may be NumPy arrays outside a run.

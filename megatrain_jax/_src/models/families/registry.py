@@ -14,6 +14,7 @@ from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.ernie4_5 import ERNIE4_5
 from megatrain_jax._src.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from megatrain_jax._src.models.families.exaone4 import EXAONE4
+from megatrain_jax._src.models.families.falcon_h1 import FALCON_H1
 from megatrain_jax._src.models.families.gemma import GEMMA
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
@@ -23,6 +24,7 @@ from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
 from megatrain_jax._src.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
 from megatrain_jax._src.models.families.granite import GRANITE
+from megatrain_jax._src.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megatrain_jax._src.models.families.lfm2 import LFM2
 from megatrain_jax._src.models.families.llama import LLAMA
@@ -65,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         ERNIE4_5,
         ERNIE4_5_MOE,
         EXAONE4,
+        FALCON_H1,
         GEMMA,
         GEMMA2,
         GEMMA3,
@@ -76,6 +79,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE_LITE,
         GPT_OSS,
         GRANITE,
+        GRANITEMOEHYBRID,
         HUNYUAN_V1_DENSE,
         LFM2,
         LLAMA,
