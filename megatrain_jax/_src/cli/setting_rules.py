@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
 Master = Literal["float32", "bfloat16", "int8"]
-Frozen = Literal["float32", "bfloat16", "int8"]
+Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
 Products = Literal["float8"]
 Microbatches = int | Literal["auto"]
 Decay = Literal["cosine", "linear", "constant"]
