@@ -1,6 +1,7 @@
 """Adapters against PEFT's: trained side by side, and read from the files that it reads."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def batches():
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def make_trainer(folder, targets, **options):
+def make_trainer(folder, targets, run=None, **options):
+    settings: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32)} | (run or {})
     pretrained = models.load_pretrained(folder)
     adapted = models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
     return mt.Trainer(
@@ -44,7 +46,7 @@ def make_trainer(folder, targets, **options):
         next(batches()),
         params=adapted.params,
         trainable=adapted.trainable,
-        precision=mt.Precision(compute=jnp.float32),
+        **settings,
     )
 
 

@@ -20,7 +20,7 @@ from megatrain_jax._src.checkpoint.folder import (
     local_path,
     steps,
 )
-from megatrain_jax._src.checkpoint.forms import decoded
+from megatrain_jax._src.checkpoint.forms import decoded, part_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,11 @@ class SavedCodes:
     """An array stored as codes in a checkpoint on disk, which NumPy loads through `__array__`.
 
     Attributes:
-        codes: Its codes.
-        scales: Its scales.
+        parts: Its codes and their scales, in the order of `part_names`.
         coding: The array's coding, from the checkpoint's manifest.
     """
 
-    codes: SavedArray
-    scales: SavedArray
+    parts: tuple[SavedArray, ...]
     coding: Mapping[str, Any]
 
     @property
@@ -84,7 +82,7 @@ class SavedCodes:
         Raises:
             CheckpointError: If a checksum does not match.
         """
-        array = decoded(self.coding, np.asarray(self.codes), np.asarray(self.scales))
+        array = decoded(self.coding, *map(np.asarray, self.parts))
         return array if dtype is None else array.astype(dtype)
 
 
@@ -128,10 +126,12 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
     codings = facts["coded"] if facts else {}
     coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}
-    parts = {path: (arrays.pop((*path, "codes")), arrays.pop((*path, "scales"))) for path in coded}
+    parts = {
+        path: tuple(arrays.pop((*path, name)) for name in part_names(coding))
+        for path, coding in coded.items()
+    }
     return arrays | {
-        path: SavedCodes(codes=codes, scales=scales, coding=coded[path])
-        for path, (codes, scales) in parts.items()
+        path: SavedCodes(parts=parts[path], coding=coding) for path, coding in coded.items()
     }
 
 

@@ -24,6 +24,7 @@ from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, layout_
 from megatrain_jax._src.program.layers.index import sliced_axes
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.blockwise import Blockwise
+from megatrain_jax._src.state.nf4 import Nf4
 
 _FLOATS = ("bfloat16", "float32")
 
@@ -36,12 +37,9 @@ def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[st
             continue
         layout, i = layout_at(spec, first.places[0])
         codec = layout.segment_of(i)[0].codec
-        assert isinstance(codec, Blockwise)
+        assert isinstance(codec, Blockwise | Nf4)
         found[pointer(first.array)] = {
-            "code": codec.code,
-            "bits": codec.bits,
-            "signed": codec.signed,
-            "block": codec.block,
+            **codec.coding,
             "shape": list(first.whole),
             "axes": list(sliced_axes(first.cuts[0])),
         }
@@ -65,26 +63,38 @@ class OtherForm:
         return arrays[0] if self.coding is None else decoded(self.coding, *arrays)
 
 
-def decoded(coding: Mapping[str, Any], codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def _codec_of(coding: Mapping[str, Any]) -> Blockwise | Nf4:
+    if coding["code"] == "nf4":
+        return Nf4()
+    codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
+    assert coding["block"] == codec.block
+    return codec
+
+
+def part_names(coding: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that represent an array, below its path; codes come first."""
+    return [part.name for part in _codec_of(coding).parts("float32")]
+
+
+def decoded(coding: Mapping[str, Any], codes: np.ndarray, *scales: np.ndarray) -> np.ndarray:
     """Decodes codes and scales of a checkpoint to fp32.
 
     Args:
         coding: The array's coding, from `coding_of`.
         codes: The codes.
-        scales: The scales.
+        *scales: The scales, in the order of `part_names`.
     """
-    codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
-    assert coding["block"] == codec.block
+    codec = _codec_of(coding)
     shape, axes = tuple(coding["shape"]), tuple(coding["axes"])
     # Each slice of a stack was coded separately. 8-bit codes have the array's axes. Two 4-bit codes
     # share a byte, so these are laid out like scales: a row for each slice.
     front = tuple(range(len(axes)))
     moved = np.moveaxis(np.empty(shape, bool), axes, front).shape
-    if codec.bits == 8:
+    if coding["bits"] == 8:
         codes = np.moveaxis(codes, axes, front)
     slices = int(np.prod(moved[: len(axes)]))
     size = int(np.prod(moved[len(axes) :]))
-    rows = zip(codes.reshape(slices, -1), scales.reshape(slices, -1), strict=True)
+    rows = zip(*(part.reshape(slices, -1) for part in (codes, *scales)), strict=True)
     whole = np.stack([codec.decode(row, np.float32)[:size] for row in rows])
     return np.moveaxis(whole.reshape(moved), front, axes)
 
@@ -114,7 +124,7 @@ def other_forms(
         if same and coding == own:
             continue
         if coding is not None and tuple(coding["shape"]) == rows[0].whole:
-            paths = [(*array, name) for name in ("codes", "scales")]
+            paths = [(*array, name) for name in part_names(coding)]
         elif _dtype(there.get(array)) in _FLOATS:
             paths, coding = [array], None
         else:

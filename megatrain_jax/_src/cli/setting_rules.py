@@ -7,7 +7,7 @@ from typing import Any, Literal
 State = Literal["float32", "bfloat16", "int8", "int4", "compact", "two_bytes"]
 Compute = Literal["bfloat16", "float16", "float32"]
 Master = Literal["float32", "bfloat16", "int8"]
-Frozen = Literal["float32", "bfloat16", "int8"]
+Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
 Products = Literal["float8", "float8-all"]
 Microbatches = int | Literal["auto"]
 Decay = Literal["cosine", "linear", "constant"]

@@ -20,6 +20,7 @@ _FLOAT16, _FLOAT32 = jnp.dtype("float16"), jnp.dtype("float32")
 _SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 Products = Literal["float8"] | None
+NF4 = "nf4"
 
 
 # Names in Flax and other libraries, with this library's name.
@@ -62,6 +63,8 @@ class Precision:
         frozen: dtype of parameters in the host that are not trained; None for the masters' dtype,
             with a warning if that is "int8". bfloat16 halves their memory and transfer time. int8,
             with one scale per block of 128, quarters them, and also applies to norms and biases.
+            "nf4" stores matrices in the model's blocks in 4.13 bits, as QLoRA does; embeddings,
+            head, norms and biases are bfloat16.
         state: storage of optimizer state with the parameters' shapes, such as Adam's moments:
             bfloat16; "int8" or "int4" for codes with one scale per block of 128; None (or float32)
             for the optimizer's own dtype; or a mapping from paths to these. Without a mapping,
@@ -300,10 +303,12 @@ def _allowed(name: str, shown: str, dtype: Any, allowed: tuple[str, ...]) -> Any
 
 
 def _frozen(given: Any) -> Any:
+    if isinstance(given, str) and given == NF4:
+        return given  # JAX has no such dtype
     dtype = _dtype("frozen", given)
     if dtype == jnp.dtype("int8"):
         return dtype
-    return _floating("frozen", dtype, " or int8")
+    return _floating("frozen", dtype, ", int8 or nf4")
 
 
 def _sums(given: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.precision import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
@@ -45,7 +46,7 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
     own = (
         *(_no_bfloat16, _one_stage, _wide_products),
-        *(_no_float8, _coded_differences, _coded_frozen),
+        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4),
     )
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
@@ -180,4 +181,16 @@ def _coded_frozen(spec: RunSpec) -> list[str]:
         "like the masters, each rounded by at most 1/254 of the largest number in its block of "
         '128. Precision(frozen="bfloat16") or frozen="float32" holds them more exactly, and '
         'frozen="int8" silences this warning'
+    ]
+
+
+def _no_nf4(spec: RunSpec) -> list[str]:
+    """Warns if frozen parameters were to be stored in NF4, and none is."""
+    frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
+    if spec.precision.frozen != NF4 or any(held_dtype(spec.precision, x) == NF4 for x in frozen):
+        return []
+    return [
+        'Precision(frozen="nf4") stores matrices of the model\'s blocks that are not trained in 4 '
+        'bits, but this run has none, and its frozen parameters are bfloat16. frozen="int8" codes '
+        "parameters outside of blocks, too"
     ]

@@ -12,6 +12,7 @@ from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_state, pack
+from megatrain_jax._src.options.precision import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.index import selector
 from megatrain_jax._src.runtime.store import Store
@@ -86,7 +87,7 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
             row = whole[selector(index)]
             # In their final dtype, except for codes, which are made in packing.
             slices[i] = store.small(
-                row.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else row
+                row.astype(dtype) if dtype != NF4 and jnp.issubdtype(dtype, jnp.floating) else row
             )
         jax.block_until_ready(list(slices.values()))  # before the next whole array is computed
     return slices

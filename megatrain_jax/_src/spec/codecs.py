@@ -7,21 +7,24 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import path_name
-from megatrain_jax._src.options.precision import Precision
+from megatrain_jax._src.options.precision import NF4, Precision
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.trace_optimizer import StateLeaf
 from megatrain_jax._src.program.optimizer.traits import Traits, state_traits
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
+from megatrain_jax._src.state.nf4 import Nf4
 
 _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 
 def held_dtype(precision: Precision, leaf: Leaf) -> Any:
-    """The dtype in which the host stores a parameter; int8 stands for codes."""
+    """The dtype in which the host stores a parameter; int8 and "nf4" stand for codes."""
     if not leaf.is_trainable and precision.frozen is not None:
-        return precision.frozen
+        # QLoRA's rule: matrices of products, but no embedding and no head.
+        is_coded = precision.frozen != NF4 or (leaf.block is not None and len(leaf.shape) > 1)
+        return precision.frozen if is_coded else jnp.dtype("bfloat16")
     held = precision.master_of(path_name(leaf.path))
     # Norms and biases are a ten-thousandth of a model, so only a mapping codes them.
     if held in _CODES and len(leaf.shape) < 2 and not isinstance(precision.master, tuple):
@@ -63,13 +66,16 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
     held = [held_dtype(precision, leaf) for leaf in leaves]
     # Frozen parameters are used in their stored dtype; codes are decoded first.
     frozen = not leaves[0].is_trainable and precision.frozen is not None
-    dtype = precision.frozen if frozen and precision.frozen not in _CODES else precision.update
+    coded = any(form in _CODES or form == NF4 for form in held)
+    dtype = precision.update if coded or not frozen else held[0]
     # Stochastic rounding preserves small updates; without updates it would only add noise.
     stochastic = leaves[0].is_trainable and precision.rounding == "stochastic"
 
     def codec(form: Any) -> Plain:
         if form == dtype:
             return Plain()
+        if form == NF4:
+            return Nf4()
         if form in _CODES:
             # Weights are summed up in products, so all need the same absolute precision.
             return Blockwise(code="linear", stochastic=stochastic)

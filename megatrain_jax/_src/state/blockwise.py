@@ -75,6 +75,12 @@ class Blockwise(Plain):
         """float32, the dtype of levels times scales."""
         return "float32"
 
+    @property
+    def coding(self) -> dict[str, Any]:
+        """The code as JSON, for checkpoints."""
+        about = {"code": self.code, "bits": self.bits, "signed": self.signed}
+        return about | {"block": self.block}
+
     def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """Codes and scales of numbers of shape (n,); see `Plain.encode`."""
         xp = _numpy_of(x)

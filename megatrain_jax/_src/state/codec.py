@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.state.draws import Draw, random_bits
@@ -47,9 +48,11 @@ class Plain:
 
     Attributes:
         block: Count of numbers that are encoded together; a leaf begins at a multiple of it.
+        by_leaf: Whether a leaf is encoded as a whole, because its blocks share a number.
     """
 
     block: ClassVar[int] = 1
+    by_leaf: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
@@ -67,6 +70,11 @@ class Plain:
     def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """The arrays at rest of numbers of shape (n,); `n` is a multiple of `block`."""
         return (x,)
+
+    def encode_leaf(self, x: Array) -> tuple[Array, ...]:
+        """The arrays at rest of one leaf of shape (n,), in whole blocks, rounded to nearest."""
+        pad = jnp.pad if isinstance(x, jax.Array) else np.pad
+        return self.encode(pad(x, (0, -x.size % self.block)), None)
 
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
         """The numbers that arrays at rest encode, in this dtype."""

@@ -98,8 +98,7 @@ def write_part(layout: Layout, arrays: Sequence[Held], i: int, p: int, runs: Seq
 def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
     """The parts that encode leaf `i`, in their shapes, rounded to nearest."""
     codec = layout.segment_of(i)[0].codec
-    flat = leaf.reshape(-1)
-    parts = codec.encode(np.pad(flat, (0, -flat.size % codec.block)), None)
+    parts = codec.encode_leaf(leaf.reshape(-1))
     shapes = [part_shape(layout, i, p) for p in range(len(parts))]
     return tuple(_joined([x], shape) for x, shape in zip(parts, shapes, strict=True))
 

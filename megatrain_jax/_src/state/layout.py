@@ -119,11 +119,32 @@ class Layout:
         """
         # One row per shard. Segments are ranges of every shard, so each device encodes its own row.
         rows = slab.reshape(self.num_shards, -1)
-        return tuple(
-            x
-            for number, segment in enumerate(self.segments)
-            for x in self.encode_columns(rows[:, segment.start : segment.stop], number, 0, draw)
+        found: list[Array] = []
+        for number, segment in enumerate(self.segments):
+            if segment.codec.by_leaf:
+                found += self._encode_leaves(rows, segment)
+                continue
+            columns = rows[:, segment.start : segment.stop]
+            found += self.encode_columns(columns, number, 0, draw)
+        return tuple(found)
+
+    def _encode_leaves(self, rows: Array, segment: Segment) -> list[Array]:
+        """The arrays at rest of a segment with leaves that are encoded as a whole."""
+        parts = segment.codec.parts(self.dtype)
+        inside = sorted(
+            i for i, at in enumerate(self.offsets) if segment.start <= at < segment.stop
         )
+        inside.sort(key=self.offsets.__getitem__)
+        columns: list[list[Array]] = [[] for _ in parts]
+        for i, end in zip(
+            inside, [*(self.offsets[i] for i in inside[1:]), segment.stop], strict=True
+        ):
+            width, start = end - self.offsets[i], self.offsets[i]
+            leaf = self._leaf(rows, i, start).reshape(-1)
+            for row, part, x in zip(columns, parts, segment.codec.encode_leaf(leaf), strict=True):
+                x = jnp.pad(x, (0, width * self.num_shards // part.per - x.size))
+                row.append(x.reshape(self.num_shards, -1))
+        return [jnp.concatenate(row, axis=1).reshape(-1) for row in columns]
 
     def encode_columns(
         self, rows: jax.Array, number: int, start: int | jax.Array, draw: Draw | None
