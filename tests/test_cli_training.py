@@ -58,6 +58,16 @@ def given(tmp_path_factory):
     ]
     rows = {"chats": list(map(conversation, numbers)), "pairs": pairs, "texts": texts}
     rows["labelled"] = labelled
+    # A teacher that is nearly sure of the next token.
+    taught = [[40 + (n + i) % 8 for i in range(12)] for n in numbers]
+    rows["taught"] = [
+        {
+            "input_ids": ids,
+            "topk_token_ids": [[one, 0] for one in [*ids[1:], 1]],
+            "topk_logprobs": [[-0.1, -3.0]] * len(ids),
+        }
+        for ids in taught
+    ]
     for name, some in rows.items():
         lines = (json.dumps(row) + "\n" for row in some)
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -239,6 +249,7 @@ OBJECTIVES = {
     "orpo": ("pairs", {}, "rewards/margins"),
     "kto": ("labelled", {"lora_rank": 2}, "rewards/margins"),
     "reward": ("pairs", {"lora_rank": 2}, "margin"),
+    "distill": ("taught", {"topk": 2}, "loss"),
 }
 
 
