@@ -14,8 +14,20 @@ except ImportError as caught:
     ) from caught
 
 from megatrain_jax._src.data.dataset import Dataset
-from megatrain_jax._src.data.load import chat, preferences, text
+from megatrain_jax._src.data.load import chat, preferences, text, unpaired
+from megatrain_jax._src.data.load_distilled import distillation
 from megatrain_jax._src.data.mixture import Mixture, mix
 from megatrain_jax._src.data.report import DataError, Summary
 
-__all__ = ["DataError", "Dataset", "Mixture", "Summary", "chat", "mix", "preferences", "text"]
+__all__ = [
+    "DataError",
+    "Dataset",
+    "Mixture",
+    "Summary",
+    "chat",
+    "distillation",
+    "mix",
+    "preferences",
+    "text",
+    "unpaired",
+]

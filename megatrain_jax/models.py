@@ -19,6 +19,7 @@ from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.peft import save_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
 from megatrain_jax._src.models.rotary import Rope
+from megatrain_jax._src.models.score_head import conversation_scores, reward_model
 
 __all__ = [
     "Decoder",
@@ -28,10 +29,12 @@ __all__ = [
     "Pretrained",
     "Rope",
     "attention",
+    "conversation_scores",
     "load_pretrained",
     "lora",
     "merge_lora",
     "next_token_loss",
+    "reward_model",
     "save_lora",
     "save_pretrained",
     "without_lora",

@@ -133,12 +133,13 @@ class _Library:
         self.replace(mt, "plan", self._plan)
         self.replace(mt, "fit", self._fit)
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
+        self.replace(models, "reward_model", lambda pretrained, **options: pretrained)
         self.replace(models, "lora", lambda *args, **options: adapted)
         self.patch.setattr(models, "Decoder", self._decoder)
         self.patch.setattr(nnx, "Rngs", lambda seed: seed)
         for name in ("save_lora", "save_pretrained"):
             self.replace(models, name, lambda trainer, folder, **options: folder)
-        for name in ("chat", "text", "preferences"):
+        for name in ("chat", "text", "preferences", "unpaired", "distillation"):
             self.replace(
                 data,
                 name,

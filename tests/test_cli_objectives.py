@@ -1,13 +1,18 @@
 """The metrics of the command line's losses, of batches that are cut into microbatches."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from megatrain_jax import models
-from megatrain_jax._src.cli import pair_objectives
+from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
 from megatrain_jax._src.cli.answers import Comparison
+from megatrain_jax._src.data.packing import with_counts
 
 SIZES = models.DecoderConfig(
     vocab_size=16,
@@ -63,3 +68,85 @@ def test_accuracy_of_a_batch_without_pairs_is_0():
         model, {name: jnp.asarray(array) for name, array in {**batch, **without}.items()}
     )
     assert metrics["accuracy"] == 0
+
+
+def uneven_pairs():
+    """Pairs of uneven lengths in four rows: two, none, one and one."""
+    rng = np.random.default_rng(0)
+    segments = np.array([[1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 0]] + [[0] * 12] * 3)
+    segments[2] = [1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0]
+    segments[3] = [1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+    tokens = rng.integers(1, 16, (4, 12)) * (segments > 0)
+    follows = np.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1))) & (segments > 0)
+    positions = np.array(
+        [[list(row[:i]).count(one) for i, one in enumerate(row)] for row in segments]
+    )
+    batch = {
+        "tokens": tokens,
+        "labels": np.roll(tokens, -1, axis=1) * follows,
+        "positions": positions,
+        "segments": segments,
+        "mask": follows & (positions % 3 < 2),
+        "pairs": np.array([[True, True], [False, False], [True, False], [True, False]]),
+        "reference": rng.normal(-9, 1, (4, 4)).astype(np.float32),
+        "margins": rng.random((4, 2)).astype(np.float32),
+    }
+    return with_counts(batch)
+
+
+EXACT: dict[str, Any] = {
+    "dpo": lambda given: pair_objectives.dpo(given, beta=0.3),
+    "ipo": lambda given: pair_objectives.ipo(given, beta=0.3),
+    "simpo": lambda given: pair_objectives.simpo(given, beta=2.0, simpo_gamma=0.5, cpo_alpha=0.7),
+    "orpo": lambda given: pair_objectives.orpo(given, beta=0.3),
+    "reward": lambda given: reward_objectives.reward(given, center_rewards_coefficient=0.1),
+}
+
+
+def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
+    """Loss, metrics and gradients of a step, as means over microbatches."""
+    comparison = Comparison(microbatches=microbatches, is_stored=True)
+    graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
+    loss = make(comparison)
+
+    def plain(params, batch):
+        return loss(nnx.merge(graph, params), batch)
+
+    cut = {name: np.split(array, microbatches) for name, array in batch.items()}
+    parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
+    compute = jax.jit(jax.value_and_grad(plain, has_aux=True))
+    found = [compute(params, part) for part in parts]
+    means = jax.tree.map(lambda *each: np.mean(each, axis=0), *found)
+    del means[0][1]["weight"]  # steps have its sum
+    return means
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_microbatches_have_the_gradients_of_the_whole_batch(name):
+    config = dataclasses.replace(SIZES, scores=name == "reward", init_std=0.3)
+    whole, cut = (gradients_of(EXACT[name], config, uneven_pairs(), n) for n in (1, 4))
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
+    """Everything besides the baseline is a mean over the whole step."""
+
+    def make(given):
+        return unpaired_objectives.kto(
+            given, beta=0.3, desirable_weight=1.0, undesirable_weight=0.5
+        )
+
+    batch = uneven_pairs()
+    batch["desirable"] = np.array([[True, False], [False, False], [True, False], [False, False]])
+    config = dataclasses.replace(SIZES, init_std=0.3)
+    del batch["chosen_learned_per_row"], batch["chosen_tokens_per_row"]
+    # References as likely as can be: all baselines are 0.
+    certain = with_counts(batch | {"reference": np.zeros((4, 4), np.float32)})
+    whole, cut = (gradients_of(make, config, certain, n) for n in (1, 4))
+    assert whole[0][1]["kl"] == 0
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
+    unlikely = with_counts(batch | {"reference": np.full((4, 4), -30, np.float32)})
+    whole, cut = (gradients_of(make, config, unlikely, n) for n in (1, 4))
+    assert whole[0][1]["kl"] > 1 and whole[0][1]["kl"] != pytest.approx(cut[0][1]["kl"], rel=0.01)

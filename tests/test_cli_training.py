@@ -51,7 +51,23 @@ def given(tmp_path_factory):
         for n in numbers
     ]
     texts = [{"text": f"{n} {n + 1} {n + 2} please"} for n in numbers]
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for number, pair in enumerate(pairs)
+        for side in [("chosen", "rejected")[number % 2]]
+    ]
     rows = {"chats": list(map(conversation, numbers)), "pairs": pairs, "texts": texts}
+    rows["labelled"] = labelled
+    # A teacher that is nearly sure of the next token.
+    taught = [[40 + (n + i) % 8 for i in range(12)] for n in numbers]
+    rows["taught"] = [
+        {
+            "input_ids": ids,
+            "topk_token_ids": [[one, 0] for one in [*ids[1:], 1]],
+            "topk_logprobs": [[-0.1, -3.0]] * len(ids),
+        }
+        for ids in taught
+    ]
     for name, some in rows.items():
         lines = (json.dumps(row) + "\n" for row in some)
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -229,6 +245,39 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
     ]
 
 
+OBJECTIVES = {
+    "orpo": ("pairs", {}, "rewards/margins"),
+    "kto": ("labelled", {"lora_rank": 2}, "rewards/margins"),
+    "reward": ("pairs", {"lora_rank": 2}, "margin"),
+    "distill": ("taught", {"topk": 2}, "loss"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_objective_is_learned_and_exported(given, tmp_path, objective):
+    data, options, gains = OBJECTIVES[objective]
+    out = tmp_path / "out"
+    settings = {
+        "model": str(given / "tiny"),
+        "data": str(given / f"{data}.jsonl"),
+        "objective": objective,
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "warmup": 0,
+        "held_out": 0.2,
+        "eval_every": 6,
+        "microbatches": 2,
+        "export_as": "model",
+    }
+    assert trained("finetune", given, out, **settings, **options) == 0
+    first, *_, last = report_of(out)["history"]
+    assert last["loss"] < first["loss"] and last[f"eval_{gains}"] > min(first[gains], 0)
+    kind = "SequenceClassification" if objective == "reward" else "CausalLM"
+    loaded = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(out / "model")
+    assert objective != "reward" or loaded.config.num_labels == 1
+
+
 def plain_losses(settings, out):
     """The losses of preferences in plain JAX, with a model and the one before training beside."""
     given = FinetuneSettings(**settings, out=str(out), length=32, batch=4, epochs=None)
@@ -332,6 +381,22 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
             "leave `trainable` out, or `lora_rank`",
         ),
         ({"objective": "dpo", "lora_rank": 2, "too_long": "cut"}, "would part pairs"),
+        (
+            {"objective": "kto", "lora_rank": 2, "trainable": "norm", "export_as": "model"},
+            "`objective`=kto compares with the model without its adapters",
+        ),
+        ({"objective": "orpo", "format": "text"}, "`objective`=orpo learns answers"),
+        ({"objective": "reward", "samples": "x"}, "`objective`=reward trains scores"),
+        (
+            {"objective": "reward", "lora_rank": 2, "export_as": "both"},
+            "no place for the head of `objective`=reward",
+        ),
+        (
+            {"objective": "dpo", "simpo_gamma": 1.0},
+            "`simpo_gamma`=1.0 counts only with `objective`=simpo",
+        ),
+        ({"objective": "kto"}, "no `label`, and no `chosen` with `rejected`, among the fields m"),
+        ({"objective": "orpo"}, "no `chosen` among the fields messages"),
         ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: set `lora_rank`"),
         ({"lora_rank": 2, "trainable": "norm"}, "set `export_as`=model"),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "`lora_dropout` must be a share from 0, below 1"),

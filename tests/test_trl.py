@@ -12,11 +12,13 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli import pair_objectives
+from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
 from megatrain_jax._src.cli.answers import Comparison, answers
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
-datasets, trl = (pytest.importorskip(name, reason=needs) for name in ("datasets", "trl"))
+datasets, torch, transformers, trl = (
+    pytest.importorskip(name, reason=needs) for name in ("datasets", "torch", "transformers", "trl")
+)
 
 from chats import tokenizer  # noqa: E402
 from families import make_torch, save  # noqa: E402
@@ -149,7 +151,7 @@ def check_equal(result: mt.FitResult, trainer: Any, model: Any) -> None:
     trained = dict(model.named_parameters())
     for path, array in nnx.to_flat_state(nnx.state(result.trainer.model, nnx.Param)):
         name = ".".join(map(str, path))
-        expected = trained.get(name, trained.get(f"model.{name}")).detach().numpy()
+        expected = trained[name if name in trained else f"model.{name}"].detach().numpy()
         np.testing.assert_allclose(array[...], expected, atol=2e-6 + 2e-6 * abs(expected).max())
 
 
@@ -216,3 +218,92 @@ def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     result = ours(pretrained, loss, batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, REWARDS)
+
+
+def labelled_texts(count: int) -> list[dict[str, Any]]:
+    draw, rng = texts(1), random.Random(2)
+    return [
+        {"prompt": draw(1, 5) + " ", "completion": draw(2, 9), "label": rng.random() < 0.6}
+        for _ in range(count)
+    ]
+
+
+def labelled_sides(batch: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    names = ("input_ids", "attention_mask", "completion_mask")
+    return tuple(tuple(batch[f"{kind}{name}"] for name in names) for kind in ("", "KL_"))
+
+
+def test_labelled_answers_are_learned_as_trl_learns_them(tmp_path: Any):
+    model, before = (make_torch("llama", vocab_size=400) for _ in range(2))
+    with torch.no_grad():  # or the baseline would be 0, and could be left out
+        for parameter in before.parameters():
+            parameter.mul_(1.05)
+    pretrained = models.load_pretrained(save(model, tmp_path / "model"))
+    earlier = models.load_pretrained(save(before, tmp_path / "before"))
+    options = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.2}
+
+    def config(**given: Any) -> Any:
+        return trl.KTOConfig(undesirable_weight=1.2, **given)
+
+    trainer = theirs(trl.KTOTrainer, config, tmp_path, labelled_texts(40), model, before)
+    reference = initial_answers(earlier)
+    batches = []
+    for batch, seen in zip(all_packed(trainer.seen, labelled_sides), trainer.seen, strict=True):
+        good = seen["label"][:, None]
+        counts = np.full(PAIRS, good.mean(), np.float32)
+        batches.append(batch | {"desirable": good, "desirable_per_row": counts})
+        batches[-1]["reference"] = reference(batch)
+    loss = unpaired_objectives.kto(Comparison(is_stored=True), **options)
+    result = ours(pretrained, loss, batches)
+    assert max(record["kl"] for record in result.history) > 0.1
+    check_equal(result, trainer, model)
+    check_metrics(result, trainer, ["kl"])
+
+
+def scored_sides(batch: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    tokens, there = (np.split(batch[name], 2) for name in ("input_ids", "attention_mask"))
+    return tuple(zip(tokens, there, there, strict=True))
+
+
+@pytest.mark.parametrize("has_margins", [True, False])
+def test_reward_models_learn_as_trl_lets_them_and_are_exported(has_margins: bool, tmp_path: Any):
+    base = make_torch("llama", vocab_size=400, num_labels=1, pad_token_id=0)
+    torch.manual_seed(1)
+    model = transformers.LlamaForSequenceClassification(base.config)
+    pretrained = models.load_pretrained(save(model, tmp_path / "model"))
+    assert pretrained.config.scores and "score" in pretrained.params
+    rows = [row | {"chosen": row["prompt"] + row["chosen"]} for row in pairs_of_texts(40)]
+    rows = [row | {"rejected": row["prompt"] + row["rejected"]} for row in rows]
+    rng = np.random.default_rng(0)
+    kept = ["chosen", "rejected"] + ["margin"] * has_margins
+    rows = [{k: (row | {"margin": rng.random()})[k] for k in kept} for row in rows]
+    coefficient = 0.01 if has_margins else None
+
+    def config(**given: Any) -> Any:
+        return trl.RewardConfig(center_rewards_coefficient=coefficient, **given)
+
+    trainer = theirs(trl.RewardTrainer, config, tmp_path, rows, model)
+    batches = all_packed(trainer.seen, scored_sides)
+    for batch, seen in zip(batches, trainer.seen, strict=True):
+        batch["margins"] = seen.get("margin", np.zeros(PAIRS, np.float32))[:, None]
+    loss = reward_objectives.reward(Comparison(), center_rewards_coefficient=coefficient)
+    result = ours(models.reward_model(pretrained), loss, batches)
+    check_equal(result, trainer, model)
+    check_metrics(result, trainer, ["accuracy", "margin", "mean_reward"])
+    models.save_pretrained(result.trainer, tmp_path / "ours")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
+    last = {k: torch.tensor(v) for k, v in trainer.seen[-1].items() if k != "margin"}
+    own = models.conversation_scores(result.trainer.model, batches[-1], segments=2)
+    with torch.no_grad():
+        found = loaded.eval()(**last).logits[:, 0]
+        # One by one and without padding, too.
+        alone = [
+            loaded(ids[there.bool()][None]).logits[0, 0]
+            for ids, there in zip(last["input_ids"], last["attention_mask"], strict=True)
+        ]
+    np.testing.assert_allclose(own.T.reshape(-1), found, rtol=2e-6, atol=5e-6)
+    np.testing.assert_allclose(torch.stack(alone), found, rtol=2e-6, atol=5e-6)
+    again = models.load_pretrained(tmp_path / "ours")
+    np.testing.assert_array_equal(
+        again.params["score"]["weight"], result.trainer.model.score.weight
+    )

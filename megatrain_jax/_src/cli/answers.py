@@ -65,6 +65,11 @@ def answer_sizes(batch: Batch) -> Array:
     return answer_sums(batch["mask"].astype(jnp.float32), batch)
 
 
+def sides(columns: Array) -> tuple[Array, Array]:
+    """The columns of the first and of the second answer of each pair, of shape (rows, pairs)."""
+    return columns[:, 0::2], columns[:, 1::2]
+
+
 def answers_as_metrics(rows: int, pairs: int) -> Loss:
     """A loss for evaluations whose metrics are the log-probabilities of all answers in a batch.
 

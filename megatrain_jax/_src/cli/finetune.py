@@ -14,6 +14,7 @@ from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
 from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
+from megatrain_jax._src.cli.training_settings import listed
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -30,7 +31,13 @@ def prepare(settings: FinetuneSettings) -> Job:
     if not Path(settings.model).expanduser().is_dir():
         raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
     pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
-    model, params, trainable = pretrained.model, pretrained.params, settings.trainable
+    trainable = settings.trainable
+    if settings.trains_scores:
+        pretrained = _with_scores(settings, pretrained)
+        # A fresh head is always trained.
+        if trainable is not None or settings.lora_rank is not None:
+            trainable = [*listed(trainable), "^score/"]
+    model, params = pretrained.model, pretrained.params
     if settings.lora_rank is not None:
         _check_exports(settings, pretrained.config)
         model, params, trainable = with_adapters(
@@ -56,6 +63,14 @@ def prepare(settings: FinetuneSettings) -> Job:
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
+
+
+def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:
+    """The checkpoint with a score head, and the tokenizer's padding token as TRL chooses it."""
+    tokenizer = load_tokenizer("model", settings.model)
+    pad = tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if pad is None else pad
+    return models.reward_model(pretrained, pad_token_id=pad, seed=settings.seed)
 
 
 def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:

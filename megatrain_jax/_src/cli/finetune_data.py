@@ -34,15 +34,18 @@ def dataset(
 
 def shapes(settings: FinetuneSettings) -> Shapes:
     """The shapes of a batch, for a plan."""
-    base = batch_shapes(settings.batch, settings.length)
+    rows, length = settings.batch, settings.length
     kind = OBJECTIVE_KINDS[settings.objective].rows
     more = dict(_ARRAYS[kind])
     if settings.stores_reference:
         more["reference"] = (2 * _PAIRS, jnp.float32)
-    return base | {
-        name: jax.ShapeDtypeStruct((settings.batch, *([width] * (width > 0))), dtype)
+    found = batch_shapes(rows, length) | {
+        name: jax.ShapeDtypeStruct((rows, *([width] * (width > 0))), dtype)
         for name, (width, dtype) in more.items()
     }
+    for name, dtype in _ENTRIES.items() if kind == "distilled" else ():
+        found[name] = jax.ShapeDtypeStruct((rows, length, settings.topk), dtype)
+    return found
 
 
 def chat_template(given: str | None) -> str | None:
@@ -75,16 +78,37 @@ def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, An
     return data.preferences(files, settings.model, **common, **_conversing(settings))
 
 
+def _margins(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    options = {**common, **_conversing(settings), "margins": True}
+    return data.preferences(files, settings.model, **options)
+
+
+def _unpaired(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    return data.unpaired(files, settings.model, **common, **_conversing(settings))
+
+
+def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    return data.distillation(files, settings.model, topk=settings.topk, **common)
+
+
 _READERS: dict[str, Callable[..., data.Dataset]] = {
     "text": _text,
     "chat": _chat,
     "preferences": _preferences,
+    "margins": _margins,
+    "unpaired": _unpaired,
+    "distilled": _distilled,
 }
+# Arrays of `topk` entries per token.
+_ENTRIES = {"topk_token_ids": jnp.int32, "topk_logprobs": jnp.float32}
 # Arrays beside those of all batches: the second axis, 0 for none, and the dtype.
 _PER_ROW = (0, jnp.float32)
-_OF_PAIRS: dict[str, tuple[int, Any]] = {"pairs": (_PAIRS, jnp.bool_), "pairs_per_row": _PER_ROW}
+_PAIRED: dict[str, tuple[int, Any]] = {"pairs": (_PAIRS, jnp.bool_), "pairs_per_row": _PER_ROW}
+_CHOSEN = {"chosen_learned_per_row": _PER_ROW, "chosen_tokens_per_row": _PER_ROW}
 _ARRAYS: dict[str, dict[str, tuple[int, Any]]] = {
     "chat": {},
-    "preferences": _OF_PAIRS
-    | {"chosen_learned_per_row": _PER_ROW, "chosen_tokens_per_row": _PER_ROW},
+    "preferences": _PAIRED | _CHOSEN,
+    "margins": _PAIRED | _CHOSEN | {"margins": (_PAIRS, jnp.float32)},
+    "unpaired": _PAIRED | {"desirable": (_PAIRS, jnp.bool_), "desirable_per_row": _PER_ROW},
+    "distilled": {},
 }

@@ -23,11 +23,22 @@ class FinetuneSettings(TrainingSettings):
         model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
         ignore: Fields of its config.json to ignore, because they are known not to matter.
         objective: The training objective: the next token (sft), or preferences between two answers
-            (dpo, ipo, simpo, orpo).
-        beta: How strongly dpo and ipo keep the model close to its initial state; factor of rewards
-            in simpo, and weight of the odds in orpo.
+            (dpo, ipo, simpo, orpo), labels of single answers (kto), a
+            reward model's scores (reward), or a teacher's stored predictions (distill).
+        beta: How strongly dpo, ipo and kto keep the model close to its initial state; factor of
+            rewards in simpo, and weight of the odds in orpo.
         simpo_gamma: Margin of rewards that simpo asks for.
         cpo_alpha: Weight of the chosen answers' cross-entropy in simpo; 0 for the paper's loss.
+        desirable_weight: Weight of desirable answers in kto.
+        undesirable_weight: Weight of undesirable answers in kto.
+        center_rewards_coefficient: Weight of the term that keeps a reward model's scores around 0,
+            such as 0.01; null leaves it out.
+        distill_alpha: Weight of the divergence from the teacher in distill; that of the next
+            token's loss is the rest.
+        temperature: Divisor of the logits of both in distill; only 1 goes with tail.
+        tail: Whether the tokens beyond the stored ones count as one more token in distill; if not,
+            probabilities are renormalised over the stored ones.
+        topk: Number of the teacher's tokens per position in distill.
         format: Whether rows are conversations (chat) or plain text; only sft learns text.
         train_on: Tokens that the loss counts in conversations.
         chat_template: A Jinja template, its file or the name of one; default: the tokenizer's.
@@ -54,6 +65,13 @@ class FinetuneSettings(TrainingSettings):
     beta: float = 0.1
     simpo_gamma: float = 0.5
     cpo_alpha: float = 1.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    center_rewards_coefficient: float | None = None
+    distill_alpha: float = 0.5
+    temperature: float = 1.0
+    tail: bool = True
+    topk: int = 16
     format: Literal["chat", "text"] = "chat"
     train_on: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
@@ -78,8 +96,21 @@ class FinetuneSettings(TrainingSettings):
         super().__post_init__()
         checks.path("model", self.model)
         checks.number("beta", self.beta, above=0)
-        for name in ("simpo_gamma", "cpo_alpha"):
+        for name in ("simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"):
             checks.number(name, getattr(self, name), least=0)
+        if not 0 <= self.distill_alpha <= 1:
+            raise ValueError(
+                checks.refused("distill_alpha", "a share from 0 to 1", self.distill_alpha)
+            )
+        checks.integer("topk", self.topk)
+        if checks.number("temperature", self.temperature, above=0) != 1 and self.tail:
+            raise ValueError(
+                f"`temperature`={self.temperature} needs `tail`=false: the probability of tokens "
+                "beyond the stored ones is known at temperature 1 only"
+            )
+        if self.center_rewards_coefficient is not None:
+            coefficient = self.center_rewards_coefficient
+            checks.number("center_rewards_coefficient", coefficient, least=0)
         for pattern in listed(self.trainable):
             _check_pattern("trainable", pattern)
         _check_pattern("lora_targets", self.lora_targets)
@@ -126,10 +157,16 @@ class FinetuneSettings(TrainingSettings):
             is_there=self.format == "chat",
             needed="conversations, but `format` is text",
         )
+        check_needed(
+            self,
+            ("chat_template", "template_variables", "merge", "leading"),
+            is_there=self._kind.rows != "distilled",
+            needed="conversations, but `objective`=distill learns token ids",
+        )
 
     def _check_objective(self) -> None:
         """Checks the options that objectives besides sft can't have."""
-        if self.too_long in ("cut", "split"):
+        if self.too_long in ("cut", "split") and self._kind.rows != "distilled":
             raise ValueError(
                 f"`too_long`={self.too_long} would part pairs: set it to error or drop"
             )
@@ -142,6 +179,13 @@ class FinetuneSettings(TrainingSettings):
                 f"`objective`={self.objective} compares with the model without its adapters, which "
                 "has to stay as it is: leave `trainable` out, or `lora_rank`"
             )
+        if self._kind.scores and self.samples is not None:
+            raise ValueError("`samples` are texts, but `objective`=reward trains scores")
+        if self._kind.scores and "adapter" in self.exports:
+            raise ValueError(
+                "an adapter's folder has no place for the head of `objective`=reward: set "
+                "`export_as`=model"
+            )
 
     @property
     def _kind(self) -> ObjectiveKind:
@@ -153,9 +197,14 @@ class FinetuneSettings(TrainingSettings):
         return self._kind.has_reference and self.lora_rank is None
 
     @property
+    def trains_scores(self) -> bool:
+        """Whether the model is a reward model."""
+        return self._kind.scores
+
+    @property
     def exports(self) -> tuple[str, ...]:
         """The subfolders of `out` to export."""
-        default = "model" if self.lora_rank is None else "adapter"
+        default = "model" if self.lora_rank is None or self._kind.scores else "adapter"
         kind = self.export_as or default
         return ("adapter", "model") if kind == "both" else (kind,)
 

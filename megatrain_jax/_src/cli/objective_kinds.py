@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo"]
-RowKind = Literal["chat", "preferences"]
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill"]
+RowKind = Literal["chat", "preferences", "margins", "unpaired", "distilled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,15 @@ class ObjectiveKind:
 
     Attributes:
         options: Names of the settings that only this objective and its like read.
-        rows: The kind of its rows: a function of `megatrain_jax.data` that reads them.
+        rows: The kind of its rows, which `finetune_data` reads.
         has_reference: Whether it compares the model with the model before training.
+        scores: Whether it trains a reward model, with a score head.
     """
 
     options: tuple[str, ...] = ()
     rows: RowKind = "preferences"
     has_reference: bool = False
+    scores: bool = False
 
 
 OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
@@ -33,6 +35,15 @@ OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
     "ipo": ObjectiveKind(options=("beta",), has_reference=True),
     "simpo": ObjectiveKind(options=("beta", "simpo_gamma", "cpo_alpha")),
     "orpo": ObjectiveKind(options=("beta",)),
+    "kto": ObjectiveKind(
+        options=("beta", "desirable_weight", "undesirable_weight"),
+        rows="unpaired",
+        has_reference=True,
+    ),
+    "distill": ObjectiveKind(
+        options=("distill_alpha", "temperature", "tail", "topk"), rows="distilled"
+    ),
+    "reward": ObjectiveKind(options=("center_rewards_coefficient",), rows="margins", scores=True),
 }
 
 

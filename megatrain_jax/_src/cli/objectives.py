@@ -4,7 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatrain_jax import models
-from megatrain_jax._src.cli import pair_objectives
+from megatrain_jax._src.cli import (
+    distillation_objectives,
+    pair_objectives,
+    reward_objectives,
+    unpaired_objectives,
+)
 from megatrain_jax._src.cli.answers import Comparison, Loss, num_tokens
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
@@ -27,6 +32,9 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "ipo": pair_objectives.ipo,
     "simpo": pair_objectives.simpo,
     "orpo": pair_objectives.orpo,
+    "kto": unpaired_objectives.kto,
+    "reward": reward_objectives.reward,
+    "distill": distillation_objectives.distill,
 }
 
 

@@ -18,6 +18,7 @@ from megatrain_jax._src.cli.answers import (
     answers,
     mean_where,
     num_tokens,
+    sides,
     token_logs,
 )
 
@@ -30,7 +31,7 @@ def dpo(comparison: Comparison, *, beta: float) -> Loss:
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
         reference = comparison.reference(model, batch)
         ours = answers(model, batch)
-        loss = losses.dpo(*_sides(ours), *_sides(reference), beta=beta, **_counted(batch))
+        loss = losses.dpo(*sides(ours), *sides(reference), beta=beta, **_counted(batch))
         return loss, _metrics(comparison, batch, beta * (ours - reference))
 
     return loss_fn
@@ -43,7 +44,7 @@ def ipo(comparison: Comparison, *, beta: float) -> Loss:
         reference = comparison.reference(model, batch)
         ours, sizes = answers(model, batch), answer_sizes(batch)
         loss = losses.ipo(
-            *_sides(ours), *_sides(reference), *_sides(sizes), beta=beta, **_counted(batch)
+            *sides(ours), *sides(reference), *sides(sizes), beta=beta, **_counted(batch)
         )
         return loss, _metrics(comparison, batch, beta * (ours - reference))
 
@@ -56,10 +57,10 @@ def simpo(comparison: Comparison, *, beta: float, simpo_gamma: float, cpo_alpha:
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
         ours, sizes = answers(model, batch), answer_sizes(batch)
         there = batch["pairs"]
-        nll = -mean_where(_sides(ours)[0], there, batch["chosen_learned_per_row"].sum())
+        nll = -mean_where(sides(ours)[0], there, batch["chosen_learned_per_row"].sum())
         loss = losses.simpo(
-            *_sides(ours),
-            *_sides(sizes),
+            *sides(ours),
+            *sides(sizes),
             nll,
             beta=beta,
             simpo_gamma=simpo_gamma,
@@ -82,16 +83,11 @@ def orpo(comparison: Comparison, *, beta: float) -> Loss:
         follows = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1)))
         of_chosen = follows & (segments % 2 == 1)
         nll = -mean_where(logs, of_chosen, batch["chosen_tokens_per_row"].sum())
-        loss = losses.orpo(*_sides(ours), *_sides(sizes), nll, beta=beta, **_counted(batch))
+        loss = losses.orpo(*sides(ours), *sides(sizes), nll, beta=beta, **_counted(batch))
         rewards = beta * ours / jnp.maximum(sizes, 1)
         return loss, _metrics(comparison, batch, rewards) | {"nll_loss": nll}
 
     return loss_fn
-
-
-def _sides(columns: Array) -> tuple[Array, Array]:
-    """The columns of the chosen and of the rejected answers, each of shape (rows, pairs)."""
-    return columns[:, 0::2], columns[:, 1::2]
 
 
 def _counted(batch: Batch) -> dict[str, Array]:
@@ -100,7 +96,7 @@ def _counted(batch: Batch) -> dict[str, Array]:
 
 def _metrics(comparison: Comparison, batch: Batch, rewards: Array) -> _Metrics:
     """The metrics of all pairs, from the reward of each answer."""
-    chosen, rejected = _sides(jax.lax.stop_gradient(rewards))
+    chosen, rejected = sides(jax.lax.stop_gradient(rewards))
     pairs, count = batch["pairs"], batch["pairs_per_row"].sum()
     means = {
         "rewards/chosen": chosen,

@@ -2,18 +2,21 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, TooLong
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
 TOO_LONG = ("error", "cut", "split", "drop")
+_NO_VALUES: Mapping[str, float] = MappingProxyType({})
+_NO_ENTRIES: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class Corpus:
         documents: The number of each piece's document, from 0.
         digest: A hash of all tokens and their `learned` flags.
         pieces_per_unit: 2 if documents are pairs, 1 otherwise.
+        unit_values: Numbers of each unit by name, such as labels; only of documents that are pairs.
+        token_values: Numbers of each token by name, such as a teacher's log-probabilities.
     """
 
     tokens: Int32[np.ndarray, " tokens+1"]
@@ -42,6 +47,8 @@ class Corpus:
     documents: Int32[np.ndarray, " pieces"]
     digest: bytes
     pieces_per_unit: int = 1
+    unit_values: Mapping[str, Shaped[np.ndarray, " units"]] = field(default_factory=dict)
+    token_values: Mapping[str, Shaped[np.ndarray, "tokens+1 k"]] = field(default_factory=dict)
 
     @property
     def unit_lengths(self) -> Int32[np.ndarray, " units"]:
@@ -72,7 +79,17 @@ class Corpus:
     def num_bytes(self) -> int:
         """Host memory of the arrays."""
         arrays = (self.tokens, self.learned, self.starts, self.lengths)
+        arrays += tuple(self.token_values.values())
         return sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
+
+
+class _Entries:
+    """Numbers of all tokens so far, `size` for each."""
+
+    def __init__(self, size: int, dtype: np.dtype[Any]):
+        self.size, self.dtype = size, dtype
+        self.width = size * dtype.itemsize
+        self.bytes = bytearray()
 
 
 class CorpusBuilder:
@@ -122,6 +139,8 @@ class CorpusBuilder:
         self._lengths = array("i")
         self._goes_on = bytearray()
         self._documents = array("i")
+        self._values: dict[str, list[float]] = {}
+        self._entries: dict[str, _Entries] = {}
         self._num_documents = 0
         self.longest = 0
 
@@ -130,18 +149,41 @@ class CorpusBuilder:
         """The number of tokens so far."""
         return len(self._learned)
 
-    def extend(self, tokens: Int32[np.ndarray, " n"], learned: Bool[np.ndarray, " n"]) -> None:
-        """Adds tokens to the current document."""
+    def extend(
+        self,
+        tokens: Int32[np.ndarray, " n"],
+        learned: Bool[np.ndarray, " n"],
+        entries: Mapping[str, Shaped[np.ndarray, "n k"]] = _NO_ENTRIES,
+    ) -> None:
+        """Adds tokens to the current document.
+
+        Args:
+            tokens: The tokens.
+            learned: Whether the loss counts each as a label.
+            entries: Numbers of each token by name; all documents have the same names and shapes.
+        """
         self._fault = self._fault or self._fault_of(tokens)
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
         self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
+        for name, numbers in entries.items():
+            kept = self._entries.setdefault(name, _Entries(numbers.shape[1], numbers.dtype))
+            kept.bytes += np.ascontiguousarray(numbers).tobytes()
+
+    def check_ids(self, ids: Int32[np.ndarray, "*n"]) -> None:
+        """Checks further ids of the current document."""
+        self._fault = self._fault or self._fault_of(ids.reshape(-1))
 
     def end_part(self) -> None:
         """Ends a part of the current document; not called for the last part."""
         self._bounds.append(self.num_tokens)
 
-    def end(self, origin: RowOrigin) -> None:
-        """Ends the current document, and keeps it or records why not."""
+    def end(self, origin: RowOrigin, values: Mapping[str, float] = _NO_VALUES) -> None:
+        """Ends the current document, and keeps it or records why not.
+
+        Args:
+            origin: Origin of the document's row.
+            values: Numbers of the document by name; all documents have the same names.
+        """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
         bounds, self._bounds = [begin, *self._bounds], []
@@ -172,9 +214,14 @@ class CorpusBuilder:
         every = sum(-(-(end - start) // self._length) for start, end in parts)
         self._report.num_pieces_left_out += every - len(pieces)
         self._report.num_split += too_long and self._too_long == "split"
-        self._keep(bounds, pieces)
+        self._keep(bounds, pieces, values)
 
-    def _keep(self, bounds: list[int], pieces: list[tuple[int, int, bool]]) -> None:
+    def _keep(
+        self,
+        bounds: list[int],
+        pieces: list[tuple[int, int, bool]],
+        values: Mapping[str, float],
+    ) -> None:
         begin = self._begin
         for start, stop, goes_on in pieces:
             self._starts.append(start)
@@ -185,16 +232,25 @@ class CorpusBuilder:
             # A live view would keep the bytearray from growing.
             with memoryview(flat) as view, view[width * begin :] as new:
                 self._hash.update(new)
+        for kept in self._entries.values():
+            with memoryview(kept.bytes) as view, view[kept.width * begin :] as new:
+                self._hash.update(new)
         # Equal tokens with different document boundaries are different data.
         for bound in (*bounds[1:], self.num_tokens):
             self._hash.update(bound.to_bytes(8, "little"))
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value)
+            self._hash.update(np.float32(value).tobytes())
         self._num_documents += 1
         self._begin = self.num_tokens
 
     def finish(self) -> Corpus:
         """Returns the corpus; the builder must not be used afterwards."""
         # The zero after the last token is read as its label, and masked.
-        self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_))
+        nothing = {
+            name: np.zeros((1, kept.size), kept.dtype) for name, kept in self._entries.items()
+        }
+        self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_), nothing)
         return Corpus(
             tokens=np.frombuffer(self._tokens, np.int32),
             learned=np.frombuffer(self._learned, np.bool_),
@@ -204,6 +260,14 @@ class CorpusBuilder:
             documents=np.frombuffer(self._documents, np.int32),
             digest=self._hash.digest(),
             pieces_per_unit=self.num_parts,
+            unit_values={
+                name: np.array(values, np.bool_ if isinstance(values[0], bool) else np.float32)
+                for name, values in self._values.items()
+            },
+            token_values={
+                name: np.frombuffer(kept.bytes, kept.dtype).reshape(-1, kept.size)
+                for name, kept in self._entries.items()
+            },
         )
 
     def _pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
@@ -222,3 +286,5 @@ class CorpusBuilder:
 
     def _truncate(self, num_tokens: int) -> None:
         del self._tokens[4 * num_tokens :], self._learned[num_tokens:]
+        for kept in self._entries.values():
+            del kept.bytes[kept.width * num_tokens :]

@@ -32,6 +32,16 @@ class Dataset:
     `pairs_per_row`, its pairs; `chosen_learned_per_row`, the counted labels of its chosen answers;
     and `chosen_tokens_per_row`, all labels of its chosen conversations.
 
+    For `distillation`, `topk_token_ids`, int32, and `topk_logprobs`, float32, have the shape
+    (batch_size, length, topk).
+
+    With `margins`, the array `margins`, float32 in the shape of `pairs`, has each pair's margin.
+
+    For `unpaired`, segment 2k + 1 is the conversation with the labelled answer, and segment 2k + 2
+    the same prompt with another row's answer. `desirable`, bool in the shape of `pairs`, is the
+    label, and `desirable_per_row` the batch's number of desirable answers divided by its rows, in
+    place of the counts of chosen conversations.
+
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.
 
@@ -75,9 +85,12 @@ class Dataset:
             self._chosen = np.flatnonzero(kept).astype(np.int32)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether its documents are pairs of conversations, as made by `preferences`."""
-        return self._corpus.pieces_per_unit > 1
+    def kind(self) -> tuple[str, ...]:
+        """The arrays of its batches beside those of all datasets."""
+        pairs = ("pairs",) if self._corpus.pieces_per_unit > 1 else ()
+        sizes = {name: array.shape[1] for name, array in self._corpus.token_values.items()}
+        entries = (f"{name} ({size})" for name, size in sizes.items())
+        return (*pairs, *self._corpus.unit_values, *entries)
 
     @property
     def num_documents(self) -> int:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from megatrain_jax._src.data.distilled_rows import DistilledRow, to_distilled
 from megatrain_jax._src.data.reading import TEXT_KINDS, blocks, blocks_of, given_rows, kind_of, rows
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin
-from megatrain_jax._src.data.row_formats import Conversation, to_conversation, to_pair, to_text
+from megatrain_jax._src.data.row_formats import Pair, to_conversation, to_margin, to_pair, to_text
 from megatrain_jax._src.data.sources import Given
-from megatrain_jax._src.data.tokenise import TextPart
+from megatrain_jax._src.data.tokenise import Document, TextPart
 from megatrain_jax._src.data.turns import TurnRules
+from megatrain_jax._src.data.unpaired_rows import LabelledAnswer, mismatched, to_labelled
 
 # Texts of rows with more characters are tokenised in blocks of about this size.
 _LONG, _BLOCK = 1 << 20, 1 << 18
@@ -18,7 +20,7 @@ T = TypeVar("T")
 
 def conversations(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
-) -> Iterator[tuple[RowOrigin, Sequence[Conversation]]]:
+) -> Iterator[Document]:
     """Reads a conversation from each row.
 
     Args:
@@ -28,22 +30,76 @@ def conversations(
         errors: Whether unusable rows are errors.
 
     Yields:
-        The origin of each row, and its conversation in a tuple.
+        The document of each row.
     """
     for origin, one in _read(parts, lambda row: to_conversation(row, rules), report, errors):
         report.ignored.update(one.ignored)
         report.changed.update(one.changed)
-        yield origin, (one,)
+        yield Document(origin, (one,))
 
 
 def pairs(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
-) -> Iterator[tuple[RowOrigin, Sequence[Conversation]]]:
+) -> Iterator[Document]:
     """Reads two conversations from each row, the preferred one first; see `conversations`."""
     for origin, pair in _read(parts, lambda row: to_pair(row, rules), report, errors):
         report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
         report.changed.update(pair.chosen.changed | pair.rejected.changed)
-        yield origin, pair
+        yield Document(origin, pair)
+
+
+def pairs_with_margins(
+    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+) -> Iterator[Document]:
+    """Reads two conversations from each row, and their margin; see `pairs`."""
+
+    def convert(row: Mapping[str, Any]) -> tuple[Pair, float]:
+        rest = {name: value for name, value in row.items() if name != "margin"}
+        return to_pair(rest, rules), to_margin(row)
+
+    for origin, (pair, margin) in _read(parts, convert, report, errors):
+        report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
+        report.changed.update(pair.chosen.changed | pair.rejected.changed)
+        yield Document(origin, pair, {"margins": margin})
+
+
+def unpaired(
+    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+) -> Iterator[Document]:
+    """Reads labelled answers, each with the same prompt's mismatched answer; see `conversations`.
+
+    A mismatched answer is that of the row before, and for the first row that of the last: its
+    documents come at the end. Rows of a chosen and a rejected answer are two documents.
+    """
+    first, before = None, None
+    for origin, labelled in _read(parts, lambda row: to_labelled(row, rules), report, errors):
+        report.ignored.update(set().union(*(one.conversation.ignored for one in labelled)))
+        report.changed.update(set().union(*(one.conversation.changed for one in labelled)))
+        if before is None:
+            first = origin, labelled
+        else:
+            yield from _mismatching(origin, labelled, before)
+        before = labelled
+    if first is not None and before is not None:
+        yield from _mismatching(*first, before)
+
+
+def _mismatching(
+    origin: RowOrigin, labelled: Sequence[LabelledAnswer], before: Sequence[LabelledAnswer]
+) -> Iterator[Document]:
+    for number, one in enumerate(labelled):
+        other = before[min(number, len(before) - 1)]
+        both = one.conversation, mismatched(one, other)
+        yield Document(origin, both, {"desirable": one.desirable})
+
+
+def distilled(
+    parts: Iterable[str | Given], topk: int, report: Report, errors: bool
+) -> Iterator[tuple[RowOrigin, DistilledRow]]:
+    """Reads tokens with a teacher's top-k log-probabilities; see `conversations`."""
+    for origin, row in _read(parts, lambda row: to_distilled(row, topk), report, errors):
+        report.ignored.update(row.ignored)
+        yield origin, row
 
 
 def text_parts(parts: Iterable[str | Given], report: Report, errors: bool) -> Iterator[TextPart]:

@@ -1,11 +1,13 @@
-"""The calls that make a dataset: `chat`, `preferences` and `text`."""
+"""The calls that make a dataset: `chat`, `preferences`, `unpaired` and `text`."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
-from megatrain_jax._src.data.documents import conversations, pairs, text_parts
+from megatrain_jax._src.data.documents import conversations, pairs, pairs_with_margins, text_parts
+from megatrain_jax._src.data.documents import unpaired as labelled
 from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
@@ -16,6 +18,7 @@ from megatrain_jax._src.data.finish import (
     to_options,
     to_rules,
 )
+from megatrain_jax._src.data.load_pairs import paired_dataset
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.template import Template
@@ -120,6 +123,7 @@ def preferences(
     seed: int = 0,
     shuffle: bool = True,
     epochs: int | None = 1,
+    margins: bool = False,
     too_long: WhenTooLong = "error",
     invalid: Invalid = "error",
     merge: str | None = None,
@@ -146,6 +150,8 @@ def preferences(
         seed: See `chat`.
         shuffle: See `chat`.
         epochs: See `chat`.
+        margins: Whether to read the margins of reward models: a number "margin" of a row, 0 if it
+            has none.
         too_long: Treatment of pairs longer than `length`: "error" lists them, "drop" leaves them
             out.
         invalid: See `chat`.
@@ -163,22 +169,86 @@ def preferences(
         TypeError: If an argument has a wrong type.
         ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
-    check_choices(
-        too_long=(too_long, ("error", "drop")),
-        invalid=(invalid, INVALID),
-        leading=(leading, LEADING),
+    return paired_dataset(
+        pairs_with_margins if checks.boolean("margins", margins) else pairs,
+        source,
+        tokenizer,
+        to_options(length, batch_size, seed, shuffle, epochs, workers, progress),
+        too_long=too_long,
+        invalid=invalid,
+        merge=merge,
+        leading=leading,
+        chat_template=chat_template,
+        template_variables=template_variables,
+        progress=progress,
     )
-    check_template(chat_template, template_variables)
-    rules = to_rules(merge, leading)
-    parts = resolve(source, texts=False)
-    tokens = load_tokens(tokenizer)
-    template = Template(tokens.tokenizer, chat_template, template_variables)
-    report, errors = Report(), invalid == "error"
-    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault, 2)
-    documents = shown(pairs(parts, rules, report, errors), progress)
-    add_conversations(documents, template, tokens, "assistant", errors, builder, report)
-    return finish(builder, report, options, progress, template.source)
+
+
+def unpaired(
+    source: Source,
+    tokenizer: Any,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = 1,
+    too_long: WhenTooLong = "error",
+    invalid: Invalid = "error",
+    merge: str | None = None,
+    leading: Leading = "error",
+    chat_template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    workers: int = 0,
+    progress: bool = True,
+) -> Dataset:
+    """Makes packed batches of answers that are labelled desirable or undesirable, for KTO.
+
+    A row has a "label", true or false, and a conversation in one of the formats of `chat`, such as
+    ``{"prompt", "completion", "label"}``; its text after the last user message is the answer. Rows
+    of `preferences`, with "chosen" and "rejected", are two answers. `mask` is True on the answers.
+
+    Each answer shares a row of the batch with its prompt followed by a mismatched answer: that of
+    the row before, or for the first row, of the last. See `Dataset` for the arrays.
+
+    Args:
+        source: See `chat`. Neighbouring rows should have different prompts.
+        tokenizer: See `chat`.
+        length: Tokens of a row, which must hold an answer and its mismatched one, each with the
+            prompt.
+        batch_size: Rows of a batch.
+        seed: See `chat`.
+        shuffle: See `chat`.
+        epochs: See `chat`.
+        too_long: Treatment of answers that don't fit: "error" lists them, "drop" leaves them out.
+        invalid: See `chat`.
+        merge: See `chat`.
+        leading: See `chat`.
+        chat_template: See `chat`.
+        template_variables: See `chat`.
+        workers: See `chat`.
+        progress: See `chat`.
+
+    Raises:
+        DataError: See `chat`; rows are also invalid without a label, or if it is neither true nor
+            false.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
+    """
+    return paired_dataset(
+        labelled,
+        source,
+        tokenizer,
+        to_options(length, batch_size, seed, shuffle, epochs, workers, progress),
+        too_long=too_long,
+        invalid=invalid,
+        merge=merge,
+        leading=leading,
+        chat_template=chat_template,
+        template_variables=template_variables,
+        progress=progress,
+    )
 
 
 def text(

@@ -118,9 +118,10 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
         values = [getattr(dataset.options, name) for dataset in datasets]
         if len(set(values)) > 1:
             raise ValueError(f"`datasets` must have the same `{name}`, but have {values}")
-    if len({dataset.has_pairs for dataset in datasets}) > 1:
+    if len({dataset.kind for dataset in datasets}) > 1:
         raise ValueError(
-            "`datasets` must all be preferences, or none: their batches have different arrays"
+            "`datasets` must all be preferences, all labelled answers, all of one `topk`, or none "
+            "of these: their batches have different arrays"
         )
     if weights is None:
         ends = [dataset.rows.count for dataset in datasets]

@@ -148,7 +148,8 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
         (rows, length). `labels` is the next token, 0 if the document has none; `mask` is True if
         the loss counts it. `segments` counts the pieces of a row from 1 and `positions` the tokens
         of a piece from 0. All are 0 in the padding. If units are pairs, `pairs`, bool (rows,
-        num_pairs), marks the pairs that a row has.
+        num_pairs), marks the pairs that a row has, and their values have the same shape. Values of
+        tokens have the shape (rows, length, k).
     """
     shape = (len(rows), length)
     counts = [len(row) * corpus.pieces_per_unit for row in rows]
@@ -182,8 +183,15 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
         flat = np.zeros(shape, np.bool_ if name == "mask" else np.int32)
         flat.reshape(-1)[here] = value
         result[name] = flat
+    for name, of_tokens in corpus.token_values.items():
+        flat = np.zeros((*shape, of_tokens.shape[1]), of_tokens.dtype)
+        flat.reshape(-1, of_tokens.shape[1])[here] = of_tokens[source]
+        result[name] = flat
     if corpus.pieces_per_unit > 1:
         result["pairs"] = np.arange(num_pairs) < np.array([len(row) for row in rows])[:, None]
+    for name, of_units in corpus.unit_values.items():
+        result[name] = np.zeros((len(rows), num_pairs), of_units.dtype)
+        result[name][result["pairs"]] = of_units[np.concatenate(rows)]
     return result
 
 
@@ -191,17 +199,20 @@ def with_counts(whole: Batch) -> Batch:
     """Adds counts over all rows of a batch, so that each microbatch knows them.
 
     Returns:
-        The batch with `learned_per_row` and, if it has pairs, `pairs_per_row`,
-        `chosen_learned_per_row` and `chosen_tokens_per_row`, all float32 (rows,): the counted
-        labels, the pairs, and the chosen conversations' counted labels and labels, each divided by
-        the number of rows.
+        The batch with counts divided by the number of rows, all float32 (rows,):
+        `learned_per_row`, the counted labels; if it has pairs, `pairs_per_row`; with labels of
+        answers, `desirable_per_row`; without them, `chosen_learned_per_row` and
+        `chosen_tokens_per_row`, the chosen conversations' counted labels and labels.
     """
     sums = {"learned": whole["mask"].sum()}
     if "pairs" in whole:
+        sums["pairs"] = whole["pairs"].sum()
+    if "desirable" in whole:
+        sums["desirable"] = whole["desirable"].sum()
+    elif "pairs" in whole:
         segments = whole["segments"]
         chosen = segments % 2 == 1
         follows = segments[:, 1:] == segments[:, :-1]
-        sums["pairs"] = whole["pairs"].sum()
         sums["chosen_learned"] = (whole["mask"] & chosen).sum()
         sums["chosen_tokens"] = (follows & chosen[:, 1:]).sum()
     num_rows = len(whole["tokens"])

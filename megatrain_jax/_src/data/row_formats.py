@@ -5,6 +5,7 @@ and its answer, named `instruction` and `output` (Alpaca), `question` and `answe
 `completion`. A row of preferences has `chosen` and `rejected` as answers.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -161,6 +162,22 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
     if pair.chosen.messages == pair.rejected.messages:
         raise InvalidRow("`chosen` and `rejected` are alike")
     return pair
+
+
+def to_margin(row: Row) -> float:
+    """Returns the margin of a pair: the least difference of its scores, 0 if it has none.
+
+    Raises:
+        InvalidRow: If it is not a finite number.
+    """
+    given = row.get("margin")
+    try:
+        margin = 0.0 if given is None else float(given)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin) or isinstance(given, bool):
+        raise InvalidRow("`margin` that is no number", repr(given))
+    return margin
 
 
 def to_text(row: Row) -> Text:

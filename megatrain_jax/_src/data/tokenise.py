@@ -4,7 +4,8 @@ The tokenizer's Rust threads work on many texts at once; the results are copied 
 and no text is kept.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,20 @@ _CHARACTERS_AT_ONCE = 1 << 21
 T = TypeVar("T")
 
 
+class Document(NamedTuple):
+    """A document of one or two conversations.
+
+    Attributes:
+        origin: Origin of its row.
+        conversations: Its conversations.
+        values: Numbers of the document by name, such as a label; the same names in all documents.
+    """
+
+    origin: RowOrigin
+    conversations: Sequence[Conversation]
+    values: Mapping[str, float] = MappingProxyType({})
+
+
 class TextPart(NamedTuple):
     """A part of a plain text.
 
@@ -43,7 +58,7 @@ class TextPart(NamedTuple):
 
 
 def add_conversations(
-    documents: Iterable[tuple[RowOrigin, Sequence[Conversation]]],
+    documents: Iterable[Document],
     template: Template,
     tokens: Tokens,
     train_on: TrainOn,
@@ -54,7 +69,7 @@ def add_conversations(
     """Adds conversations to a builder; after an error, only looks for further errors.
 
     Args:
-        documents: The conversations of each document, one or a pair, with the document's origin.
+        documents: The documents, each of one conversation or of two.
         template: Renders them.
         tokens: Tokenises them.
         train_on: Tokens that the loss counts.
@@ -71,28 +86,29 @@ def add_conversations(
         if errors and (report.errors[InvalidRow] or report.errors[Unclear]):
             continue
         encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
-        for origin, parts in some:
+        for document, parts in some:
             mine = [(one, next(encodings)) for one in parts]
             try:
                 learned = [_learned(*pair, tokens, train_on, template, report) for pair in mine]
             except InvalidRow as fault:
-                report.leave_out(origin, fault, errors)
+                report.leave_out(document.origin, fault, errors)
                 continue
             for number, ((_, encoding), mask) in enumerate(zip(mine, learned, strict=True), 1):
                 builder.extend(np.array(encoding.ids, np.int32), mask)
                 if number < len(mine):
                     builder.end_part()
-            builder.end(origin)
+            builder.end(document.origin, document.values)
 
 
 def _render(
-    documents: Iterable[tuple[RowOrigin, Sequence[Conversation]]],
+    documents: Iterable[Document],
     template: Template,
     tokens: Tokens,
     errors: bool,
     report: Report,
-) -> Iterator[tuple[RowOrigin, list[Rendered]]]:
-    for origin, conversations in documents:
+) -> Iterator[tuple[Document, list[Rendered]]]:
+    for document in documents:
+        origin, conversations, _ = document
         try:
             for conversation in conversations:
                 tokens.check_written(conversation)
@@ -107,7 +123,7 @@ def _render(
             for conversation, one in zip(conversations, rendered, strict=True)
         ]
         report.not_shown.update(set().union(*hidden))
-        yield origin, rendered
+        yield document, rendered
 
 
 def _learned(

@@ -33,6 +33,7 @@ _FLAGS = (
     "fused",
     "head_bias",
     "tie_embeddings",
+    "scores",
 )
 
 
@@ -74,6 +75,7 @@ class DecoderConfig:
         logit_scale: Factor of the hidden states that the head reads, and so of the logits.
         tie_embeddings: Whether the embedding is also the head.
         head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
+        scores: Whether the head gives one score per token instead of logits; see `reward_model`.
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, in a family that has its own; called with this configuration,
             the number of the layer and a maker of parameters.
@@ -122,6 +124,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     head_bias: bool = False
+    scores: bool = False
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
     memory: Callable[..., Any] | None = None

@@ -61,7 +61,9 @@ class Decoder(nnx.Module):
         layer = config.layer or Layer
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = make_norm(config.hidden_size, config, make)
-        if not config.tie_embeddings:
+        if config.scores:
+            self.score = Linear(config.hidden_size, 1, make)
+        elif not config.tie_embeddings:
             bias = config.head_bias
             self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
 
@@ -177,8 +179,11 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "vocab_size width"]:
         """Returns the head's matrix; if the embeddings are tied, it is the embedding's.
 
-        It is as wide as `hidden`: if the head has a bias, that is the last column.
+        With scores it has one row. It is as wide as `hidden`: if the head has a bias, that is the
+        last column.
         """
+        if self.config.scores:
+            return self.score.weight[...]
         if self.config.tie_embeddings:
             return self.embed_tokens.weight[...]
         weight, bias = self.lm_head.weight[...], self.lm_head.bias

@@ -75,7 +75,10 @@ def others(model: Decoder) -> list[ParameterPath]:
 
 def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
     parts = [name for part in map(str, path) if (name := family.renames.get(part, part))]
-    parts = [family.head, *parts[1:]] if parts[0] == "lm_head" else [family.body, *parts]
+    if parts[0] == "lm_head":
+        parts = [family.head, *parts[1:]]
+    elif parts[0] != "score":
+        parts = [family.body, *parts]
     if "experts" not in parts or family.stacked:
         return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1

@@ -1,8 +1,9 @@
 """Opens a Hugging Face checkpoint: a decoder to build, with parameters left in their files."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,26 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
         saved_stacked=stacked,
     )
 
-    def model() -> Decoder:
-        decoder = Decoder(config, rngs=nnx.Rngs(0))
-        for path, array in buffers.items():
-            _variable(decoder, path).set_value(jnp.asarray(np.asarray(array)))
-        return decoder
+    return Pretrained(
+        model=partial(_built, config, buffers),
+        params=params,
+        config=config,
+        folder=folder,
+    )
 
-    return Pretrained(model=model, params=params, config=config, folder=folder)
+
+def with_config(pretrained: Pretrained, config: DecoderConfig) -> Pretrained:
+    """Returns a checkpoint whose decoder has another configuration, and the same buffers."""
+    assert isinstance(pretrained.model, partial)
+    _, buffers = pretrained.model.args
+    return replace(pretrained, model=partial(_built, config, buffers), config=config)
+
+
+def _built(config: DecoderConfig, buffers: Mapping[ParameterPath, LazyArray]) -> Decoder:
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    for path, array in buffers.items():
+        _variable(decoder, path).set_value(jnp.asarray(np.asarray(array)))
+    return decoder
 
 
 def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:

@@ -111,6 +111,33 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Classes of Transformers for sequence classification whose names don't follow from the model's, and
+# families without one. The rest are named as LlamaForSequenceClassification is.
+_SCORERS: dict[str, str | None] = {
+    "gemma3_text": "Gemma3TextForSequenceClassification",
+    "gemma4_text": None,
+    "glm4_moe": None,
+    "granite": None,
+    "qwen3_5_moe_text": None,
+    "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+}
+# The arguments of `DecoderConfig` that such a class has in place of the model's own.
+AS_SCORES: dict[str, Any] = {
+    "scores": True,
+    "logit_scale": 1.0,
+    "head_bias": False,
+    "final_softcap": None,
+}
+
+
+def scorer_of(family: Family) -> str | None:
+    """The class of Transformers that scores sequences with a family's decoder, if there is one."""
+    if family.multimodal:
+        return None
+    usual = family.architecture.replace("ForCausalLM", "ForSequenceClassification")
+    return _SCORERS.get(family.model_type, usual)
+
+
 def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
     """Returns the arguments of `DecoderConfig` for a Hugging Face configuration.
 
@@ -130,7 +157,9 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
     # A classifier on the same body has a different head, and no logits of tokens.
-    others = [n for n in names if n != family.architecture]
+    scorer = scorer_of(family)
+    scores = scorer is not None and names == [scorer] and len(config.get("id2label", ())) == 1
+    others = [n for n in names if n != family.architecture and not scores]
     if others:
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
@@ -138,4 +167,4 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     hf_common.refuse_others(fields)
     arguments = family.read(fields)
     fields.finish()
-    return arguments
+    return arguments | AS_SCORES if scores else arguments

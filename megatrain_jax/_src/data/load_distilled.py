@@ -1,0 +1,80 @@
+"""The call that makes a dataset for distillation: `distillation`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
+from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.distilled_rows import DistilledRow
+from megatrain_jax._src.data.documents import distilled
+from megatrain_jax._src.data.finish import (
+    INVALID,
+    Invalid,
+    check_choices,
+    finish,
+    shown,
+    to_options,
+)
+from megatrain_jax._src.data.report import Report, RowOrigin
+from megatrain_jax._src.data.sources import Source, resolve
+from megatrain_jax._src.data.tokens import load_tokens
+
+
+def distillation(
+    source: Source,
+    tokenizer: Any,
+    *,
+    length: int,
+    batch_size: int,
+    topk: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = 1,
+    too_long: WhenTooLong = "error",
+    invalid: Invalid = "error",
+    workers: int = 0,
+    progress: bool = True,
+) -> Dataset:
+    """Makes packed batches of token ids with a teacher's stored top-k log-probabilities.
+
+    A row has "input_ids", a list of ids, and "topk_token_ids" and "topk_logprobs", a list of ids
+    and one of log-probabilities for each of them: the teacher's prediction of the next token, as a
+    model's logits at that place. An optional "completion_mask" is 1 for the tokens to learn. All
+    tokens and entries are kept in host memory: 5 + 8 `topk` bytes per token.
+
+    Args:
+        source: See `chat`.
+        tokenizer: See `chat`; ids beyond the vocabulary of the model in its folder are invalid.
+        length: Tokens of a row.
+        batch_size: Rows of a batch.
+        topk: Number of entries per token: of more, the likeliest are kept; for fewer, entries with
+            a log-probability of minus infinity are added.
+        seed: See `chat`.
+        shuffle: See `chat`.
+        epochs: See `chat`.
+        too_long: See `chat`.
+        invalid: See `chat`.
+        workers: See `chat`.
+        progress: See `chat`.
+
+    Raises:
+        DataError: See `chat`; rows are invalid if a list has a wrong length or wrong numbers.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
+    """
+    options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
+    topk = checks.integer("topk", topk)
+    check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
+    parts = resolve(source, texts=False)
+    tokens = load_tokens(tokenizer)
+    report, errors = Report(), invalid == "error"
+    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
+    read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(parts, topk, report, errors)
+    for origin, row in shown(read, progress):
+        entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
+        builder.extend(row.tokens, row.learned, entries)
+        builder.check_ids(row.topk_token_ids)
+        builder.end(origin)
+    return finish(builder, report, options, progress)

@@ -1,0 +1,75 @@
+"""Makes a dataset whose documents are two conversations with one prompt."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatrain_jax._src.data.batches import DatasetOptions
+from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
+from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.finish import (
+    INVALID,
+    Invalid,
+    check_choices,
+    check_template,
+    finish,
+    shown,
+    to_rules,
+)
+from megatrain_jax._src.data.report import Report
+from megatrain_jax._src.data.sources import Source, resolve
+from megatrain_jax._src.data.template import Template
+from megatrain_jax._src.data.tokenise import Document, add_conversations
+from megatrain_jax._src.data.tokens import load_tokens
+from megatrain_jax._src.data.turns import LEADING, Leading
+
+
+def paired_dataset(
+    documents: Callable[..., Iterator[Document]],
+    source: Source,
+    tokenizer: Any,
+    options: DatasetOptions,
+    *,
+    too_long: WhenTooLong,
+    invalid: Invalid,
+    merge: str | None,
+    leading: Leading,
+    chat_template: str | None,
+    template_variables: Mapping[str, Any] | None,
+    progress: bool,
+) -> Dataset:
+    """Reads documents of two conversations, and makes their dataset.
+
+    Args:
+        documents: Function of `documents.py` that reads them.
+        source: See `chat`.
+        tokenizer: See `chat`.
+        options: Options of the dataset.
+        too_long: "error" or "drop".
+        invalid: See `chat`.
+        merge: See `chat`.
+        leading: See `chat`.
+        chat_template: See `chat`.
+        template_variables: See `chat`.
+        progress: See `chat`.
+
+    Raises:
+        DataError: See `chat`.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
+    """
+    check_choices(
+        too_long=(too_long, ("error", "drop")),
+        invalid=(invalid, INVALID),
+        leading=(leading, LEADING),
+    )
+    check_template(chat_template, template_variables)
+    rules = to_rules(merge, leading)
+    parts = resolve(source, texts=False)
+    tokens = load_tokens(tokenizer)
+    template = Template(tokens.tokenizer, chat_template, template_variables)
+    report, errors = Report(), invalid == "error"
+    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault, 2)
+    read = shown(documents(parts, rules, report, errors), progress)
+    add_conversations(read, template, tokens, "assistant", errors, builder, report)
+    return finish(builder, report, options, progress, template.source)

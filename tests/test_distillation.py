@@ -1,0 +1,118 @@
+"""Distillation from stored top-k logits, compared with full logits and with TRL."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax import losses
+from test_losses import VOCAB, arrays
+
+K = 5
+
+
+def teacher(labels, seed=0, k=K):
+    """The top-k tokens of random logits, with log-probabilities and logits; some have fewer."""
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(3 * rng.normal(size=(*labels.shape, VOCAB)), jnp.float32)
+    found, ids = jax.lax.top_k(logits, k)
+    logs = found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    short = rng.random(labels.shape) < 0.2
+    logs = jnp.where(short[..., None] & (np.arange(k) >= 2), -jnp.inf, logs)
+    return ids, logs
+
+
+def full(hidden, head, labels, ids, teacher, alpha, temperature, tail, mask, softcap):
+    """The same loss from all logits, with each term written out."""
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    there = jnp.isfinite(teacher)
+    p = jnp.where(there, jnp.exp(teacher / temperature), 0)
+    q = jnp.take_along_axis(jax.nn.softmax(logits / temperature), ids, -1) * there
+    if tail:
+        p, q = (jnp.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, q))
+    else:
+        p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+    ratio = jnp.log(jnp.where(p > 0, p, 1) / jnp.where(p > 0, q, 1))
+    gaps = (p * ratio).sum(-1)
+    each = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], -1)[
+        ..., 0
+    ]
+    weights = mask * (labels >= 0)
+    return ((alpha * gaps + (1 - alpha) * each) * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "softcap", "temperature", "tail", "alpha"),
+    [(7, None, 1.0, True, 0.3), (64, 5.0, 2.0, False, 1.0), (1, 5.0, 1.0, True, 0.5)],
+)
+def test_losses_and_gradients_equal_those_of_full_logits(chunk, softcap, temperature, tail, alpha):
+    hidden, head, labels, weights = arrays((3, 37), seed=chunk)
+    ids, logs = teacher(labels)
+
+    def ours(hidden, head):
+        return losses.distillation(
+            hidden,
+            head,
+            labels,
+            ids,
+            logs,
+            alpha=alpha,
+            temperature=temperature,
+            tail=tail,
+            mask=weights,
+            softcap=softcap,
+            chunk=chunk,
+        )
+
+    def theirs(hidden, head):
+        return full(hidden, head, labels, ids, logs, alpha, temperature, tail, weights, softcap)
+
+    found, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(hidden, head)
+    expected, wanted = jax.value_and_grad(theirs, (0, 1))(hidden, head)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=4e-6 * np.abs(other).max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tail", [True, False])
+def test_the_divergence_is_that_of_trl(tail):
+    needs = 'compared with TRL: pip install -e ".[torch]"'
+    torch = pytest.importorskip("torch", reason=needs)
+    pytest.importorskip("trl", reason=needs)
+    from trl.experimental.server_distillation import server_distillation_trainer as theirs
+
+    hidden, head, labels, _ = arrays((4, 11))
+    ids, logs = teacher(labels, seed=1)
+
+    class Trainer:
+        loss_add_tail = tail
+        _reduce_divergence_loss = staticmethod(
+            theirs.ServerDistillationTrainer._reduce_divergence_loss
+        )
+
+    own = torch.tensor(np.asarray(jax.nn.log_softmax(hidden @ head.T)), requires_grad=True)
+    expected = theirs.ServerDistillationTrainer._compute_server_forward_kl_loss(
+        Trainer(),  # type: ignore[arg-type]
+        {
+            "topk_logprobs": torch.tensor(np.asarray(logs)),
+            "topk_token_ids": torch.tensor(np.asarray(ids)).long(),
+        },
+        own,
+        torch.tensor(np.where(labels < 0, -100, labels)),
+    )
+    found = losses.distillation(hidden, head, labels, ids, logs, alpha=1.0, tail=tail)
+    np.testing.assert_allclose(found, expected.item(), rtol=5e-6)
+
+
+def test_mistakes_are_named():
+    hidden, head, labels, _ = arrays((3, 5))
+    ids, logs = teacher(labels)
+    with pytest.raises(ValueError, match="`temperature`=2.0 needs `tail`=False"):
+        losses.distillation(hidden, head, labels, ids, logs, temperature=2.0)
+    with pytest.raises(ValueError, match="`topk_logprobs` has shape"):
+        losses.distillation(hidden, head, labels, ids, logs[..., :2])
+    with pytest.raises(ValueError, match="`alpha` must be a share from 0 to 1"):
+        losses.distillation(hidden, head, labels, ids, logs, alpha=1.5)
