@@ -1,5 +1,7 @@
 """Updates leaf by leaf, against the same update of all leaves at once."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +118,10 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
             spec.optimizer, spec.layouts[group], group, "float32", on_one_device()
         )
 
-    assert KernelCache().estimate([kernel()]) > slab
+    cache = KernelCache()
+    assert (needed := cache.estimate([kernel()])) > slab
+    # Equal kernels of different steps run beside different bytes.
+    assert cache.estimate([replace(kernel(), beside_bytes=64)]) == needed + 64
     monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
     monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
     assert KernelCache().estimate([kernel()]) < 3 * matrix

@@ -131,6 +131,20 @@ def test_of_what_plans_share_the_last_few_parts_are_remembered():
     assert made == [*range(9), 1]
 
 
+def test_plans_within_plans_share_what_they_remember():
+    made: list[int] = []
+
+    def get() -> int:
+        return remembered("numbers", lambda: 1, lambda: made.append(1) or 1)
+
+    with remembering():
+        for _ in range(2):
+            with remembering():
+                assert get() == 1
+        assert get() == 1
+    assert made == [1]
+
+
 @pytest.mark.parametrize(
     ("over", "given", "error", "message"),
     [

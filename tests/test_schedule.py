@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
+from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
@@ -255,6 +257,43 @@ def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
         for room in (0, math.inf):
             found = find_schedule(workload, budget, lean, room)
             assert 0 <= least <= found.passing_bytes
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.long)], ids=["12", "60"]
+)
+def test_no_step_takes_less_time_than_its_bound(seeds):
+    """The bound for the memory that the step needs, whatever it stores there."""
+    for seed in seeds:
+        workload = random_workload(seed)
+        if workload.accumulate:
+            workload = replace(workload, waves=1 + seed % 5)
+        every = all_resident_bytes(replace(workload, waves=1))
+        for budget in (None, every // 2, every, 10**9):
+            for lean in (None, replace(workload, lean=True)):
+                try:
+                    step = find_schedule(workload, budget, lean)
+                except BudgetError:
+                    continue
+                bound = least_seconds(workload, lean, step.peak_bytes, step.passing_bytes)
+                assert bound <= step.seconds * (1 + 1e-9)
+                assert least_seconds(workload, lean) <= bound
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_that_remembers_finds_the_same(seed):
+    """For several rooms of the host, as when a run is fitted to it."""
+    workload = random_workload(seed)
+    lean = replace(workload, lean=True)
+    budget = find_schedule(workload, None).smallest_bytes * 5 // 4
+
+    def found() -> list[Any]:
+        rooms = (math.inf, 40, 0)
+        return [vars(find_schedule(workload, budget, lean, room)) for room in rooms]
+
+    with remembering():
+        remembered = found()
+    assert remembered == found()
 
 
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.0])

@@ -23,6 +23,7 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.kernels import steps
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.spec import microbatches, wave_search
 from megatrain_jax._src.spec.budget import other_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.spec.wave_search import lowest
@@ -340,6 +341,39 @@ def test_the_lowest_value_is_found_from_any_guess(best, first):
 
     assert lowest(numbers, first, value) == best
     assert set(asked) <= set(numbers)
+    every = set(asked)
+    asked.clear()
+    # Numbers whose bound is above the lowest value so far are not asked for.
+    assert lowest(numbers, first, value, lambda number: number / best) == best
+    assert set(asked) <= every
+    assert 2 * best not in asked or first != best + 1
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
+    asked: list[int] = []
+    in_waves = wave_search.in_waves
+
+    def counted(step: Any, waves: int, budget: int | None) -> Any:
+        asked.append(waves)
+        return in_waves(step, waves, budget)
+
+    monkeypatch.setattr(wave_search, "in_waves", counted)
+
+    def plans() -> list[mt.Plan]:
+        given: tuple[dict[str, Any], ...] = (
+            {"microbatches": 16},
+            {"microbatches": "auto"},
+            {"microbatches": 16, "host_budget": "1GiB"},
+            {"microbatches": 4, "rows": 64},
+        )
+        return [planned(**options) for options in given]
+
+    found, fewer = plans(), len(asked)
+    for module in (wave_search, microbatches):
+        monkeypatch.setattr(module, "least_seconds", lambda *_: -math.inf)
+    assert plans() == found
+    assert fewer < len(asked) - fewer
 
 
 @pytest.mark.usefixtures("traced_once")

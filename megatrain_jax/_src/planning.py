@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import leaving_garbage
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import Same, remembered, remembering
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import check_order, check_parts
@@ -33,6 +33,7 @@ from megatrain_jax._src.spec.host import fit_to_host
 from megatrain_jax._src.spec.microbatches import fit_with_parts
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
@@ -134,7 +135,7 @@ def plan(
     # The library's own attention depends on the GPU it is traced on; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
-    with planned_for(widest_heads), leaving_garbage():
+    with planned_for(widest_heads), leaving_garbage(), remembering():
         batch = Same(sample_batch) if needs_batch(model) else None
         given = Same(model), Same(loss_fn), batch, run.seed, widest_heads
         adapted = remembered(
@@ -143,12 +144,13 @@ def plan(
             lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
         )
         usable = machine and machine.usable_bytes
+        kernels = KernelCache()
         spec = fit_with_parts(
             run,
             lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
-            lambda spec: fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host),
+            lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
             jax.tree.leaves(sample_batch)[0].shape[0],
             usable,
-            placement,
+            TileFinder(kernels, placement),
         )
         return make_plan(replace(spec, first=with_all_waves(spec.first)))

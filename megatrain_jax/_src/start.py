@@ -54,6 +54,7 @@ from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_op
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
 from megatrain_jax._src.spec.step_kernels import estimate_ahead
+from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.host_memory import available_bytes
@@ -152,15 +153,16 @@ def with_parts(
     usable = run.machine and run.machine.usable_bytes
     processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
     # Uses estimates, so that nothing is compiled for rejected numbers.
-    planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    planned, kernels = placed_on(AbstractMesh((run.num_devices,), ("data",))), KernelCache()
 
     def to_host(spec: RunSpec) -> RunSpec | None:
         return fit_to_host(spec, *processes.spread)
 
     def fit(spec: RunSpec) -> RunSpec:
-        return fit_to_machine(spec, KernelCache(), usable, planned, to_host)
+        return fit_to_machine(spec, kernels, usable, planned, to_host)
 
-    return fit_with_parts(run, make, fit, rows, usable, planned).options
+    tiles = TileFinder(kernels, planned)
+    return fit_with_parts(run, make, fit, rows, usable, tiles).options
 
 
 class Phases:

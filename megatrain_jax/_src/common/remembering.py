@@ -26,7 +26,9 @@ class Same:
         return id(self._of)
 
 
-def remembered(kind: str, key: Callable[[], Hashable], make: Callable[[], _Made]) -> _Made:
+def remembered(
+    kind: str, key: Callable[[], Hashable], make: Callable[[], _Made], most: int = _MOST
+) -> _Made:
     """Returns the result made for an equal key in this `remembering` block, or makes it now.
 
     Args:
@@ -34,6 +36,7 @@ def remembered(kind: str, key: Callable[[], Hashable], make: Callable[[], _Made]
         key: Function that returns everything the result depends on; called only within
             `remembering`.
         make: Function that makes the result.
+        most: Number of results of this kind that are kept.
     """
     if (memory := _memory.get()) is None:
         return make()
@@ -44,19 +47,20 @@ def remembered(kind: str, key: Callable[[], Hashable], make: Callable[[], _Made]
         return make()
     # Reinserting a key moves it to the dict's end, so the first key is the least recently used.
     known[name] = known.pop(name) if name in known else make()
-    if len(known) > _MOST:
+    if len(known) > most:
         del known[next(iter(known))]
     return known[name]
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Makes `remembered` cache its results within the body.
+    """Makes `remembered` cache its results within the body; nested bodies share their results.
 
     The body must not outlast the call that received the user's objects: functions may read changed
     globals later.
     """
-    token = _memory.set({})
+    outer = _memory.get()
+    token = _memory.set({} if outer is None else outer)
     try:
         yield
     finally:

@@ -88,12 +88,13 @@ class KernelCache:
     def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
         key = kernel.name, kernel.key
         if key not in self._estimates:
-            self._estimates[key] = _estimated_bytes(function(kernel), kernel)
-        return self._estimates[key]
+            self._estimates[key] = _temporary_bytes(function(kernel), kernel)
+        # Equal kernels of different steps may run beside different bytes.
+        return self._estimates[key] + kernel.beside_bytes
 
 
-def _estimated_bytes(function: Any, kernel: Kernel) -> int:
-    """Estimates the bytes that a kernel needs on each device besides arguments and results."""
+def _temporary_bytes(function: Any, kernel: Kernel) -> int:
+    """Estimates the bytes of a kernel's temporaries on each device."""
     takes = kernel.takes or ()
     jaxpr = jx.opened(function.trace(*takes).jaxpr)
     shardings = [x.sharding for x in jax.tree.leaves(takes)]
@@ -101,7 +102,7 @@ def _estimated_bytes(function: Any, kernel: Kernel) -> int:
     # Slabs and examples are divided along their first axis.
     divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
     num_devices = max((sharding.num_devices for sharding in shardings), default=1)
-    return temporary_bytes(jaxpr, divided, num_devices) + kernel.beside_bytes
+    return temporary_bytes(jaxpr, divided, num_devices)
 
 
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.schedule import room
 from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
@@ -27,6 +28,8 @@ from megatrain_jax._src.schedule.workload import Workload
 
 # The number of counts of stages with residuals to try, of all that fit.
 _NUM_KEPT_CANDIDATES = 6
+# The number of task lists that a search may need again; each takes some MiB.
+_MOST_LISTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +156,14 @@ def keeping_residuals(workload: Workload, count: int, num_travelling: int = 0) -
         count: Number of stages that save residuals.
         num_travelling: See `Choice`.
     """
-    kept = frozenset(_ranked(workload)[:count])
-    lists = build_task_lists(replace(workload, kept=kept), few_waves=True)
-    return Choice(lists=lists, num_travelling=num_travelling)
+    kept = frozenset(_ranked(workload)[:count] if count else ())
+
+    def lists() -> TaskLists:
+        return build_task_lists(replace(workload, kept=kept), few_waves=True)
+
+    # A search within the host's memory follows one on the same workload without that limit.
+    found = remembered("task lists", lambda: (Same(workload), kept), lists, _MOST_LISTS)
+    return Choice(lists=found, num_travelling=num_travelling)
 
 
 def _ranked(workload: Workload) -> list[int]:

@@ -82,8 +82,12 @@ class Clock:
 
     def over(self, touches: Iterable[Key], seconds: float) -> float:
         """The time when a computation would end if it came next."""
-        ready = (self.arrived.get(key, 0.0) for key in touches)
-        return max(self.driver, self.device, *ready) + seconds
+        # A loop, because this is called very often.
+        ready, arrived = max(self.driver, self.device), self.arrived
+        for key in touches:
+            if arrived.get(key, 0.0) > ready:
+                ready = arrived[key]
+        return ready + seconds
 
     def offload(self, key: Key, size: int, task: int) -> None:
         """Copies a part from the device, after the last computation."""

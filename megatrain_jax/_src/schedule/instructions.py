@@ -16,6 +16,7 @@ its optimizer state:
 """
 
 import enum
+import functools
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import Key
@@ -61,3 +62,12 @@ class Instruction:
     key: Key | None = None
     task: int | None = None
     wave: int = 0
+
+
+@functools.lru_cache(maxsize=2**15)
+def instruction_of(op: Op, task: int, key: Key | None = None) -> Instruction:
+    """A task's instruction to copy, drop or await a part; the same object for equal arguments.
+
+    A search writes some million instructions, and most of them are equal.
+    """
+    return Instruction(op=op, key=key, task=task)

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
@@ -27,6 +28,8 @@ from megatrain_jax._src.schedule.workload import Workload
 # have the same effect.
 _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
+# The number of steps that a search may ask for again.
+_MOST_REMEMBERED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,14 @@ class Steps:
 
 def lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     """The steps of one limit and one set of resident parts."""
+
+    def key() -> tuple[Same, int, frozenset[Key]]:
+        return Same(lists), limit, resident
+
+    return remembered("steps", key, lambda: _laid_down(lists, limit, resident), _MOST_REMEMBERED)
+
+
+def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     num_tasks = len(lists.steady)
     boundary = next_uses_that_fit(lists, limit, resident)
     cold = at_rest(lists, limit, resident)

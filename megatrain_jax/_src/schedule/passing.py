@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.tasks import Computation, Task, TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
@@ -61,7 +61,7 @@ def find_waiting(
     by_kind: Counter[Kind] = Counter()
     found = by_kind.copy()
     for tasks, instructions in lists:
-        computations = {c.instruction: c for task in tasks for c in task.computations}
+        computations = (c for task in tasks for c in task.computations)
         for instruction in instructions:
             op, key = instruction.op, instruction.key
             if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
@@ -71,7 +71,8 @@ def find_waiting(
                 if now > most:
                     most, found = now, by_kind.copy()
             # A fetched part's host copy is dropped when a computation consumes or changes the part.
-            elif key is None and (computation := computations.get(instruction)):
+            elif key is None and op not in WAITS:
+                computation = next(computations)  # all lists have the tasks' order
                 for gone in (*computation.kills, *computation.dirties):
                     less = waiting.pop(gone, 0)
                     now, by_kind[gone.kind] = now - less, by_kind[gone.kind] - less

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.schedule.clock import Clock
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import Instruction, Op, instruction_of
 from megatrain_jax._src.schedule.tasks import Computation, Task, Use
 from megatrain_jax._src.schedule.workload import Workload
 
@@ -140,13 +140,13 @@ class Residency:
         """Writes a wait until a task has been computed, which frees the parts it dropped."""
         self.num_bytes -= self.used.pop(task)
         self.clock.wait(task)
-        self._emit(Instruction(op=Op.WAIT, task=task))
+        self._emit(instruction_of(Op.WAIT, task))
 
     def land(self, task: int, key: Key) -> None:
         """Writes a wait until an offloaded part is in the host, which frees its device memory."""
         self.num_bytes -= self.leaving.pop((task, key))
         self.clock.land(task, key)
-        self._emit(Instruction(op=Op.LAND, key=key, task=task))
+        self._emit(instruction_of(Op.LAND, task, key))
 
     def fetch(self, key: Key, task: int) -> None:
         """Writes a copy of a part to the device, before a task computes."""
@@ -154,7 +154,7 @@ class Residency:
         self._use_reservation(key)
         self.num_bytes += self.workload.size(key)
         self.clock.fetch(key, self.workload.size(key))
-        self._emit(Instruction(op=Op.FETCH, key=key, task=task))
+        self._emit(instruction_of(Op.FETCH, task, key))
 
     def compute(self, computation: Computation, task: int) -> None:
         """Writes one computation of a task."""
@@ -185,10 +185,10 @@ class Residency:
             self.dirty.discard(key)
             self.leaving[task, key] = size
             self.clock.offload(key, size, task)
-            self._emit(Instruction(op=Op.OFFLOAD, key=key, task=task))
+            self._emit(instruction_of(Op.OFFLOAD, task, key))
         else:
             self.used[task] = self.used.get(task, 0) + size
-            self._emit(Instruction(op=Op.RELEASE, key=key, task=task))
+            self._emit(instruction_of(Op.RELEASE, task, key))
 
     def reserve(self, key: Key) -> None:
         """Reserves memory for a part that will be fetched or created later."""
@@ -304,17 +304,17 @@ class Residency:
         enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
             use = line[self.reach]
-            size = self._missing(use)
+            size, comes = self._missing(use), self._has_to_come(use)
             while size > self.room and self.reach < must:
                 self._wait_for_oldest()
-            ahead = self.reach >= must and self._has_to_come(use)
+            ahead = self.reach >= must and comes
             # No use is skipped: a later, smaller part would take the memory that an earlier one
             # waits for.
             if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
                 break
             if use.creates:
                 self.reserve(use.key)
-            elif self._has_to_come(use):
+            elif comes:
                 self.fetch(use.key, number)
             self.reach += 1
 

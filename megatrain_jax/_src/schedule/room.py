@@ -13,10 +13,12 @@ its backward, without residents:
 With a limit below the largest of these sums, computation would have to wait for memory.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import PASSING, Key
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.schedule.tasks import Task, TaskLists, Use
 from megatrain_jax._src.schedule.workload import Workload
 
@@ -25,34 +27,42 @@ _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The minimum limit with which no task has to wait for the memory of the task before it."""
-    # A steady step follows a cold or a steady one, so its first tasks find the leftovers of that
-    # step's last tasks. Flushes and evaluations have no residents.
-    steps = (*lists.cold, *lists.steady, *lists.steady)
-    return max(
-        least_of(lists.workload, steps, resident),
-        least_of(lists.workload, lists.flush),
-        least_of(lists.workload, lists.evaluation),
-    )
+    # The demands of tasks don't depend on residents, and the search asks for many residents.
+    steps = remembered("steps' demands", lambda: Same(lists), lambda: _StepsDemands(lists), 16)
+    return steps.least_bytes(resident)
 
 
-def least_of(
-    workload: Workload, tasks: Sequence[Task], resident: frozenset[Key] = frozenset()
-) -> int:
-    """The minimum limit for one list of tasks alone, with an idle device before and after."""
-    return max(
-        (
-            _least_at(workload, before, task, after.uses[: after.num_early], here)
-            for (before, task, after), here in zip(
-                _neighbours(tasks), _residents_at(workload, tasks, resident), strict=True
-            )
-        ),
-        default=0,
-    )
+class _StepsDemands:
+    """The demands of all tasks of a workload's lists."""
+
+    def __init__(self, lists: TaskLists):
+        """Finds the demands of lists of tasks."""
+        # A steady step follows a cold or a steady one, so its first tasks find the leftovers of
+        # that step's last tasks. Flushes and evaluations have no residents.
+        self._workload = lists.workload
+        self._tasks = (*lists.cold, *lists.steady, *lists.steady[:2])
+        self._demands = _demands(lists.workload, self._tasks)
+        self._others = max(least_of(lists.workload, t) for t in (lists.flush, lists.evaluation))
+
+    def least_bytes(self, resident: frozenset[Key]) -> int:
+        """See the function `least_bytes`."""
+        here = _residents_at(self._workload, self._tasks, resident)
+        pairs = zip(self._demands, here, strict=True)
+        return max(self._others, *(demand.num_bytes(residents) for demand, residents in pairs))
 
 
-def _neighbours(tasks: Sequence[Task]) -> Iterator[tuple[Task, Task, Task]]:
+def least_of(workload: Workload, tasks: Sequence[Task]) -> int:
+    """The minimum limit for one list of tasks alone, without residents, on an idle device."""
+    return max((demand.without_residents for demand in _demands(workload, tasks)), default=0)
+
+
+def _demands(workload: Workload, tasks: Sequence[Task]) -> list["_Demand"]:
+    """The demand of each task of a list, with an idle device before and after."""
     padded = (_NOTHING, *tasks, _NOTHING)
-    return zip(padded, tasks, padded[2:], strict=False)
+    return [
+        _demand(workload, before, task, after.uses[: after.num_early])
+        for before, task, after in zip(padded, tasks, padded[2:], strict=False)
+    ]
 
 
 @dataclass(kw_only=True)
@@ -86,7 +96,7 @@ def _residents_at(
         yield here
         if number == len(tasks) - 1:
             return
-        for computation in task.computations:
+        for computation in task.computations if passing else ():
             new = passing.intersection(computation.creates) - here.alive
             here.alive.update(new)
             old = here.alive.intersection(computation.kills)
@@ -94,28 +104,49 @@ def _residents_at(
             here.num_bytes += sum(map(workload.size, new)) - sum(map(workload.size, old))
 
 
-def _least_at(
-    workload: Workload, before: Task, task: Task, next_uses: Sequence[Use], resident: _Residents
-) -> int:
-    """Bytes while a task computes: its uses, the next uses, leftovers and residents."""
+@dataclass(frozen=True, kw_only=True)
+class _Demand:
+    """The bytes while a task computes: its uses, the next uses, and leftovers.
+
+    Attributes:
+        without_residents: The bytes if no part is resident.
+        changes: Bytes to add for each part that is resident, besides the resident's own bytes.
+    """
+
+    without_residents: int
+    changes: tuple[tuple[Key, int], ...]
+
+    def num_bytes(self, resident: _Residents) -> int:
+        """The bytes in addition to these residents, and the residents' own bytes."""
+        changes = (change for key, change in self.changes if key in resident)
+        return self.without_residents + resident.num_bytes + sum(changes)
+
+
+def _demand(workload: Workload, before: Task, task: Task, next_uses: Sequence[Use]) -> _Demand:
+    """The demand of a task after a task and before the next uses."""
     early = {use.key for use in task.uses[: task.num_early] if not use.creates}
     killed = {key for computation in before.computations for key in computation.kills}
     created = {use.key for use in before.uses if use.creates}
     needed = {use.key for use in before.uses if not use.creates}
-    gone = 0
+    num_bytes, changes = 0, Counter[Key]()
     for use in before.uses:
+        size = workload.size(use.key)
         # A deferred update consumes the old gradient, and its task creates a new one with the same
         # key, which is not consumed.
         consumed = use.key in killed and not (use.creates and use.key in needed)
-        kept = use.key in early or use.key in resident
+        left = size if consumed or use.key not in early else 0
         # A resident gradient is counted with the residents, and the next one reuses its memory
         # after it is consumed. Only if a task also created the next one do two exist.
-        if not kept or (consumed and (use.key not in resident or use.key in created)):
-            gone += workload.size(use.key)
+        left_of_resident = size if consumed and use.key in created else 0
+        num_bytes += left
+        changes[use.key] += left_of_resident - left
     uses = (*task.uses, *next_uses)
-    here = {use.key for use in uses if not use.creates and use.key not in resident}
-    new = [use.key for use in uses if use.creates]
-    return gone + resident.num_bytes + sum(map(workload.size, (*here, *new)))
+    for key in {use.key for use in uses if not use.creates}:
+        num_bytes += workload.size(key)
+        changes[key] -= workload.size(key)
+    num_bytes += sum(workload.size(use.key) for use in uses if use.creates)
+    found = tuple((key, change) for key, change in changes.items() if change)
+    return _Demand(without_residents=num_bytes, changes=found)
 
 
 def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
@@ -129,7 +160,7 @@ def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -
 
     def fits(count: int) -> bool:
         return all(
-            _least_at(lists.workload, before, last, uses[:count], here) <= limit
+            _demand(lists.workload, before, last, uses[:count]).num_bytes(here) <= limit
             for before, last, here in ends
         )
 

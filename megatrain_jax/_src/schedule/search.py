@@ -158,12 +158,13 @@ def find_schedule(
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
     """
-    lists = build_task_lists(workload, few_waves=True)
+    nothing_kept = keeping_residuals(workload, 0)
+    lists = nothing_kept.lists
     smallest = least_bytes(lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
     if room.device < smallest:
         raise BudgetError(budget, smallest)
-    choices = [Choice(lists=lists)]
+    choices = [nothing_kept]
     if room.device > smallest:
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
     tried = list(_worth_trying(choices, room))

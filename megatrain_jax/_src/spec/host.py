@@ -123,7 +123,7 @@ def fit_to_host(
         return spec
 
     def may_fit(workload: Workload) -> bool:
-        lists = build_task_lists(workload)
+        lists = build_task_lists(workload, few_waves=True)
         limit = spec.budget_bytes
         limit = least_bytes(lists, frozenset()) if limit is None else limit
         passing = spec.first.num_devices * least_passing_bytes(lists, limit)

@@ -12,16 +12,15 @@ Then it chooses the number of waves; see `wave_search.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.cut_run import undivided_since
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.spec.wave_search import fit_in_waves
-from megatrain_jax._src.state.placement import Placement
 
 # Fraction of device memory that the temporaries of a microbatch's kernel may take.
 _SHARE = 1 / 8
@@ -42,7 +41,7 @@ def fit_with_parts(
     fit: Callable[[RunSpec], RunSpec],
     num_rows: int,
     device_bytes: int | None,
-    placement: Placement,
+    tiles: TileFinder,
 ) -> RunSpec:
     """The run fitted to its machine, with the given or the best microbatches and waves.
 
@@ -52,119 +51,121 @@ def fit_with_parts(
         fit: Fits a run to its machine.
         num_rows: Examples of a batch.
         device_bytes: Free device memory; if None, batches are not divided further than given.
-        placement: Placement of the run without devices, so that kernels' memory is estimated.
+        tiles: Estimates kernels' memory, for a placement without devices.
     """
-    if run.microbatches == "auto":
-        spec = _fitted_in_any(run, make, fit, num_rows, device_bytes, placement)
-    elif device_bytes is None or not leaves_parts_open(run):
-        spec = fit(make(run))
-    else:
-        spec = _made(run, make, is_free=False)
-        # The plan changes results only with microbatches="auto".
-        is_fixed = _changes_results(spec)
-        spec = fit(spec) if is_fixed else fit_in_waves(spec, fit, device_bytes)
+    spec = _Dividing(run, make, fit, num_rows, device_bytes, tiles).to_machine()
     options = dataclasses.replace(
         spec.options, microbatches=spec.first.microbatches, waves=spec.first.waves
     )
     return dataclasses.replace(spec, options=options)
 
 
-def _fitted_in_any(
-    run: Options,
-    make: Callable[[Options], RunSpec],
-    fit: Callable[[RunSpec], RunSpec],
-    num_rows: int,
-    device_bytes: int | None,
-    placement: Placement,
-) -> RunSpec:
-    """The fitted run, with microbatches and waves chosen by the plan."""
-    numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
+class _Dividing:
+    """Divides a run's batch into microbatches and waves."""
 
-    def made(number: int) -> RunSpec:
-        return _made(dataclasses.replace(run, microbatches=number), make, is_free=True)
+    def __init__(
+        self,
+        run: Options,
+        make: Callable[[Options], RunSpec],
+        fit: Callable[[RunSpec], RunSpec],
+        num_rows: int,
+        device_bytes: int | None,
+        tiles: TileFinder,
+    ):
+        """See `fit_with_parts`."""
+        self._run, self._make, self._fit = run, make, fit
+        self._device_bytes, self._tiles = device_bytes, tiles
+        self._numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
 
-    def sized(number: int) -> RunSpec:
-        # What kernels need is asked for before anything is scheduled within a budget.
-        return make(dataclasses.replace(run, microbatches=number, device_budget="least"))
+    def to_machine(self) -> RunSpec:
+        """The run fitted to its machine."""
+        run = self._run
+        if run.microbatches == "auto":
+            return self._in_any()
+        if self._device_bytes is None or not leaves_parts_open(run):
+            return self._fit(self._make(run))
+        spec = self._made(run, is_free=False)
+        # The plan changes results only with microbatches="auto".
+        if _changes_results(spec):
+            return self._fit(spec)
+        return fit_in_waves(spec, self._fit, self._device_bytes)
 
-    spec = _in_few_microbatches(sized, numbers, device_bytes, placement)
-    if run.device_budget != "least":
-        spec = made(spec.first.microbatches)
-    if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
-        return fit(spec)
-    fitted = fit_in_waves(spec, fit, device_bytes)
-    # If waves have one microbatch each, smaller microbatches may be faster still.
-    while (number := fitted.first.waves) == fitted.first.microbatches:
-        finer = next((n for n in numbers if n >= 2 * number), None)
-        if finer is None:
-            break
-        trial = fit_in_waves(made(finer), fit, device_bytes)
-        if trial.first.schedule.seconds > (1 - _WORTH) * fitted.first.schedule.seconds:
-            break
-        fitted = trial
-    return fitted
+    def _in_any(self) -> RunSpec:
+        """The fitted run, with microbatches and waves chosen by the plan."""
+        run, device_bytes = self._run, self._device_bytes
+        spec = self._in_few_microbatches()
+        if run.device_budget != "least":
+            spec = self._divided(spec.first.microbatches)
+        if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
+            return self._fit(spec)
+        fitted = fit_in_waves(spec, self._fit, device_bytes)
+        # If waves have one microbatch each, smaller microbatches may be faster still.
+        while (number := fitted.first.waves) == fitted.first.microbatches:
+            enough = (1 - _WORTH) * fitted.first.schedule.seconds
+            finer = next((n for n in self._numbers if n >= 2 * number), None)
+            # Smaller microbatches compute for no less time, with any memory.
+            if finer is None or least_seconds(fitted.first.workload, fitted.first.lean) > enough:
+                break
+            trial = fit_in_waves(self._divided(finer), self._fit, device_bytes)
+            if trial.first.schedule.seconds > enough:
+                break
+            fitted = trial
+        return fitted
 
+    def _divided(self, number: int) -> RunSpec:
+        """The run in a number of microbatches."""
+        return self._made(dataclasses.replace(self._run, microbatches=number), is_free=True)
 
-def _made(run: Options, make: Callable[[Options], RunSpec], *, is_free: bool) -> RunSpec:
-    """A run's spec, in one wave if the device has room for that and the number is left open.
+    def _made(self, run: Options, *, is_free: bool) -> RunSpec:
+        """A run's spec, in one wave if the device has room and the number is left open.
 
-    Args:
-        run: The options, with a number of microbatches.
-        make: See `fit_with_parts`.
-        is_free: Whether more waves may change the results.
-    """
-    try:
-        return make(run)
-    except BudgetError:
-        if not leaves_parts_open(run):
-            raise
-        spec = make(dataclasses.replace(run, waves=run.microbatches))
-        if not is_free and _changes_results(spec):
-            raise
+        Args:
+            run: The options, with a number of microbatches.
+            is_free: Whether more waves may change the results.
+        """
+        try:
+            return self._make(run)
+        except BudgetError:
+            if not leaves_parts_open(run):
+                raise
+            spec = self._make(dataclasses.replace(run, waves=run.microbatches))
+            if not is_free and _changes_results(spec):
+                raise
+            return spec
+
+    def _in_few_microbatches(self) -> RunSpec:
+        """The run in as few microbatches as leave most of the device's memory free."""
+        numbers, spec = self._numbers, self._sized(1)
+        if self._device_bytes is None or undivided_since(spec.adapted, spec.first.program):
+            return spec
+        # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
+        needed = self._needed_by_one(spec)
+        while numbers[-1] > (number := spec.first.microbatches):
+            excess = needed / (_SHARE * self._device_bytes)
+            if excess <= 1:
+                break
+            more = [n for n in numbers if n > number]
+            finer = self._sized(next((n for n in more if n >= excess * number), more[-1]))
+            before, needed = needed, self._needed_by_one(finer)
+            # The rest of the need does not depend on rows, such as the gradient of a head.
+            if before - needed < _LEAST_LESS * before * (1 - number / finer.first.microbatches):
+                break
+            spec = finer
         return spec
+
+    def _sized(self, number: int) -> RunSpec:
+        """The run in a number of microbatches, to ask for its kernels' memory."""
+        # Before anything is scheduled within a budget.
+        run = dataclasses.replace(self._run, microbatches=number, device_budget="least")
+        return self._make(run)
+
+    def _needed_by_one(self, spec: RunSpec) -> int:
+        """Bytes that a kernel needs with the cotangents of only its own microbatch."""
+        first = spec.first
+        workload = first.workload.in_waves(first.microbatches)
+        return self._tiles.most(dataclasses.replace(first, workload=workload))
 
 
 def _changes_results(spec: RunSpec) -> bool:
     """Whether the number of waves changes how gradients are added up, or how often rounded."""
     return spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
-
-
-def _in_few_microbatches(
-    made: Callable[[int], RunSpec],
-    numbers: Sequence[int],
-    device_bytes: int | None,
-    placement: Placement,
-) -> RunSpec:
-    """The run in the fewest microbatches with kernels that leave most of the device's memory free.
-
-    Args:
-        made: Makes the run in a number of microbatches.
-        numbers: The numbers that divide the batch, ascending.
-        device_bytes: See `fit_with_parts`.
-        placement: See `fit_with_parts`.
-    """
-    spec = made(1)
-    if device_bytes is None or undivided_since(spec.adapted, spec.first.program):
-        return spec
-    tiles = TileFinder(KernelCache(), placement)
-    # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
-    needed = _needed_by_one(spec, tiles)
-    while numbers[-1] > (number := spec.first.microbatches):
-        excess = needed / (_SHARE * device_bytes)
-        if excess <= 1:
-            break
-        more = [n for n in numbers if n > number]
-        finer = made(next((n for n in more if n >= excess * number), more[-1]))
-        before, needed = needed, _needed_by_one(finer, tiles)
-        # The rest of the need does not depend on rows, such as the gradient of a head.
-        if before - needed < _LEAST_LESS * before * (1 - number / finer.first.microbatches):
-            break
-        spec = finer
-    return spec
-
-
-def _needed_by_one(spec: RunSpec, tiles: TileFinder) -> int:
-    """Bytes that a kernel needs with the cotangents of only its own microbatch."""
-    first = spec.first
-    workload = first.workload.in_waves(first.microbatches)
-    return tiles.most(dataclasses.replace(first, workload=workload))

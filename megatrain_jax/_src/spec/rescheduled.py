@@ -29,7 +29,7 @@ def spanning(
         num_bytes: Bytes of activations to save; see `computed_again`.
     """
     workload = workload_spanning(step, span, num_bytes)
-    lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
+    lean = step.lean and _computing_again(step.lean, workload.again)
     return _rescheduled(step, workload, lean, device_budget, host_room)
 
 
@@ -65,8 +65,12 @@ def _rescheduled(
 def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
     """Returns the workload of `spanning` without a search for its schedule."""
     stages = [bound.stage for bound in step.stages]
-    again = computed_again(step.workload, stages, span, num_bytes)
-    return dataclasses.replace(step.workload, again=again)
+    return _computing_again(step.workload, computed_again(step.workload, stages, span, num_bytes))
+
+
+def _computing_again(workload: Workload, again: frozenset[int]) -> Workload:
+    # The same object if nothing changes, because a search remembers results by workload.
+    return workload if workload.again == again else dataclasses.replace(workload, again=again)
 
 
 def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.budget import fits_device
@@ -44,11 +45,15 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         fit: Fits a run to its machine.
         device_bytes: Free device memory.
     """
+    host_room = math.inf  # known once the run has been fitted in any number of waves
 
     @functools.cache
     def fitted(waves: int) -> RunSpec:
+        nonlocal host_room
         first = in_waves(spec.first, waves, spec.budget_bytes)
-        return fit(dataclasses.replace(spec, first=first))
+        found = fit(dataclasses.replace(spec, first=first))
+        host_room = min(host_room, found.host_room)
+        return found
 
     @functools.cache
     def seconds(waves: int) -> float:
@@ -59,28 +64,43 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         fits = found.fits_host and fits_device(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
-    one, workload = seconds(1), spec.first.workload.in_waves(1)
-    balanced = _balanced(workload)
+    def bound(waves: int) -> float:
+        room, lean = min(device_bytes, spec.budget_bytes or math.inf), spec.first.lean
+        workload = spec.first.workload.in_waves(waves)
+        return least_seconds(workload, lean and lean.in_waves(waves), room, host_room)
+
+    workload = spec.first.workload.in_waves(1)
+    balanced, least = _balanced(workload), _least_seconds(workload)
     # With the minimum budget, speed is not a goal.
-    if not math.isinf(one) and (
-        spec.options.device_budget == "least"
-        or balanced < _FEWEST
-        or one * (1 - _WORTH) <= _least_seconds(workload)
-    ):
-        return fitted(1)
+    is_one = spec.options.device_budget == "least" or balanced < _FEWEST
+    # A schedule is slow to find, and often the bound tells that one wave takes too long.
+    may_be_one = is_one or bound(1) * (1 - _WORTH) <= least
+    if may_be_one and not math.isinf(one := seconds(1)):
+        if is_one or one * (1 - _WORTH) <= least:
+            return fitted(1)
     number = spec.first.microbatches
     divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
-    best = lowest(divisors, balanced, seconds)
-    return fitted(best if seconds(best) < (1 - _WORTH) * one else 1)
+    best = lowest(divisors, balanced, seconds, bound)
+    if math.isinf(seconds(best)):
+        return fitted(1)
+    worth = seconds(best) / (1 - _WORTH)
+    is_best = worth < bound(1) or worth < seconds(1)
+    return fitted(best if is_best else 1)
 
 
-def lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> int:
+def lowest(
+    numbers: list[int],
+    first: float,
+    value: Callable[[int], float],
+    bound: Callable[[int], float] = lambda number: -math.inf,
+) -> int:
     """The number with the lowest value, searched from a first guess; values have one minimum.
 
     Args:
         numbers: The numbers, ascending.
         first: The guess.
         value: Returns a number's value, at some cost; small numbers may have infinite values.
+        bound: Returns a lower bound of a number's value, at no cost.
     """
     at = min(range(len(numbers)), key=lambda i: abs(math.log(numbers[i] / max(first, 1.0))))
     # The guess doesn't fit; the largest number of waves needs the least memory.
@@ -88,6 +108,7 @@ def lowest(numbers: list[int], first: float, value: Callable[[int], float]) -> i
         at = len(numbers) - 1
     while True:
         around = [i for i in (at - 1, at + 1) if 0 <= i < len(numbers)]
+        around = [i for i in around if bound(numbers[i]) < value(numbers[at])]
         better = min(around, key=lambda i: value(numbers[i]), default=at)
         if value(numbers[better]) >= value(numbers[at]):
             return numbers[at]
