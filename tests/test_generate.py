@@ -109,6 +109,61 @@ def test_a_trainer_writes_with_its_newest_parameters(model: models.Decoder):
     run.step(batch_of(3))  # and training goes on
 
 
+CODED = mt.Precision(compute="float32", master="int8", state="int4")
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_devices"), [(CODED, 2), ("bfloat16", 1)], ids=["coded", "bfloat16"]
+)
+def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    run = trainer(decoder(num_layers=3), precision=precision, mesh=mesh)
+    run.step(batch_of(0))
+    source = open_source(run)
+    # The masters as they are read, in the dtype of the computation.
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, source.dtype), nnx.state(run.model))
+    plain = nnx.merge(nnx.graphdef(run.model), arrays)
+    tolerance = 1e-5 if source.dtype == jnp.float32 else 0.05
+    for resident in (True, False):
+        budget = DeviceRoom(source, None).needs(24, 2, resident=resident)
+        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2)
+        found = models.generate(run, PROMPTS[:2], max_tokens=12, device_budget=budget)
+        for one in found:
+            np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=tolerance)
+
+
+def test_adapters_write_with_their_model():
+    adapted = models.lora(decoder(), targets="proj", rank=2, dropout=0.5)
+    run = trainer(adapted.model, trainable=adapted.trainable)
+    run.step(batch_of(0))
+    found = models.generate(run, PROMPTS, max_tokens=12)
+    merged = jax.tree.map(jnp.asarray, nnx.state(models.merge_lora(run)))
+    plain = nnx.merge(nnx.graphdef(models.merge_lora(run)), merged)
+    for one in found:
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=1e-5)
+    assert ids_of(found) != ids_of(models.generate(decoder(), PROMPTS, max_tokens=12))
+
+
+def test_parameters_may_be_given_beside_the_model(model: models.Decoder):
+    def build() -> models.Decoder:
+        return decoder(windows=(None, 5))
+
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    expected = ids_of(models.generate(model, PROMPTS[:2], max_tokens=6))
+    for source in [(build, params), (model, mt_like(params)), (build, nnx.state(model))]:
+        assert ids_of(models.generate(source, PROMPTS[:2], max_tokens=6)) == expected
+    del params["layers"][1]["mlp"]["up_proj"]
+    with pytest.raises(ValueError, match="lack layers/1/mlp/up_proj/weight"):
+        models.generate((build, params), PROMPTS)
+
+
+def mt_like(tree: Any) -> Any:
+    """A tree with text in place of numbers as keys, like those of `lora`."""
+    if not isinstance(tree, dict):
+        return np.asarray(tree)
+    return {str(key): mt_like(value) for key, value in tree.items()}
+
+
 # Sampling
 
 
@@ -216,6 +271,38 @@ def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     models.generate(model, PROMPTS[::-1], max_tokens=27, max_batch=2)
     assert programs_of(model) == before
     assert before[1] <= 8
+
+
+class Mixing(nnx.Module):
+    """A layer that mixes tokens in a way of its own."""
+
+    def __init__(self, config: Any, layer: int, make: Any):
+        """Makes the parameter."""
+        self.weight = make.weight(config.hidden_size)
+
+    def __call__(self, x: Any, rotation: Any, segments: Any) -> Any:
+        """Adds the tokens before, of the same document."""
+        same = jnp.ones(x.shape[:2]) if segments is None else segments[:, 1:] == segments[:, :-1]
+        return x + jnp.cumsum(x * same[..., None], axis=1) * self.weight[...], None
+
+
+class Bare(nnx.Module):
+    """A layer that reads no other token."""
+
+    def __init__(self, config: Any, layer: int, make: Any):
+        """Makes the parameter."""
+        self.weight = make.weight(config.hidden_size)
+
+    def __call__(self, x: Any, rotation: Any, segments: Any) -> Any:
+        """Scales each token."""
+        return x * self.weight[...], None
+
+
+@pytest.mark.parametrize("layer", [Mixing, Bare])
+def test_layers_without_a_cache_are_refused_by_name(layer: Any):
+    message = f"knows no cache for layers of kind {layer.__name__} yet"
+    with pytest.raises(ValueError, match=message):
+        models.generate(decoder(layer=layer), PROMPTS)
 
 
 # Misuse

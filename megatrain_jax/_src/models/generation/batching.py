@@ -16,6 +16,8 @@ from megatrain_jax._src.models.generation.programs import LENGTHENING, ModelForm
 from megatrain_jax._src.models.generation.sampling import Dials, Warping
 
 _NEVER = np.iinfo(np.int32).max
+# The least number of tokens that caches are made for, if texts may become as long.
+_FIRST_SIZE = 128
 # Tokens of prompts that are read at a time.
 READ_AT_ONCE = 4096
 
@@ -126,7 +128,7 @@ class Batch:
         """Enlarges the caches for texts of some length."""
         if length <= self._size or self._size == self._task.size:
             return
-        size = min(self._task.size, max(bucket(length), bucket(2 * self._size)))
+        size = min(self._task.size, max(bucket(length), bucket(2 * self._size), _FIRST_SIZE))
         shapes = self._shapes(self._task.num_rows, size)
         if self._size == 0:
             self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

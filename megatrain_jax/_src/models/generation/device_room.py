@@ -37,7 +37,9 @@ class DeviceRoom:
             ValueError: If it is no number of bytes.
         """
         checks.num_bytes("device_budget", budget, least=1)
-        self._budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
+        budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
+        # Asked once, before any weights are there.
+        self._bytes = _free_bytes(source.device) if budget is None else budget
         self._source = source
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         self._caches = functools.cache(shapes_of(source.form, *self.shapes))
@@ -55,10 +57,9 @@ class DeviceRoom:
         Raises:
             MemoryError: If not even one text fits.
         """
-        room = self._free()
-        if room == math.inf:
+        if self._bytes == math.inf:
             return True, wanted
-        resident, streamed = (self._rows_in(room, size, wanted, form) for form in (True, False))
+        resident, streamed = (self._rows(size, wanted, resident=form) for form in (True, False))
         if resident >= min(wanted, _ENOUGH):
             return True, resident
         if streamed:
@@ -67,8 +68,8 @@ class DeviceRoom:
         raise MemoryError(
             f"not one text of {size:,} tokens fits on the device: with two layers, embeddings and "
             f"head, {sized(self._weights(resident=False))}, and temporaries, it takes "
-            f"{sized(least)}, but there are {sized(int(room))}. Pass a larger `device_budget`, "
-            "fewer `max_tokens` or shorter prompts"
+            f"{sized(least)}, but there are {sized(int(self._bytes))}. Pass a larger "
+            "`device_budget`, fewer `max_tokens` or shorter prompts"
         )
 
     def needs(self, size: int, rows: int, *, resident: bool) -> int:
@@ -95,22 +96,22 @@ class DeviceRoom:
         own = sum(layers) if resident else 2 * max(layers)
         return self._source.ends.num_bytes + own
 
-    def _rows_in(self, room: float, size: int, wanted: int, resident: bool) -> int:
+    def _rows(self, size: int, wanted: int, *, resident: bool) -> int:
         """The number of texts that fit at a time, at most as many as are wanted."""
         low, high = 0, wanted
         while low < high:
             middle = -(-(low + high) // 2)
-            fits = self.needs(size, middle, resident=resident) <= room
+            fits = self.needs(size, middle, resident=resident) <= self._bytes
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def _free(self) -> float:
-        if self._budget is not None:
-            return float(self._budget)
-        stats = self._source.device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            return math.inf
-        return _SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+def _free_bytes(device: Any) -> float:
+    """Bytes of the device that are used if there is no budget; infinite if they aren't known."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return math.inf
+    return _SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
 def _shapes(source: WeightSource, part: WeightsPart) -> Any:

@@ -217,7 +217,7 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
             tree = tree[str(key)]
         else:
             return None
-    return getattr(tree, "value", tree) if isinstance(tree, nnx.Variable) else tree
+    return tree.get_value() if isinstance(tree, nnx.Variable) else tree
 
 
 def _set(model: Any, path: Sequence[Any], value: Any) -> None:
