@@ -70,8 +70,9 @@ def test_tokens_are_the_most_likely_ones(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "streamed"), [*((name, False) for name in FAMILIES), *((name, True) for name in KINDS)]
+)
 def test_long_texts_are_those_of_transformers(
     name: str, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

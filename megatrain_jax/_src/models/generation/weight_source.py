@@ -96,8 +96,8 @@ def open_source(given: Any, dtype: Any = None) -> WeightSource:
 def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
     if trainer.processes.count > 1:
         raise ValueError(
-            f"`source` is a run of {trainer.processes.count} processes, which generation can't read: "
-            "save it, and generate from the checkpoint in one process"
+            f"`source` is a run of {trainer.processes.count} processes, but generation is for one: "
+            "save the run, and generate from its parameters in one process"
         )
     copy = trainer.compute_copy()
     if not isinstance(copy.model, Decoder):
