@@ -13,6 +13,7 @@ from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import save_pretrained
+from megatrain_jax._src.models.generation.generate import Completion, Generator, generate
 from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.moe import Experts
@@ -22,14 +23,17 @@ from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.score_head import conversation_scores, reward_model
 
 __all__ = [
+    "Completion",
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "Generator",
     "Lora",
     "Pretrained",
     "Rope",
     "attention",
     "conversation_scores",
+    "generate",
     "load_pretrained",
     "lora",
     "merge_lora",

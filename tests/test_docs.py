@@ -29,6 +29,7 @@ WITH_CHECKPOINT = {
     "chat.md",
     "data.md",
     "finetuning.md",
+    "generation.md",
     "models.md",
     "preferences.md",
 }
@@ -144,6 +145,7 @@ def test_navigation_shows_few_entries():
         ("OOM", "troubleshooting.md"),
         ("inference", "finetuning.md"),
         ("generate", "logging.md"),
+        ("continues prompts", "generation.md"),
         ("validation", "logging.md"),
         ("gradient accumulation", "your_model.md"),
     ],

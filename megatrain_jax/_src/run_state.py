@@ -25,6 +25,7 @@ from megatrain_jax._src.program.layers.index import Index, joined
 from megatrain_jax._src.program.optimizer.whole_state import assemble_state
 from megatrain_jax._src.report.run_view import trainer_cells
 from megatrain_jax._src.runtime.by_hand import StepsByHand
+from megatrain_jax._src.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
@@ -121,6 +122,11 @@ class RunState:
         self.flush()
         variables = self.store.on_host(self.store.variables)
         return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
+
+    def compute_copy(self) -> ComputeCopy:
+        """The parameters, to be read onto the devices; see `Trainer.compute_copy`."""
+        self.flush()
+        return ComputeCopy(self.spec, self.store)
 
     def variables(self) -> dict[str, Any]:
         """The model's state beside the parameters; see `Trainer.variables`."""

@@ -32,6 +32,7 @@ from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.run_steps import RunSteps
+from megatrain_jax._src.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
@@ -332,19 +333,17 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The user's kind of model, with the parameters as NumPy arrays.
-
-        They share memory with the store, like `params`.
-        """
+        """The user's kind of model, with NumPy arrays that share memory with the store."""
         return self._state.model()
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The model's state other than parameters, such as running statistics, by path.
-
-        Host arrays that share memory with the store, like `params`; random keys are on the device.
-        """
+        """The model's state beside its parameters, by path: host arrays, and keys on the device."""
         return self._state.variables()
+
+    def compute_copy(self) -> ComputeCopy:
+        """The parameters, to be read onto the devices part by part, as steps compute with them."""
+        return self._state.compute_copy()
 
     def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
         """Writes a checkpoint in Orbax format: parameters under the model's own paths.

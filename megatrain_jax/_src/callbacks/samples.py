@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain_jax import Trainer
+from megatrain_jax import Trainer, models
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.callbacks.next_tokens import (
     Logits,
@@ -15,9 +15,9 @@ from megatrain_jax._src.callbacks.next_tokens import (
 )
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.prompts import check_prompts, prompt_ids, shown_prompt
 
 _EVALUATED = "eval_"
-_PROMPTS = "a sequence of prompts: texts, messages or token ids"
 
 
 class Samples(Callback):
@@ -26,10 +26,12 @@ class Samples(Callback):
     The record gets them as ``"samples"``, a list of dicts with "prompt", "temperature" and "text",
     so they are in the history, and later callbacks that log write them too.
 
-    Nothing is cached between tokens, so each token costs a forward pass over whole rows, in which
-    the model is streamed through the device once. All prompts, at all temperatures, share this
-    pass. Rows have the length of the longest prompt plus `num_tokens`, and are compiled once. Draws
-    are the same at each evaluation, so differences come from the model.
+    A `models.Decoder` writes with `models.generate`. For any model with `logits`, nothing is cached
+    between tokens, so each token costs a forward pass over whole rows, in which the model is
+    streamed through the device once. All prompts, at all temperatures, share this pass. Rows have
+    the length of the longest prompt plus `num_tokens`, and are compiled once; so it is for a
+    decoder that several processes train. Draws are the same at each evaluation, so differences come
+    from the model.
 
     Examples:
         >>> Samples([[1, 2, 3]], logits=lambda model, batch: model(batch["tokens"])).num_rows
@@ -73,18 +75,14 @@ class Samples(Callback):
             ValueError: If there is no prompt or one has no token, texts lack a tokenizer, or a
                 number is out of range.
         """
-        allowed = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
-        if tokenizer is not None and not all(hasattr(tokenizer, x) for x in ("encode", "decode")):
-            raise TypeError(checks.refused("tokenizer", allowed, tokenizer))
+        check_prompts(prompts, tokenizer)
         if logits is not None and not callable(logits):
             raise TypeError(checks.refused("logits", "a function (model, batch)", logits))
-        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-            raise TypeError(checks.refused("prompts", _PROMPTS, prompts))
         if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
             raise TypeError(checks.refused("temperatures", "a sequence of numbers", temperatures))
         self._tokenizer = tokenizer
         rates = [checks.number("temperatures", x, least=0) for x in temperatures]
-        ids = [(_shown(p, tokenizer), _ids(p, tokenizer)) for p in prompts]
+        ids = [(shown_prompt(p, tokenizer), prompt_ids(p, tokenizer)) for p in prompts]
         self._rows = [(text, row, rate) for text, row in ids for rate in rates]
         if not self._rows:
             empty = "temperatures" if prompts else "prompts"
@@ -94,6 +92,7 @@ class Samples(Callback):
         self._every = None if every is None else checks.integer("every", every)
         self._show = checks.boolean("show", show)
         self._stop = _stop(stop, tokenizer)
+        self._for_decoders = logits is None
         self._loss_fn = next_tokens_loss(logits or decoder_logits, self.num_rows)
 
     @property
@@ -127,6 +126,10 @@ class Samples(Callback):
             TypeError: If the model is not a `models.Decoder` and `logits` is None.
             ValueError: If `logits` returns an array with a wrong shape.
         """
+        if self._for_decoders and trainer.processes.count == 1:
+            copy = trainer.compute_copy()
+            if isinstance(copy.model, models.Decoder):
+                return self._generated(trainer)
         lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
         tokens = np.zeros((self.num_rows, lengths.max() + self._num_tokens), np.int32)
         for row, (_, ids, _) in zip(tokens, self._rows, strict=True):
@@ -159,51 +162,29 @@ class Samples(Callback):
             )
         ]
 
+    def _generated(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """The continuations by a decoder, which keeps its caches from token to token."""
+        texts: dict[int, str] = {}
+        with models.Generator(trainer, tokenizer=self._tokenizer) as generator:
+            for rate in dict.fromkeys(rate for *_, rate in self._rows):
+                numbers = [i for i, (*_, own) in enumerate(self._rows) if own == rate]
+                found = generator.generate(
+                    [self._rows[i][1] for i in numbers],
+                    max_tokens=self._num_tokens,
+                    temperature=rate,
+                    stop=self._stop,
+                    seed=self._seed,
+                )
+                texts |= {i: one.text for i, one in zip(numbers, found, strict=True)}
+        return [
+            {"prompt": text, "temperature": rate, "text": texts[i]}
+            for i, (text, _, rate) in enumerate(self._rows)
+        ]
+
     def _decoded(self, ids: np.ndarray) -> str:
         if self._tokenizer is None:
             return " ".join(map(str, ids))
         return self._tokenizer.decode(ids.tolist())
-
-
-def _is_messages(prompt: Any) -> bool:
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
-    return is_list and all(isinstance(message, Mapping) for message in prompt)
-
-
-def _ids(prompt: Any, tokenizer: Any) -> list[int]:
-    """The token ids of a prompt."""
-    if isinstance(prompt, str) or _is_messages(prompt):
-        if tokenizer is None:
-            hint = "to continue texts, pass `tokenizer`"
-            raise ValueError(checks.refused("prompts", "token ids", prompt, hint))
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _asked(prompt, tokenizer)
-    else:
-        ids = prompt
-    rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
-    if rows is None:
-        raise TypeError(checks.refused("prompts", _PROMPTS, prompt))
-    if not rows:
-        raise ValueError(checks.refused("prompts", "of one token at least each", prompt))
-    return rows
-
-
-def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids of messages, up to where the answer begins."""
-    if not hasattr(tokenizer, "apply_chat_template"):
-        hint = "only tokenizers of Transformers have a chat template: pass a text"
-        raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))
-    options = {"add_generation_prompt": True, "return_dict": True}
-    return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
-
-
-def _shown(prompt: Any, tokenizer: Any) -> str:
-    """A prompt as shown in its sample."""
-    if isinstance(prompt, str):
-        return prompt
-    if _is_messages(prompt):
-        return str(prompt[-1].get("content", ""))
-    ids = _ids(prompt, tokenizer)
-    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
 
 def _stop(stop: Any, tokenizer: Any) -> list[int]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.common import attention_kernel, checks
 from megatrain_jax._src.common.capability import compute_capability
 from megatrain_jax._src.models.arrays import check_array
+from megatrain_jax._src.models.past import Past
 
 # Bytes of fp32 scores allowed for one piece of the queries.
 _PIECE_BYTES = 2**28
@@ -38,7 +39,7 @@ def attention(
     k: Keys,
     v: Keys,
     *,
-    segments: Segments | None = None,
+    segments: Segments | Past | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -52,6 +53,7 @@ def attention(
         k: Keys, (rows, length, kv_heads, head_dim); kv_heads divides heads.
         v: Values, as `k`.
         segments: The document of each token, integers (rows, length): tokens attend only within it.
+            While text is generated, a `Past` that computes attention with its cache.
         window: Number of tokens each token attends to, itself included; None for all.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
@@ -66,6 +68,9 @@ def attention(
         TypeError: If an argument has a wrong type.
         ValueError: If shapes don't match, or a number is out of bounds.
     """
+    if isinstance(segments, Past):
+        options = {"softcap": softcap, "scale": scale, "sinks": sinks}
+        return segments.attend(q, k, v, window=window, **options)
     _check(q, k, v, segments)
     if sinks is not None:
         check_array("sinks", sinks, "(heads,)", num_axes=1)

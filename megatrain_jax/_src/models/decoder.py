@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
                 if each row is one document.
         """
         hidden, _ = self.hidden(tokens, positions, segments)
-        return self._logits(hidden)
+        return self.logits_of(hidden)
 
     def logits_at(
         self, tokens: Integers, places: Integer[Array | np.ndarray, " rows"]
@@ -105,11 +105,12 @@ class Decoder(nnx.Module):
             raise ValueError(f"`places` has shape {places.shape}, not {tokens.shape[:1]} of rows")
         hidden, _ = self.hidden(tokens)
         at = jnp.asarray(places)[:, None, None]
-        return self._logits(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
+        return self.logits_of(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
 
-    def _logits(
+    def logits_of(
         self, hidden: Float[Array, "rows length width"]
     ) -> Float[Array, "rows length vocab_size"]:
+        """Returns the logits for hidden states from `hidden`."""
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -140,11 +141,7 @@ class Decoder(nnx.Module):
         segments = None if segments is None else jnp.asarray(segments)
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
-        x = self.embed_tokens(tokens)
-        scale = self.config.scale_embedding
-        if scale:
-            scale = self.config.hidden_size**0.5 if scale is True else scale
-            x = x * jnp.asarray(scale, x.dtype)
+        x = self.embed(tokens)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
@@ -155,14 +152,28 @@ class Decoder(nnx.Module):
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
+        x = self.finish(x)
+        # Computed once after the norm, so that all layers stay alike.
+        balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
+        return x, balance
+
+    def embed(self, tokens: Integers) -> Float[Array, "rows length width"]:
+        """Returns the hidden states that the first layer reads."""
+        x = self.embed_tokens(tokens)
+        scale = self.config.scale_embedding
+        if scale:
+            scale = self.config.hidden_size**0.5 if scale is True else scale
+            x = x * jnp.asarray(scale, x.dtype)
+        return x
+
+    def finish(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length width"]:
+        """Returns the hidden states that the head reads, from the last layer's; see `hidden`."""
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
         if self.config.head_bias:
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
-        # Computed once after the norm, so that all layers stay alike.
-        balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
-        return x, balance
+        return x
 
     def check_batch(self, batch: Any) -> None:
         """Checks token ids before a batch is sent to the device; needs no parameters.

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from megatrain_jax._src.models.past import Past
+
 # Tokens per chunk, and the size up to which a triangular matrix is inverted without halving.
 _CHUNK = 64
 _BLOCK = 16
@@ -77,15 +79,13 @@ class _Prepared(NamedTuple):
     kept: Array
 
 
-# Jitted so that a model's layers are traced once; later layers find the first one's trace.
-@functools.partial(jax.jit, static_argnames="span_bytes")
 def gated_delta_rule(
     q: Keys,
     k: Keys,
     v: Values,
     log_decay: Numbers,
     rate: Numbers | None,
-    segments: Segments | None = None,
+    segments: Segments | Past | None = None,
     *,
     span_bytes: int = _SPAN_BYTES,
 ) -> Values:
@@ -102,12 +102,30 @@ def gated_delta_rule(
         rate: From 0 to 1. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
             queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
         segments: The document of each token; each document starts with an empty state. None if each
-            row is one document.
+            row is one document. While text is generated, a `Past` with the state so far.
         span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
 
     Returns:
         An array with the shape and dtype of `v`.
     """
+    if isinstance(segments, Past):
+        return segments.delta_rule(q, k, v, log_decay, rate)
+    return delta_rule_and_state(q, k, v, log_decay, rate, segments, span_bytes=span_bytes)[0]
+
+
+# Jitted so that a model's layers are traced once; later layers find the first one's trace.
+@functools.partial(jax.jit, static_argnames="span_bytes")
+def delta_rule_and_state(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    log_decay: Numbers,
+    rate: Numbers | None,
+    segments: Segments | None = None,
+    *,
+    span_bytes: int = _SPAN_BYTES,
+) -> tuple[Values, State]:
+    """Returns the result of `gated_delta_rule`, and the state after the last token."""
     rows, length, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     group = heads // key_heads
@@ -140,10 +158,10 @@ def gated_delta_rule(
         before=jnp.moveaxis(before.reshape(rows, -1, span), 0, 2),
     )
     state = jnp.zeros((rows, key_heads, group, key_dim, value_dim), jnp.float32)
-    _, out = jax.lax.scan(jax.checkpoint(_one_span), state, items)
+    state, out = jax.lax.scan(jax.checkpoint(_one_span), state, items)
     # (spans, chunks, rows, key_heads, group, tokens, value_dim); the first two are in token order.
     out = jnp.moveaxis(jnp.moveaxis(out, 5, 2), 3, 0).reshape(rows, total, heads, value_dim)
-    return out[:, :length]
+    return out[:, :length], state
 
 
 def _runs(segments: Segments | None, rows: int, length: int) -> Int[Array, "rows length"]:
@@ -172,6 +190,27 @@ def _one_span(state: State, raw: _Chunk) -> tuple[State, Array]:
         return state + jnp.swapaxes(chunk.written, -1, -2) @ values, out.astype(dtype)
 
     return jax.lax.scan(step, state, prepared)
+
+
+def one_token(
+    state: State,
+    q: Float[Array, "rows key_heads key_dim"],
+    k: Float[Array, "rows key_heads key_dim"],
+    v: Float[Array, "rows heads value_dim"],
+    log_decay: Float[Array, "rows heads"],
+    rate: Float[Array, "rows heads"],
+) -> tuple[Float[Array, "rows heads value_dim"], State]:
+    """Returns the result of `gated_delta_rule` for one token, and the state after it."""
+    rows, key_heads, group, _, value_dim = state.shape
+    q, k = (_unit(x.astype(jnp.float32))[:, :, None, None] for x in (q, k))
+    by_head = (rows, key_heads, group)
+    decay = jnp.exp(log_decay).reshape(by_head)[..., None, None]
+    rate = rate.astype(jnp.float32).reshape(by_head)[..., None, None]
+    state = state * decay
+    values = rate * (v.astype(jnp.float32).reshape(*by_head, 1, value_dim) - k @ state)
+    state = state + jnp.swapaxes(k, -1, -2) * values
+    out = (q / math.sqrt(q.shape[-1])) @ state
+    return out.reshape(v.shape).astype(v.dtype), state
 
 
 def _unit(x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
@@ -279,18 +318,21 @@ _inverse.defvjp(_inverse_forward, _inverse_backward)
 def short_convolution(
     x: Float[Array, "rows length channels"],
     weight: Float[Array, "channels 1 taps"],
-    segments: Segments | None = None,
+    segments: Segments | Past | None = None,
 ) -> Float[Array, "rows length channels"]:
     """Sums each channel's last tokens with weights of the channel, within documents.
 
     Args:
         x: The channels of each token.
         weight: Weights as in PyTorch's `Conv1d`: the last one belongs to the token itself.
-        segments: The document of each token; None if each row is one document.
+        segments: The document of each token; None if each row is one document. While text is
+            generated, a `Past` with the tokens before.
 
     Returns:
         An array with the dtype of `x`; sums are in fp32.
     """
+    if isinstance(segments, Past):
+        return segments.convolve(x, weight)
     taps = weight.shape[-1]
     run = None if segments is None else _runs(segments, *x.shape[:2])
     total = jnp.zeros(x.shape, jnp.float32)

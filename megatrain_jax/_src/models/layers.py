@@ -17,6 +17,7 @@ from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.expert_blocks import Matrix, Weights, gated, mix
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route, tally
+from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use layers
@@ -273,7 +274,8 @@ class MixtureOfExperts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = self.route(tokens)
         mixed = mix(tokens, chosen, shares, self.weights(), self.expert)
-        counted = None if segments is None else segments.reshape(-1) != 0
+        packed = segments is not None and not isinstance(segments, Past)
+        counted = segments.reshape(-1) != 0 if packed else None
         if self.biased:
             _, chosen = jax.lax.top_k(probabilities, self.settings.per_token)
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)

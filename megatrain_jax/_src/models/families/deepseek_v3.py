@@ -19,6 +19,7 @@ from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Linear, RMSNorm
 from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:
@@ -80,20 +81,37 @@ class LatentAttention(nnx.Module):
         q = q.reshape(rows, length, -1, sizes.plain_dim + sizes.rotated_dim)
         q, q_rotated = jnp.split(q, [sizes.plain_dim], axis=-1)
         latent, k_rotated = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.latent_rank], axis=-1)
-        both = self.kv_b_proj(self.kv_a_layernorm(latent))
-        both = both.reshape(rows, length, q.shape[2], sizes.plain_dim + sizes.value_dim)
-        k, v = jnp.split(both, [sizes.plain_dim], axis=-1)
+        latent = self.kv_a_layernorm(latent)
         q_rotated, k_rotated = (
             rotate(y, rotation.cos_sin, interleaved=self.interleaved)
             for y in (q_rotated, k_rotated[:, :, None])
         )
+        if isinstance(segments, Past):
+            mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated)
+        else:
+            mixed = self.attend(q, q_rotated, latent, k_rotated, segments)
+        return self.o_proj(mixed.reshape(rows, length, -1))
+
+    def attend(
+        self,
+        q: Float[Array, "rows length heads plain_dim"],
+        q_rotated: Float[Array, "rows length heads rotated_dim"],
+        latent: Float[Array, "rows length latent_rank"],
+        k_rotated: Float[Array, "rows length 1 rotated_dim"],
+        segments: Integer[Array, "rows length"] | None,
+    ) -> Float[Array, "rows length heads value_dim"]:
+        """Returns for each query the mean of the values that its head computes from latents."""
+        sizes = self.sizes
+        both = self.kv_b_proj(latent)
+        both = both.reshape(*q.shape[:3], sizes.plain_dim + sizes.value_dim)
+        k, v = jnp.split(both, [sizes.plain_dim], axis=-1)
         # All heads share one rotated part of the keys.
         k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
         q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
         # `attention` requires values as wide as keys; the padding's results are zeros, and cut off.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
         mixed = attention(q, k, v, segments=segments, scale=self.scale)
-        return self.o_proj(mixed[..., : sizes.value_dim].reshape(rows, length, -1))
+        return mixed[..., : sizes.value_dim]
 
     def _queries(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length queries"]:
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

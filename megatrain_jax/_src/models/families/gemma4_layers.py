@@ -202,6 +202,9 @@ class Gemma4Layer(Layer):
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         shared = layer >= options.first_shared
+        alike = [i for i in options.lenders if (config.window(i) is not None) == self.local]
+        # The layer with the keys and values that this one attends to; None for its own.
+        self.borrows = alike[0] if shared else None
         self.mlp = MLP(config, make, options.shared_intermediate_size if shared else None)
         self.post_feedforward_layernorm = norm()
         self.has_inputs = options.inputs_dim > 0

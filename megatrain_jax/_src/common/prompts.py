@@ -1,0 +1,75 @@
+"""Prompts of users, as texts, messages or token ids, and the tokenizer that encodes them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.common import checks
+
+_PROMPTS = "a sequence of prompts: texts, messages or token ids"
+_TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
+
+
+def check_prompts(prompts: Any, tokenizer: Any) -> None:
+    """Checks that prompts are a sequence, and that a tokenizer can encode and decode.
+
+    Raises:
+        TypeError: If one of them has a wrong type.
+    """
+    if tokenizer is not None and not all(hasattr(tokenizer, x) for x in ("encode", "decode")):
+        raise TypeError(checks.refused("tokenizer", _TOKENIZER, tokenizer))
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        raise TypeError(checks.refused("prompts", _PROMPTS, prompts))
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a prompt.
+
+    Args:
+        prompt: A text, a list of messages, rendered as a question in the tokenizer's chat template,
+            or ids.
+        tokenizer: The tokenizer; None if prompts are ids.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If it is empty, an id is negative, or the tokenizer can't encode it.
+    """
+    if isinstance(prompt, str) or is_messages(prompt):
+        if tokenizer is None:
+            hint = "to continue texts, pass `tokenizer`"
+            raise ValueError(checks.refused("prompts", "token ids", prompt, hint))
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _asked(prompt, tokenizer)
+    else:
+        ids = prompt
+    rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
+    if rows is None:
+        raise TypeError(checks.refused("prompts", _PROMPTS, prompt))
+    if not rows:
+        raise ValueError(checks.refused("prompts", "of one token at least each", prompt))
+    return rows
+
+
+def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """The ids of messages, up to where the answer begins."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        hint = "only tokenizers of Transformers have a chat template: pass a text"
+        raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))
+    options = {"add_generation_prompt": True, "return_dict": True}
+    return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
+
+
+def shown_prompt(prompt: Any, tokenizer: Any) -> str:
+    """Returns a prompt as a reader should see it: its text, or its last message."""
+    if isinstance(prompt, str):
+        return prompt
+    if is_messages(prompt):
+        return str(prompt[-1].get("content", ""))
+    ids = prompt_ids(prompt, tokenizer)
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)

@@ -1,0 +1,1 @@
+"""Generation of text: a decode with caches, on the layers of any `Decoder`."""

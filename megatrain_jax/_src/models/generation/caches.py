@@ -1,0 +1,276 @@
+"""The caches of generation, for each way in which layers mix tokens.
+
+A cache has one row per text. Two forms of `Past` stand in the place of `segments`:
+
+- `Beginning` reads prompts, padded at their ends, and returns the caches of these rows;
+- `Continuing` reads one token per row, and returns the caches with this token added.
+
+    layers                  cache of a row
+    attention               keys and values (kv_heads, size, head_dim)
+    attention, window W     the same with at most W places, as a ring: position p is in place p % W
+    latent attention        latents and rotated keys (size, latent_rank + rotated_dim)
+    linear attention        the state, and the last inputs of the convolution
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from megatrain_jax._src.models.causal_attention import attention
+from megatrain_jax._src.models.delta_rule import delta_rule_and_state, one_token, short_convolution
+from megatrain_jax._src.models.low_rank import is_adapted
+from megatrain_jax._src.models.past import Past
+
+
+class KeysAndValues(NamedTuple):
+    """The cache of attention; places before the heads' width, so that a row's are contiguous.
+
+    Attributes:
+        keys: Rotated keys (rows, kv_heads, size, head_dim).
+        values: Values (rows, kv_heads, size, head_dim).
+    """
+
+    keys: Array
+    values: Array
+
+
+class Latents(NamedTuple):
+    """The cache of latent attention.
+
+    Attributes:
+        latents: Normalised latents and rotated keys (rows, size, latent_rank + rotated_dim).
+    """
+
+    latents: Array
+
+
+class Recurrence(NamedTuple):
+    """The cache of linear attention.
+
+    Attributes:
+        state: The state (rows, key_heads, group, key_dim, value_dim), in fp32.
+        inputs: The last inputs of the convolution (rows, taps - 1, channels).
+    """
+
+    state: Array | None = None
+    inputs: Array | None = None
+
+
+class Beginning(Past):
+    """Prompts, each from its first token.
+
+    Attributes:
+        kept: The layer's cache after its call; None if it has none of its own.
+    """
+
+    def __init__(self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool):
+        """Starts without a cache.
+
+        Args:
+            kind: The name of the layer's class.
+            lengths: Number of tokens of each row; later ones are padding.
+            borrows: Whether the layer uses another layer's keys and values.
+        """
+        self.kind, self.kept = kind, None
+        self._lengths, self._borrows = lengths, borrows
+
+    def attend(self, q: Array, k: Array, v: Array, *, window: int | None, **options: Any) -> Array:
+        """See `Past`. Padding needs no mask: it comes after all tokens."""
+        if not self._borrows:
+            size = k.shape[1] if window is None else min(window, k.shape[1])
+            self.kept = KeysAndValues(*(jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v)))
+        return attention(q, k, v, window=window, **options)
+
+    def attend_latent(
+        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+    ) -> Array:
+        """See `Past`."""
+        self.kept = Latents(jnp.concatenate([latent, k_rotated[:, :, 0]], axis=-1))
+        return attention.attend(q, q_rotated, latent, k_rotated, None)
+
+    def convolve(self, x: Array, weight: Array) -> Array:
+        """See `Past`."""
+        taps = weight.shape[-1]
+        padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+        at = self._lengths[:, None] + jnp.arange(taps - 1)
+        inputs = jnp.take_along_axis(padded, at[..., None], axis=1)
+        self.kept = (self.kept or Recurrence())._replace(inputs=inputs)
+        return short_convolution(x, weight)
+
+    def delta_rule(self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> Array:
+        """See `Past`. Padding writes nothing and keeps the state."""
+        inside = (jnp.arange(q.shape[1]) < self._lengths[:, None])[..., None]
+        log_decay, rate = (jnp.where(inside, x, 0) for x in (log_decay, rate))
+        out, state = delta_rule_and_state(q, k, v, log_decay, rate)
+        self.kept = (self.kept or Recurrence())._replace(state=state)
+        return out
+
+    def _last(self, x: Array, size: int) -> Array:
+        """Returns the last `size` tokens of each row (rows, size, ...) in the places of a ring."""
+        if size == x.shape[1]:
+            return x
+        ends = self._lengths[:, None] - 1
+        at = jnp.maximum(ends - (ends - jnp.arange(size)) % size, 0)
+        return jnp.take_along_axis(x, at[..., None, None], axis=1)
+
+
+class Continuing(Past):
+    """Texts that get one more token each.
+
+    Attributes:
+        kept: The layer's cache after its call; None if it has none of its own.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        cache: Any,
+        positions: Int[Array, " rows"],
+        active: Bool[Array, " rows"],
+        *,
+        borrows: bool,
+    ):
+        """Starts with a cache.
+
+        Args:
+            kind: The name of the layer's class.
+            cache: The cache of this layer, or of the layer whose keys and values it uses.
+            positions: Position of each row's token.
+            active: Whether the row is continued; the caches of the remaining rows stay unchanged.
+            borrows: Whether the layer uses another layer's keys and values.
+        """
+        self.kind, self.kept = kind, None
+        self._cache, self._positions, self._active = cache, positions, active
+        self._borrows = borrows
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
+        sinks: Array | None,
+    ) -> Array:
+        """See `Past`."""
+        keys, values = self._cache
+        if not self._borrows:
+            keys, values = (self._written(x, new[:, 0]) for x, new in ((keys, k), (values, v)))
+            self.kept = KeysAndValues(keys, values)
+        rows, kv_heads, size, head_dim = keys.shape
+        grouped = q.reshape(rows, kv_heads, -1, head_dim)
+        scores = jnp.einsum("bkgh,bkjh->bkgj", grouped, keys, preferred_element_type=jnp.float32)
+        scores = scores * (head_dim**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        if sinks is not None:
+            sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1)
+        weights = _softmax(scores, self._seen(size, window)[:, None, None], sinks)
+        mixed = jnp.einsum("bkgj,bkjh->bkgh", weights.astype(values.dtype), values)
+        return mixed.reshape(q.shape)
+
+    def attend_latent(
+        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+    ) -> Array:
+        """See `Past`. Queries are mapped to latents, in place of all latents to keys and values."""
+        sizes, heads = attention.sizes, q.shape[2]
+        new = jnp.concatenate([latent[:, 0], k_rotated[:, 0, 0]], axis=-1)
+        latents = self._written(self._cache.latents, new)
+        self.kept = Latents(latents)
+        matrix = _matrix_of(attention.kv_b_proj).reshape(heads, -1, sizes.latent_rank)
+        to_keys, to_values = jnp.split(matrix, [sizes.plain_dim], axis=1)
+        q = jnp.einsum("bhp,hpr->bhr", q[:, 0], to_keys)
+        q = jnp.concatenate([q, q_rotated[:, 0]], axis=-1)
+        scores = jnp.einsum("bhr,bjr->bhj", q, latents, preferred_element_type=jnp.float32)
+        width = sizes.plain_dim + sizes.rotated_dim
+        scores = scores * (width**-0.5 if attention.scale is None else attention.scale)
+        seen = self._seen(latents.shape[1], None)[:, None]
+        weights = _softmax(scores, seen, None).astype(latents.dtype)
+        mixed = jnp.einsum("bhj,bjr->bhr", weights, latents[..., : sizes.latent_rank])
+        return jnp.einsum("bhr,hvr->bhv", mixed, to_values)[:, None]
+
+    def convolve(self, x: Array, weight: Array) -> Array:
+        """See `Past`."""
+        inputs = jnp.concatenate([self._cache.inputs, x], axis=1)
+        kept = jnp.where(self._active[:, None, None], inputs[:, 1:], self._cache.inputs)
+        self.kept = (self.kept or self._cache)._replace(inputs=kept)
+        factors = weight[:, 0].T.astype(jnp.float32)
+        return jnp.sum(inputs.astype(jnp.float32) * factors, axis=1, keepdims=True).astype(x.dtype)
+
+    def delta_rule(self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> Array:
+        """See `Past`."""
+        old = self._cache.state
+        out, state = one_token(old, *(x[:, 0] for x in (q, k, v, log_decay, rate)))
+        state = jnp.where(self._active[:, None, None, None, None], state, old)
+        self.kept = (self.kept or self._cache)._replace(state=state)
+        return out[:, None]
+
+    def _written(self, cache: Array, new: Array) -> Array:
+        """Returns a cache (rows, ..., size, width) with a token of each row (rows, ..., width)."""
+        rows, size = cache.shape[0], cache.shape[-2]
+        # A place past the end drops the token.
+        at = jnp.where(self._active, self._positions % size, size)
+        index = (jnp.arange(rows), *(slice(None),) * (cache.ndim - 3), at)
+        return cache.at[index].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+
+    def _seen(self, size: int, window: int | None) -> Bool[Array, "rows size"]:
+        """Returns the places of a ring that hold tokens which the new token attends to."""
+        back = (self._positions[:, None] - jnp.arange(size)) % size
+        seen = back <= self._positions[:, None]
+        return seen if window is None else seen & (back < window)
+
+
+def _softmax(scores: Array, seen: Array, sinks: Array | None) -> Float[Array, "*rows size"]:
+    """Returns the softmax over the places that are seen; a sink takes a part of it."""
+    scores = jnp.where(seen, scores, -1e30)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks[..., None])
+    weights = jnp.exp(scores - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[..., None] - highest)
+    return weights / total
+
+
+def _matrix_of(linear: Any) -> Float[Array, "out in"]:
+    """Returns the matrix by which a linear layer multiplies, its adapters included."""
+    weight = linear.weight[...]
+    if not is_adapted(linear):
+        return weight
+    added = linear.lora_settings.scale * (linear.lora_B[...] @ linear.lora_A[...])
+    return (weight + added.astype(weight.dtype)).astype(weight.dtype)
+
+
+def rows_of(tree: Any, at: Int[Array, " rows"]) -> Any:
+    """Returns some rows of caches."""
+    return jax.tree.map(lambda x: x[at], tree)
+
+
+def with_rows(tree: Any, at: Int[Array, " rows"], new: Any) -> Any:
+    """Returns caches with some rows replaced by ones with at most as many places.
+
+    Args:
+        tree: The caches.
+        at: The numbers of the rows; rows past the end are dropped.
+        new: The caches of the new rows.
+    """
+
+    def one(old: Array, rows: Array) -> Array:
+        index = at, *(slice(0, n) for n in rows.shape[1:])
+        return old.at[index].set(rows.astype(old.dtype), mode="drop")
+
+    return jax.tree.map(one, tree, new)
+
+
+def grown(tree: Any, shapes: Any) -> Any:
+    """Returns caches padded with zeros to some shapes."""
+
+    def one(x: Array, shape: jax.ShapeDtypeStruct) -> Array:
+        return jnp.pad(x, [(0, n - m) for n, m in zip(shape.shape, x.shape, strict=True)])
+
+    return jax.tree.map(one, tree, shapes)

@@ -1,0 +1,210 @@
+"""The two forms of a decode: all weights on the device, or streamed through it layer by layer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from megatrain_jax._src.models.generation import programs
+from megatrain_jax._src.models.generation.programs import TextRows, Written
+from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose
+from megatrain_jax._src.models.generation.weight_source import WeightSource
+
+
+class Decoding(Protocol):
+    """A model that reads prompts and writes tokens.
+
+    Attributes:
+        steps: Maximum number of tokens of a row that one call writes.
+    """
+
+    steps: int
+
+    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
+        """Returns the caches of prompts; see `programs.read_prompts`."""
+        ...
+
+    def write(
+        self,
+        warping: Warping,
+        caches: list[Any],
+        rows: TextRows,
+        dials: Dials,
+        stops: Any,
+        steps: int,
+    ) -> tuple[list[Any], TextRows, Written]:
+        """Writes some tokens of each row; see `programs.write_tokens`."""
+        ...
+
+
+class ResidentDecoding:
+    """A decode with all weights on the device."""
+
+    steps = programs.STEPS
+
+    def __init__(self, source: WeightSource):
+        """Reads all weights onto the device, layer by layer."""
+        self._form = source.form
+        self._ends = source.weights(source.ends)
+        self._layers = []
+        for part in source.layers:
+            self._layers.append(source.weights(part))
+            # Copies wait for each other: at most one group of masters is beside the weights.
+            jax.block_until_ready(self._layers[-1])
+
+    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
+        """See `Decoding`."""
+        return programs.reading(self._form)(self._ends, self._layers, tokens, lengths)
+
+    def write(
+        self,
+        warping: Warping,
+        caches: list[Any],
+        rows: TextRows,
+        dials: Dials,
+        stops: Any,
+        steps: int,
+    ) -> tuple[list[Any], TextRows, Written]:
+        """See `Decoding`."""
+        write = programs.writing(self._form, warping)
+        return write(self._ends, self._layers, caches, rows, dials, stops, np.int32(steps))
+
+
+class StreamedDecoding:
+    """A decode through which the layers' weights pass, once for a token of all rows.
+
+    The weights outside the layers stay on the device, and at most two layers are there.
+    """
+
+    steps = 1
+
+    def __init__(self, source: WeightSource):
+        """Reads the weights outside the layers."""
+        self._form, self._source = source.form, source
+        self._ends = source.weights(source.ends)
+        self._ropes = tuple(layer.rope for layer in source.form.layers)
+        self._ahead: Any = None  # the weights of the next layer
+        # Weights that are not in pinned memory are copied there once, in the dtype of the device.
+        self._pinned = [] if source.at_rest else [self._rest(part) for part in source.layers]
+
+    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
+        """See `Decoding`."""
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        turns = _turning(self._ropes)(positions, lengths)
+        x, handed = _beginning(self._form)(self._ends, tokens)
+        caches = []
+        for i, layer in enumerate(self._form.layers):
+            weights, turn = self._weights(i, x), turns[layer.rope]
+            x, handed, kept = _reading(layer)(weights, x, turn, handed, lengths - 1)
+            del weights
+            caches.append(kept)
+        return caches
+
+    def write(
+        self,
+        warping: Warping,
+        caches: list[Any],
+        rows: TextRows,
+        dials: Dials,
+        stops: Any,
+        steps: int,
+    ) -> tuple[list[Any], TextRows, Written]:
+        """See `Decoding`; writes one token of each row."""
+        turns = _turning(self._ropes)(rows.positions[:, None], rows.positions + 1)
+        x, handed = _beginning(self._form)(self._ends, rows.tokens[:, None])
+        caches = list(caches)
+        for i, layer in enumerate(self._form.layers):
+            weights, turn = self._weights(i, x), turns[layer.rope]
+            if layer.borrows is None:
+                cache, caches[i] = caches[i], None
+                x, handed, caches[i] = _writing(layer)(cache, weights, x, turn, handed, rows)
+            else:
+                lent = caches[layer.borrows]
+                x, handed = _borrowing(layer)(lent, weights, x, turn, handed, rows)
+            del weights
+        rows, written = _choosing(self._form, warping)(rows, self._ends, x, dials, stops)
+        return caches, rows, written
+
+    def _weights(self, i: int, x: Any) -> Any:
+        """Returns the weights of a layer, and starts to copy the next one's.
+
+        Args:
+            i: Number of the layer.
+            x: The hidden states that it reads.
+        """
+        # The layer before is done, so that its memory is free for the layer after this one.
+        jax.block_until_ready(x)
+        weights = self._fetch(i) if self._ahead is None else self._ahead
+        # After the last layer comes the first one, for the next token.
+        self._ahead = None
+        self._ahead = self._fetch((i + 1) % len(self._source.layers))
+        return weights
+
+    def _fetch(self, i: int) -> Any:
+        if self._source.at_rest:
+            return self._source.weights(self._source.layers[i])
+        return jax.device_put(self._pinned[i], _memory(self._source.device, "device"))
+
+    def _rest(self, part: Any) -> Any:
+        return jax.device_put(
+            self._source.weights(part), _memory(self._source.device, "pinned_host")
+        )
+
+
+def _memory(device: Any, kind: str) -> SingleDeviceSharding:
+    return SingleDeviceSharding(device, memory_kind=kind)
+
+
+# Layers with equal forms share a program.
+
+
+@functools.lru_cache(maxsize=32)
+def _turning(ropes: tuple[Any, ...]) -> Callable[..., Any]:
+    # JAX can't sort rotary embeddings as keys of a dict, so they leave the program in order.
+    kinds = tuple(dict.fromkeys(ropes))
+
+    @jax.jit
+    def turns(positions, lengths):
+        found = programs.rotations(kinds, positions, lengths)
+        return [found[kind] for kind in kinds]
+
+    return lambda *args: dict(zip(kinds, turns(*args), strict=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _beginning(form: programs.ModelForm) -> Callable[..., Any]:
+    return jax.jit(functools.partial(programs.begin, form))
+
+
+@functools.lru_cache(maxsize=256)
+def _reading(layer: programs.LayerForm) -> Callable[..., Any]:
+    return jax.jit(functools.partial(programs.read_layer, layer))
+
+
+@functools.lru_cache(maxsize=256)
+def _writing(layer: programs.LayerForm) -> Callable[..., Any]:
+    def write(cache, weights, x, turn, handed, rows):
+        return programs.write_layer(layer, weights, x, turn, handed, cache, rows)
+
+    return jax.jit(write, donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _borrowing(layer: programs.LayerForm) -> Callable[..., Any]:
+    def write(lent, weights, x, turn, handed, rows):
+        return programs.write_layer(layer, weights, x, turn, handed, lent, rows)[:2]
+
+    return jax.jit(write)
+
+
+@functools.lru_cache(maxsize=32)
+def _choosing(form: programs.ModelForm, warping: Warping) -> Callable[..., Any]:
+    def one(rows, ends, x, dials, stops):
+        logits = programs.finish(form, ends, x)
+        chosen = choose(logits, dials, (rows.prompts, rows.samples, rows.written), warping)
+        return programs.advanced(rows, chosen, stops), Written(*(y[None] for y in chosen))
+
+    return jax.jit(one)

@@ -1,0 +1,313 @@
+"""`generate`: continues prompts with a decoder; `Generator` keeps its weights on the device."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
+from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
+from megatrain_jax._src.models.generation.device_room import DeviceRoom
+from megatrain_jax._src.models.generation.sampling import Dials, Warping
+from megatrain_jax._src.models.generation.weight_source import open_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A text that continues a prompt.
+
+    Attributes:
+        prompt: Number of the prompt, from 0.
+        sample: Number of the sample of this prompt, from 0.
+        text: The text without the token or the text that ended it; ids as numbers if there is no
+            tokenizer.
+        prompt_ids: Ids of the prompt's tokens, int32.
+        ids: Ids of the tokens written, int32; the token that ended the text is the last one.
+        log_probs: Log-probability of each of them by the model, at temperature 1 and among all
+            tokens, fp32.
+        drawn_log_probs: Log-probability of each of them in the distribution that it was drawn from,
+            after temperature, `top_k` and `top_p`, fp32. These are the "processed" ones of vLLM.
+            With `top_k` and `top_p` off they equal the ones that TRL computes in training, by
+            logits divided by the temperature. At temperature 0 they are `log_probs`.
+        finish: "stop" if a stop token or text ended it, "length" if `max_tokens` did.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    log_probs: np.ndarray
+    drawn_log_probs: np.ndarray
+    finish: Literal["stop", "length"]
+
+
+class Generator:
+    """A decoder on the device that continues prompts, until it is closed.
+
+    `generate` makes one for a single call. In a `with` statement it is closed at the end.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        tokenizer: Any = None,
+        dtype: Any = None,
+        device_budget: int | str | None = None,
+    ):
+        """Opens a model; its weights are read by the first call.
+
+        Args:
+            source: See `generate`.
+            tokenizer: See `generate`.
+            dtype: See `generate`.
+            device_budget: See `generate`.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: See `generate`.
+        """
+        check_prompts([], tokenizer)
+        self._source = open_source(source, dtype)
+        self._room = DeviceRoom(self._source, device_budget)
+        self._tokenizer = tokenizer
+        self._decoding: ResidentDecoding | StreamedDecoding | None = None
+
+    def __enter__(self) -> "Generator":
+        """Returns the generator."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes the generator."""
+        self.close()
+
+    def close(self) -> None:
+        """Frees the device's memory; another call reads the weights again."""
+        self._decoding = None
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        stop: Collection[int | str] | None = None,
+        seed: int = 0,
+        num_samples: int = 1,
+        max_batch: int = 256,
+    ) -> list[Completion]:
+        """Continues prompts; see the function `generate` for arguments and errors."""
+        check_prompts(prompts, self._tokenizer)
+        max_tokens = checks.integer("max_tokens", max_tokens)
+        num_samples = checks.integer("num_samples", num_samples)
+        max_batch = checks.integer("max_batch", max_batch)
+        warping, dials = _sampling(temperature, top_p, top_k, seed)
+        config = self._source.config
+        stops, ends = _stops(stop, self._tokenizer, config)
+        rows = [prompt_ids(prompt, self._tokenizer) for prompt in prompts]
+        for ids in rows:
+            if max(ids) >= config.vocab_size:
+                known = f"below the vocabulary's size, {config.vocab_size}"
+                raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
+        if not rows:
+            return []
+        texts = [
+            OpenText(prompt=i, sample=sample, ids=list(ids), start=len(ids))
+            for i, ids in enumerate(rows)
+            for sample in range(num_samples)
+        ]
+        size = bucket(max(map(len, rows)) + max_tokens)
+        resident, num_rows = self._room.choose(size, min(len(texts), max_batch))
+        task = WritingTask(
+            max_tokens=max_tokens,
+            warping=warping,
+            dials=dials,
+            stops=stops,
+            check=_Ends(self._tokenizer, ends),
+            num_rows=num_rows,
+            size=size,
+        )
+        source = self._source
+        kind = ResidentDecoding if resident else StreamedDecoding
+        if not isinstance(self._decoding, kind):
+            self._decoding = None  # first, so that its memory is free
+            self._decoding = kind(source)
+        Batch(source.form, self._decoding, task, self._room.shapes).write(texts)
+        return [self._completion(text, ends) for text in texts]
+
+    def _completion(self, text: OpenText, ends: Sequence[str]) -> Completion:
+        assert text.finish is not None
+        ids = text.ids[text.start :]
+        is_stopped = text.finish == "stop" and not text.is_cut
+        shown = ids[:-1] if is_stopped else ids
+        if self._tokenizer is None:
+            words = " ".join(map(str, shown))
+        else:
+            words = self._tokenizer.decode(shown)
+        for end in ends if text.is_cut else ():
+            words = words.split(end)[0]
+        return Completion(
+            prompt=text.prompt,
+            sample=text.sample,
+            text=words,
+            prompt_ids=np.array(text.ids[: text.start], np.int32),
+            ids=np.array(ids, np.int32),
+            log_probs=np.array(text.log_probs, np.float32),
+            drawn_log_probs=np.array(text.drawn_log_probs, np.float32),
+            finish=text.finish,
+        )
+
+
+def generate(
+    source: Any,
+    prompts: Sequence[Any],
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    stop: Collection[int | str] | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    device_budget: int | str | None = None,
+    max_batch: int = 256,
+) -> list[Completion]:
+    """Continues prompts with a decoder, with caches of what its layers have read.
+
+    If weights and caches fit on the device, the weights are copied there once; otherwise they are
+    streamed through it layer by layer, once for a token of all texts. A text that ends makes room
+    for the next prompt. A text doesn't depend on the ones beside it, but for rounding.
+
+    Args:
+        source: A `Trainer`, or the result of `fit` or `train`: its current parameters, in the dtype
+            that it computes in. Or a `models.Pretrained`, a `models.Decoder`, or a pair of a
+            decoder, or a function that builds one, and its parameters, as for `fit`.
+        prompts: Each a text, a list of messages (dicts with "role" and "content"), rendered as a
+            question in the tokenizer's own chat template, or token ids.
+        max_tokens: Maximum number of tokens to write for each.
+        temperature: Divisor of the logits before a token is drawn; 0 takes the most likely one.
+        top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
+        top_k: Tokens are drawn from this number of the most likely ones, before `top_p`; None or 0
+            for all.
+        stop: Ids of tokens, and texts, that end a completion; None for the tokenizer's end-of-text
+            token and the ones that the checkpoint names.
+        seed: Seed of the draws. A draw depends on it, the number of the prompt, the number of the
+            sample and the number of the token alone.
+        num_samples: Number of completions of each prompt.
+        tokenizer: A Transformers tokenizer, or any object with `encode(text)` and `decode(ids)`;
+            None if prompts are ids.
+        dtype: The dtype to compute in; None for the run's or the parameters' own.
+        device_budget: Maximum bytes of device memory, as a number or as text such as "22 GiB"; None
+            for nine tenths of the memory that is free.
+        max_batch: Maximum number of texts that are written at a time.
+
+    Returns:
+        A `Completion` of each sample: all samples of the first prompt, then of the second, and so
+        on.
+
+    Raises:
+        TypeError: If an argument has a wrong type, or the model is not a `models.Decoder`.
+        ValueError: If a number is out of range, an id is not in the vocabulary, texts lack a
+            tokenizer, or generation has no cache for a kind of layers.
+        MemoryError: If not even one text fits on the device.
+    """
+    given = {"tokenizer": tokenizer, "dtype": dtype, "device_budget": device_budget}
+    with Generator(source, **given) as generator:
+        return generator.generate(
+            prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
+            num_samples=num_samples,
+            max_batch=max_batch,
+        )
+
+
+def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> tuple[Warping, Dials]:
+    temperature = checks.number("temperature", temperature, least=0)
+    top_p = checks.number("top_p", top_p, above=0)
+    if top_p > 1:
+        raise ValueError(checks.refused("top_p", "at most 1", top_p))
+    top_k = None if top_k is None else checks.integer("top_k", top_k, least=0, other=", or None")
+    seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
+    greedy = temperature == 0
+    warping = Warping(
+        greedy=greedy,
+        top_k=None if greedy else top_k or None,
+        has_top_p=top_p < 1 and not greedy,
+    )
+    numbers = np.float32(temperature), np.float32(top_p)
+    return warping, Dials(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
+
+
+def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray, list[str]]:
+    """Returns the ids and the texts that end a completion."""
+    if stop is None:
+        end = getattr(tokenizer, "eos_token_id", None)
+        given: list[Any] = ([] if end is None else [int(end)]) + _named_ends(config)
+    elif isinstance(stop, str) or not isinstance(stop, Collection):
+        raise TypeError(checks.refused("stop", "a collection of token ids and texts", stop))
+    else:
+        given = list(stop)
+    ends = [end for end in given if isinstance(end, str)]
+    if ends and tokenizer is None:
+        hint = "to stop at texts, pass `tokenizer`"
+        raise ValueError(checks.refused("stop", "token ids", stop, hint))
+    if "" in ends:
+        raise ValueError(checks.refused("stop", "texts of one character at least", stop))
+    ids = {checks.integer("stop", i, least=0) for i in given if not isinstance(i, str)}
+    # -1 is no token; padded, so that few programs are compiled.
+    padded = np.full(bucket(max(len(ids), 1), 4), -1, np.int32)
+    padded[: len(ids)] = sorted(ids)
+    return padded, ends
+
+
+def _named_ends(config: DecoderConfig) -> list[int]:
+    """Returns the ids that a checkpoint names as ends of texts."""
+    folder = None if config.source is None else Path(config.source)
+    path = regular_file(folder, "generation_config.json") if folder and folder.is_dir() else None
+    found = read_json(path).get("eos_token_id") if path else None
+    ids = found if isinstance(found, list) else [found]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+
+
+class _Ends:
+    """Finds the token with which one of some texts is complete."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[str]):
+        self._tokenizer, self._ends = tokenizer, ends
+
+    def __call__(self, text: OpenText) -> int | None:
+        """Returns the number of tokens up to this one; None if none of the texts is there."""
+        if not self._ends:
+            return None
+        ids = text.ids[text.start :]
+        words = self._tokenizer.decode(ids)
+        if not any(end in words for end in self._ends):
+            return None
+        for count in range(1, len(ids) + 1):
+            words = self._tokenizer.decode(ids[:count])
+            if any(end in words for end in self._ends):
+                break
+        return count

@@ -1,0 +1,110 @@
+"""The choice of each next token: greedy, or drawn after Transformers' warpers."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warping:
+    """The parts of sampling that are compiled in.
+
+    Attributes:
+        greedy: Whether the most likely token is taken.
+        top_k: Number of tokens that can be drawn; None for all.
+        has_top_p: Whether tokens outside the nucleus are left out.
+    """
+
+    greedy: bool
+    top_k: int | None
+    has_top_p: bool
+
+
+class Dials(NamedTuple):
+    """The parts of sampling that may change without a compilation.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        top_p: Probability of the nucleus.
+        key: The key of all draws.
+    """
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    key: Array
+
+
+class Chosen(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+        tokens: The tokens (rows,).
+        log_probs: Their log-probabilities by the logits (rows,), in fp32.
+        drawn_log_probs: Their log-probabilities in the distribution that they are drawn from.
+    """
+
+    tokens: Int[Array, " rows"]
+    log_probs: Float[Array, " rows"]
+    drawn_log_probs: Float[Array, " rows"]
+
+
+def choose(
+    logits: Float[Array, "rows vocab_size"],
+    dials: Dials,
+    draws: tuple[Int[Array, " rows"], ...],
+    warping: Warping,
+) -> Chosen:
+    """Chooses the next token of each row.
+
+    Args:
+        logits: The logits.
+        dials: Temperature, nucleus and key.
+        draws: For each row, the numbers that identify its draw; they are folded into the key. So a
+            draw doesn't depend on the rows beside it.
+        warping: The kind of sampling.
+    """
+    logits = logits.astype(jnp.float32)
+    plain = jax.nn.log_softmax(logits, axis=-1)
+    if warping.greedy:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        found = _at(plain, tokens)
+        return Chosen(tokens, found, found)
+    warped = jax.nn.log_softmax(warp(logits, dials, warping), axis=-1)
+
+    def draw(row: Array, *numbers: Array) -> Array:
+        key = dials.key
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return jax.random.categorical(key, row)
+
+    tokens = jax.vmap(draw)(warped, *draws).astype(jnp.int32)
+    return Chosen(tokens, _at(plain, tokens), _at(warped, tokens))
+
+
+def warp(
+    logits: Float[Array, "rows vocab_size"], dials: Dials, warping: Warping
+) -> Float[Array, "rows vocab_size"]:
+    """Returns the logits of the distribution that is drawn from: temperature, top-k, then top-p.
+
+    The order and the rules for ties are those of Transformers.
+    """
+    scores = logits / dials.temperature
+    if warping.top_k is not None and warping.top_k < scores.shape[-1]:
+        least = jax.lax.top_k(scores, warping.top_k)[0][:, -1:]
+        scores = jnp.where(scores < least, -jnp.inf, scores)
+    if not warping.has_top_p:
+        return scores
+    order = jnp.argsort(scores, axis=-1)
+    ascending = jnp.take_along_axis(scores, order, axis=-1)
+    sums = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
+    # The most likely token always stays.
+    removed = (sums <= 1 - dials.top_p).at[:, -1].set(False)
+    kept = jnp.where(removed, -jnp.inf, ascending)
+    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def _at(values: Float[Array, "rows vocab_size"], tokens: Int[Array, " rows"]) -> Array:
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]

@@ -1,0 +1,63 @@
+"""`Past`: the texts so far, which layers get in place of `segments` while text is generated.
+
+All code that mixes tokens reads `segments`, or else packed documents would leak into each other. So
+this is also the place where generation adds its caches: `attention`, `gated_delta_rule` and
+`short_convolution` call the method of the same purpose here, and layers stay as they are. Any use
+of a `Past` that has no method for it is refused.
+"""
+
+from typing import Any, Never
+
+import jax
+from jaxtyping import Array, Float
+
+
+class Past:
+    """The texts that a layer's new tokens continue; its subclasses read and write a cache.
+
+    Attributes:
+        kind: The name of the layer's class, for errors.
+    """
+
+    kind: str
+
+    def attend(
+        self, q: Array, k: Array, v: Array, *, window: int | None, **options: Any
+    ) -> Float[Array, "rows length heads head_dim"]:
+        """Computes `attention` of new tokens to the texts so far and to themselves."""
+        self.refuse()
+
+    def attend_latent(
+        self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
+    ) -> Float[Array, "rows length heads value_dim"]:
+        """Computes `LatentAttention.attend` of new tokens to the texts so far."""
+        self.refuse()
+
+    def convolve(
+        self, x: Float[Array, "rows length channels"], weight: Float[Array, "channels 1 taps"]
+    ) -> Float[Array, "rows length channels"]:
+        """Computes `short_convolution` of new tokens and the last ones before them."""
+        self.refuse()
+
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array
+    ) -> Float[Array, "rows length heads value_dim"]:
+        """Computes `gated_delta_rule` of new tokens, from the state after the texts so far."""
+        self.refuse()
+
+    def refuse(self, *_: Any) -> Never:
+        """Raises the error of a layer that reads `segments` in a way that has no cache.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"generate knows no cache for layers of kind {self.kind} yet")
+
+    __jax_array__ = __getitem__ = __eq__ = __ne__ = refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuses an attribute that only arrays have."""
+        if name in jax.Array.__dict__ or name in ("shape", "dtype", "ndim"):
+            self.refuse()
+        raise AttributeError(name)

@@ -1,0 +1,337 @@
+"""Generated text: that of Transformers, token by token, in every family; and its probabilities."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import models
+from megatrain_jax._src.models.generation import programs
+from megatrain_jax._src.models.generation.device_room import DeviceRoom
+from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
+from megatrain_jax._src.models.generation.weight_source import open_source
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "rope": models.Rope(dim=8, base=100.0),
+    "init_std": 0.4,
+}
+PROMPTS = [[5, 7, 1], [3], [9, 8, 7, 6, 5, 4], [2, 2]]
+
+
+def decoder(**changes: Any) -> models.Decoder:
+    return models.Decoder(models.DecoderConfig(**(SIZES | changes)), rngs=nnx.Rngs(3))
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Decoder:
+    return decoder(windows=(None, 5))
+
+
+def plain_log_probs(model: models.Decoder, found: models.Completion, temperature: float = 1.0):
+    """The log-probabilities of a completion by one forward over the whole text."""
+    ids = np.concatenate([found.prompt_ids, found.ids])[None]
+    logits = model(jnp.asarray(ids)).astype(jnp.float32)[0] / temperature
+    rows = jax.nn.log_softmax(logits)[len(found.prompt_ids) - 1 : -1]
+    return np.take_along_axis(np.asarray(rows), found.ids[:, None], axis=1)[:, 0]
+
+
+def ids_of(found: list[models.Completion]) -> list[list[int]]:
+    return [one.ids.tolist() for one in found]
+
+
+# Greedy text, and its probabilities
+
+
+def test_text_and_probabilities_are_those_of_whole_forwards(model: models.Decoder):
+    found = models.generate(model, PROMPTS, max_tokens=40, max_batch=3)
+    assert [(c.prompt, c.sample, c.finish) for c in found] == [(i, 0, "length") for i in range(4)]
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        assert one.prompt_ids.tolist() == prompt and one.ids.dtype == np.int32
+        text = np.concatenate([one.prompt_ids, one.ids])[None]
+        logits = np.asarray(model(jnp.asarray(text)))[0]
+        assert one.ids.tolist() == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
+        np.testing.assert_array_equal(one.log_probs, one.drawn_log_probs)
+
+
+def test_a_streamed_model_writes_the_same():
+    model = decoder(num_layers=4)
+    resident = models.generate(model, PROMPTS, max_tokens=12)
+    room = DeviceRoom(open_source(model), None)
+    budget = room.needs(24, 2, resident=False)
+    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2)
+    streamed = models.generate(model, PROMPTS, max_tokens=12, device_budget=budget)
+    assert ids_of(streamed) == ids_of(resident)
+    for one, other in zip(streamed, resident, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    with pytest.raises(MemoryError, match="not one text of 24 tokens fits"):
+        models.generate(model, PROMPTS, max_tokens=12, device_budget=budget // 2)
+
+
+# The weights of a run
+
+
+def trainer(model: Any, **options: Any) -> mt.Trainer:
+    batch = {name: np.zeros((2, 8), np.int32) for name in ("tokens", "labels")}
+    options = {"precision": "float32"} | options
+    return mt.Trainer(
+        model, models.next_token_loss, optax.sgd(0.5), batch, progress=False, **options
+    )
+
+
+def batch_of(seed: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(seed).integers(0, 40, (2, 9)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def test_a_trainer_writes_with_its_newest_parameters(model: models.Decoder):
+    run = trainer(model)
+    before = ids_of(models.generate(run, PROMPTS, max_tokens=8))
+    assert before == ids_of(models.generate(model, PROMPTS, max_tokens=8))
+    for seed in range(3):
+        run.step(batch_of(seed))
+    after = ids_of(models.generate(run, PROMPTS, max_tokens=8))
+    trained = jax.tree.map(jnp.asarray, nnx.state(run.model))
+    plain = nnx.merge(nnx.graphdef(run.model), trained)
+    assert after == ids_of(models.generate(plain, PROMPTS, max_tokens=8)) != before
+    run.step(batch_of(3))  # and training goes on
+
+
+CODED = mt.Precision(compute="float32", master="int8", state="int4")
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_devices"), [(CODED, 2), ("bfloat16", 1)], ids=["coded", "bfloat16"]
+)
+def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
+    mesh = jax.make_mesh((num_devices,), ("data",), devices=jax.devices()[:num_devices])
+    run = trainer(decoder(num_layers=3), precision=precision, mesh=mesh)
+    run.step(batch_of(0))
+    source = open_source(run)
+    # The masters as they are read, in the dtype of the computation.
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, source.dtype), nnx.state(run.model))
+    plain = nnx.merge(nnx.graphdef(run.model), arrays)
+    tolerance = 1e-5 if source.dtype == jnp.float32 else 0.05
+    for resident in (True, False):
+        budget = DeviceRoom(source, None).needs(24, 2, resident=resident)
+        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2)
+        found = models.generate(run, PROMPTS[:2], max_tokens=12, device_budget=budget)
+        for one in found:
+            np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=tolerance)
+
+
+def test_adapters_write_with_their_model():
+    adapted = models.lora(decoder(), targets="proj", rank=2, dropout=0.5)
+    run = trainer(adapted.model, trainable=adapted.trainable)
+    run.step(batch_of(0))
+    found = models.generate(run, PROMPTS, max_tokens=12)
+    merged = jax.tree.map(jnp.asarray, nnx.state(models.merge_lora(run)))
+    plain = nnx.merge(nnx.graphdef(models.merge_lora(run)), merged)
+    for one in found:
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=1e-5)
+    assert ids_of(found) != ids_of(models.generate(decoder(), PROMPTS, max_tokens=12))
+
+
+def test_parameters_may_be_given_beside_the_model(model: models.Decoder):
+    def build() -> models.Decoder:
+        return decoder(windows=(None, 5))
+
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    expected = ids_of(models.generate(model, PROMPTS[:2], max_tokens=6))
+    for source in [(build, params), (model, mt_like(params)), (build, nnx.state(model))]:
+        assert ids_of(models.generate(source, PROMPTS[:2], max_tokens=6)) == expected
+    del params["layers"][1]["mlp"]["up_proj"]
+    with pytest.raises(ValueError, match="lack layers/1/mlp/up_proj/weight"):
+        models.generate((build, params), PROMPTS)
+
+
+def mt_like(tree: Any) -> Any:
+    """A tree with text in place of numbers as keys, like those of `lora`."""
+    if not isinstance(tree, dict):
+        return np.asarray(tree)
+    return {str(key): mt_like(value) for key, value in tree.items()}
+
+
+# Sampling
+
+
+def test_samples_depend_on_their_numbers_alone(model: models.Decoder):
+    options: Any = {"max_tokens": 10, "temperature": 0.9, "num_samples": 3, "seed": 4}
+    found = models.generate(model, PROMPTS, **options)
+    assert [(c.prompt, c.sample) for c in found] == [(i, k) for i in range(4) for k in range(3)]
+    # In other batches, with other texts beside them, and with one sample each.
+    assert ids_of(models.generate(model, PROMPTS, **options, max_batch=2)) == ids_of(found)
+    fewer = models.generate(model, PROMPTS, **(options | {"num_samples": 1}))
+    assert ids_of(fewer) == ids_of(found[::3])
+    assert ids_of(models.generate(model, PROMPTS[:1], **options)) == ids_of(found[:3])
+    assert ids_of(models.generate(model, PROMPTS, **(options | {"seed": 5}))) != ids_of(found)
+    assert len({tuple(ids) for ids in ids_of(found)}) == 12
+    for one in found:
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
+        expected = plain_log_probs(model, one, temperature=0.9)
+        np.testing.assert_allclose(one.drawn_log_probs, expected, atol=1e-5)
+
+
+def dials(temperature: float, top_p: float, seed: int = 0) -> Dials:
+    numbers = jnp.float32(temperature), jnp.float32(top_p)
+    return Dials(*numbers, jax.random.key(seed))
+
+
+def test_draws_are_as_often_as_they_are_probable():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=12), jnp.float32)
+    number = 4000
+    rows = jnp.broadcast_to(logits, (number, 12))
+    draws = (jnp.zeros(number, jnp.int32), jnp.arange(number), jnp.zeros(number, jnp.int32))
+    warping = Warping(greedy=False, top_k=9, has_top_p=True)
+    chosen = choose(rows, dials(0.7, 0.9), draws, warping)
+    odds = np.exp(np.asarray(jax.nn.log_softmax(warp(rows[:1], dials(0.7, 0.9), warping))[0]))
+    counts = np.bincount(np.asarray(chosen.tokens), minlength=12)
+    possible = odds > 0
+    assert 3 < possible.sum() < 9 and not counts[~possible].any()
+    expected = number * odds[possible]
+    # The chi-squared statistic is above this in one of 10,000 cases, for up to eight degrees.
+    assert ((counts[possible] - expected) ** 2 / expected).sum() < 31.8
+    np.testing.assert_allclose(np.exp(chosen.drawn_log_probs), odds[chosen.tokens], rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 5, 40, 90])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.95, 1.0])
+def test_distributions_are_those_of_transformers(top_k: int | None, top_p: float):
+    torch = pytest.importorskip("torch", reason='pip install -e ".[torch]"')
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = np.random.default_rng(1).normal(size=(6, 40)).astype(np.float32)
+    warpers: list[Any] = [TemperatureLogitsWarper(1.7)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    theirs = torch.tensor(logits)
+    for warper in warpers:
+        theirs = warper(None, theirs)
+    warping = Warping(greedy=False, top_k=top_k, has_top_p=top_p < 1)
+    ours = warp(jnp.asarray(logits), dials(1.7, top_p), warping)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+
+
+# Ends
+
+
+class Letters:
+    """A tokenizer of letters, of which the fourth ends a text."""
+
+    eos_token_id = 3
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+
+def test_texts_end_at_tokens_and_texts(model: models.Decoder):
+    tokenizer = Letters()
+    (free,) = models.generate(model, ["fhb"], max_tokens=12, stop=(), tokenizer=tokenizer)
+    ids, text = free.ids.tolist(), free.text
+    assert (free.finish, len(text)) == ("length", 12)
+    # A token that ends the text is the last id, and no part of the text.
+    at = next(i for i in range(1, 12) if ids[i] not in ids[:i])
+    options: Any = {"max_tokens": 12, "tokenizer": tokenizer}
+    (ended,) = models.generate(model, ["fhb"], stop=[ids[at], 39], **options)
+    assert (ended.ids.tolist(), ended.text, ended.finish) == (ids[: at + 1], text[:at], "stop")
+    assert len(ended.log_probs) == len(ended.drawn_log_probs) == at + 1
+    # As a text of two tokens: up to the second one in ids, and up to the first one in text.
+    at = text.index(text[4:6])
+    (ended,) = models.generate(model, ["fhb"], stop=[text[4:6]], **options)
+    assert (ended.ids.tolist(), ended.text, ended.finish) == (ids[: at + 2], text[:at], "stop")
+    tokenizer.eos_token_id = ids[3]
+    (ended,) = models.generate(model, ["fhb"], **options)
+    assert ended.ids.tolist() == ids[: ids.index(ids[3]) + 1]
+
+
+def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
+    def programs_of(model: models.Decoder) -> list[int]:
+        form, warping = open_source(model).form, Warping(greedy=True, top_k=None, has_top_p=False)
+        return [f._cache_size() for f in (programs.reading(form), programs.writing(form, warping))]
+
+    models.generate(model, PROMPTS, max_tokens=30, max_batch=2)
+    before = programs_of(model)
+    # Other texts, lengths, stops and a later call: the same programs.
+    models.generate(model, [[1] * 5, [4], [2, 2]], max_tokens=29, stop=[7], max_batch=2)
+    models.generate(model, PROMPTS[::-1], max_tokens=27, max_batch=2)
+    assert programs_of(model) == before
+    assert before[1] <= 8
+
+
+class Mixing(nnx.Module):
+    """A layer that mixes tokens in a way of its own."""
+
+    def __init__(self, config: Any, layer: int, make: Any):
+        """Makes the parameter."""
+        self.weight = make.weight(config.hidden_size)
+
+    def __call__(self, x: Any, rotation: Any, segments: Any) -> Any:
+        """Adds the tokens before, of the same document."""
+        same = jnp.ones(x.shape[:2]) if segments is None else segments[:, 1:] == segments[:, :-1]
+        return x + jnp.cumsum(x * same[..., None], axis=1) * self.weight[...], None
+
+
+class Bare(nnx.Module):
+    """A layer that reads no other token."""
+
+    def __init__(self, config: Any, layer: int, make: Any):
+        """Makes the parameter."""
+        self.weight = make.weight(config.hidden_size)
+
+    def __call__(self, x: Any, rotation: Any, segments: Any) -> Any:
+        """Scales each token."""
+        return x * self.weight[...], None
+
+
+@pytest.mark.parametrize("layer", [Mixing, Bare])
+def test_layers_without_a_cache_are_refused_by_name(layer: Any):
+    message = f"knows no cache for layers of kind {layer.__name__} yet"
+    with pytest.raises(ValueError, match=message):
+        models.generate(decoder(layer=layer), PROMPTS)
+
+
+# Misuse
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"source": 3}, TypeError, "`source` must be a Trainer, a result of fit"),
+        ({"source": (3, {})}, TypeError, "`source` must be a Trainer"),
+        ({"prompts": "abc"}, TypeError, "`prompts` must be a sequence of prompts"),
+        ({"prompts": ["abc"]}, ValueError, "to continue texts, pass `tokenizer`"),
+        ({"prompts": [[]]}, ValueError, "`prompts` must be of one token at least"),
+        ({"prompts": [[40]]}, ValueError, "ids below the vocabulary's size, 40"),
+        ({"max_tokens": 0}, ValueError, "`max_tokens` must be at least 1"),
+        ({"temperature": -1}, ValueError, "`temperature` must be"),
+        ({"top_p": 0}, ValueError, "`top_p` must be"),
+        ({"top_p": 1.5}, ValueError, "`top_p` must be at most 1"),
+        ({"top_k": -1}, ValueError, "`top_k` must be at least 0"),
+        ({"stop": 3}, TypeError, "`stop` must be a collection"),
+        ({"stop": ["a"]}, ValueError, "to stop at texts, pass `tokenizer`"),
+        ({"seed": -1}, ValueError, "`seed` must be"),
+        ({"num_samples": 0}, ValueError, "`num_samples` must be at least 1"),
+        ({"max_batch": 0}, ValueError, "`max_batch` must be at least 1"),
+        ({"tokenizer": "gpt2"}, TypeError, "`tokenizer` must be anything with `encode`"),
+        ({"dtype": "int8"}, TypeError, "`dtype` must be a dtype of floating numbers"),
+        ({"device_budget": "much"}, ValueError, "`device_budget` must be bytes"),
+    ],
+)
+def test_misuses_are_named(model: models.Decoder, changes: Any, error: Any, message: str):
+    with pytest.raises(error, match=message):
+        models.generate(**({"source": model, "prompts": [[1]], "max_tokens": 2} | changes))
