@@ -1,11 +1,14 @@
-"""Compares fine-tuning curves of compact masters and state with fp32 over several seeds.
+r"""Compares fine-tuning curves of compact masters and state with fp32 over several seeds.
 
     python experiments/compact_finetune.py
 
 writes conversations and a small checkpoint of random weights as `throughput/disk_to_disk.py` does,
 and has `finetune.py` train it on half of the conversations, in fp32. What that exports is tuned on
 the other half, with each way to hold masters and state and each seed of the data's order. Compact
-curves should lie within the fp32 seeds' spread. Needs PyTorch and Transformers.
+curves should lie within the fp32 seeds' spread. Needs PyTorch and Transformers. Products in float8:
+
+    python experiments/compact_finetune.py --held fp32 float8 compact "compact float8" \
+        --run ID --commit "$(git rev-parse HEAD)" --out runs/float8_finetune.json
 """
 
 import argparse
