@@ -1,4 +1,4 @@
-"""Compares fine-tuning curves of compact masters and state with fp32 over several seeds.
+r"""Compares fine-tuning curves of compact masters and state with fp32 over several seeds.
 
     python experiments/compact_finetune.py
 
@@ -6,7 +6,10 @@ First, `throughput/disk_to_disk.py` writes conversations and a small checkpoint 
 and `finetune.py` trains the checkpoint on half of the conversations, in fp32. The exported model is
 then fine-tuned on the second half: once for each precision of masters and state and each seed of
 the data's order. Compact curves should lie within the spread of the fp32 seeds. Needs PyTorch and
-Transformers.
+Transformers. Products in float8:
+
+    python experiments/compact_finetune.py --held fp32 float8 compact "compact float8" \
+        --run ID --commit "$(git rev-parse HEAD)" --out runs/float8_finetune.json
 """
 
 import argparse

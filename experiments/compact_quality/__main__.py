@@ -1,4 +1,4 @@
-"""Measures whether narrower optimizer state and masters cost quality: rows x seeds, side by side.
+r"""Measures whether narrower optimizer state and masters cost quality: rows x seeds, side by side.
 
     python experiments/compact_quality --run ID --commit "$(git rev-parse HEAD)"
     python experiments/compact_quality --summarise runs/compact_quality
@@ -7,6 +7,15 @@ A decoder of 101M parameters is trained on the bytes of Python files, with each 
 With `--vocab 16384` it has 134M, and is trained on tokens of so many kinds, made of the same files.
 Several runs share the device. Say the first line again, with the same id, until nothing is left:
 finished runs stay, and those that the time cut off go on from their checkpoints.
+
+Products in float8, beside the same runs in bfloat16, with fp32 and with compact state:
+
+    python experiments/compact_quality --run ID --commit "$(git rev-parse HEAD)" \
+        --out runs/float8_quality --rows fp32 "float8 products" "float8 products, the head too" \
+        "float8 products but down" "bf16 masters, int8 state" \
+        "float8 products, bf16 masters, int8 state"
+    python experiments/compact_quality --summarise runs/float8_quality \
+        --summary experiments/results/h100/float8_quality.json --picture runs/float8_quality.png
 """
 
 import argparse
