@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import BARRIER, CUSTOM_RULES, ELEMENTWISE, LAYOUT
+from megatrain_jax._src.program.primitives import (
+    BARRIER,
+    CUSTOM_RULES,
+    ELEMENTWISE,
+    JOINING,
+    LAYOUT,
+)
 
-_LAID_OUT = ELEMENTWISE | LAYOUT | {"concatenate", "expand_dims", BARRIER}
+_LAID_OUT = ELEMENTWISE | JOINING | LAYOUT | {"expand_dims", BARRIER}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
