@@ -82,7 +82,7 @@ def route_biased(
 
     Args:
         scores: Positive scores in fp32.
-        bias: A number for each expert, which balances loads.
+        bias: A number for each expert, to balance loads.
         experts: The layer's experts: how many are chosen, and whether shares are normalised.
         least: Lower bound of the sum by which shares are divided.
 

@@ -1,4 +1,4 @@
-"""`Past`: the texts so far, which layers get in place of `segments` while text is generated.
+"""`Past`: the texts so far; layers get it in place of `segments` while text is generated.
 
 All code that mixes tokens reads `segments`, or else packed documents would leak into each other. So
 this is also the place where generation adds its caches: `attention`, `gated_delta_rule` and

@@ -102,7 +102,7 @@ def open_weights(folder: Path, config: str | None) -> dict[str, Tensor]:
     Args:
         folder: The checkpoint's folder.
         config: The text of its `config.json`. Its dtype, or bfloat16, becomes the dtype of decoded
-            weights, except for 4-bit weights of bitsandbytes, which have their own.
+            weights, except for 4-bit weights of bitsandbytes with dtypes of their own.
 
     Raises:
         FileNotFoundError: See `open_folder`.
@@ -229,7 +229,7 @@ def _tiles(shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple
     Args:
         shape: Shape of the weight.
         scales: Shape of its scales.
-        block: Rows and columns from the configuration, of which the last ones may be incomplete.
+        block: Rows and columns from the configuration; the last block may be incomplete.
     """
     if len(shape) < 2 or not all(shape):
         return 0, 0

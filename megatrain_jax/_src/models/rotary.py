@@ -16,7 +16,7 @@ from megatrain_jax._src.common import checks
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
-"""Cosines and sines of the angles by which the pairs of a head are rotated."""
+"""Cosines and sines of the rotation angles of the pairs of a head."""
 
 
 class Rotation(NamedTuple):

@@ -31,8 +31,8 @@ def reward_model(
     `load_pretrained` reads again, with its head.
 
     Args:
-        pretrained: The checkpoint; it may have a score head already, which is kept.
-        pad_token_id: The padding token, which has no score; None for the one in `config.json`.
+        pretrained: The checkpoint; a score head that it has already is kept.
+        pad_token_id: The padding token, without a score; None for the one in `config.json`.
             Transformers needs one for batches of several rows.
         seed: Seed of the fresh head.
 

@@ -50,7 +50,7 @@ class Tensor:
         shape: Its shape.
         dtype: Its dtype in the file's notation, such as "BF16".
         part: If it is only a part of the named tensor: an index along the first axis, and rows.
-        start: The byte of the file at which the named tensor begins.
+        start: The named tensor's first byte in the file.
         whole: Shape of the named tensor.
     """
 
@@ -92,7 +92,7 @@ class LazyArray:
     Attributes:
         shape: Its shape.
         dtype: Its dtype in the files.
-        source_files: Paths of the files, which a run may read ahead.
+        source_files: Paths of the files, for a run that reads them ahead.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], *, stacked: bool):

@@ -1,4 +1,4 @@
-"""Apertus: a plain MLP with the activation xIELU, which has two trained numbers per layer."""
+"""Apertus: a plain MLP with the activation xIELU, with two trained numbers per layer."""
 
 from typing import TYPE_CHECKING, Any
 

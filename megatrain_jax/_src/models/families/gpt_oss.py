@@ -36,7 +36,7 @@ class GptOssOptions:
 
 
 class GptOssAttention(Attention):
-    """Attention in which a query may attend to its head's sink, which contributes nothing."""
+    """Attention with a sink for each head: queries may attend to it, and it contributes nothing."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""

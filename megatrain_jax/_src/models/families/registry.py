@@ -1,6 +1,6 @@
 """All families by the `model_type` of a Hugging Face configuration, and the reading of one.
 
-A new family is a file in this folder, which reads the family's own fields, and two lines here.
+A new family is two lines here and a file in this folder that reads its fields.
 """
 
 from collections.abc import Mapping

@@ -218,7 +218,7 @@ class Continuing(Past):
         return cache.at[index].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
     def _seen(self, size: int, window: int | None) -> Bool[Array, "rows size"]:
-        """Returns the places of a ring that hold tokens which the new token attends to."""
+        """Returns the places of a ring with the tokens that the new token attends to."""
         back = (self._positions[:, None] - jnp.arange(size)) % size
         seen = back <= self._positions[:, None]
         return seen if window is None else seen & (back < window)

@@ -74,7 +74,7 @@ class ResidentDecoding:
 
 
 class StreamedDecoding:
-    """A decode through which the layers' weights pass, once for a token of all rows.
+    """A decode that streams the layers' weights once for a token of all rows.
 
     The weights outside the layers stay on the device, and at most two layers are there.
     """

@@ -59,8 +59,8 @@ class TextRows(NamedTuple):
     """The texts being written, one in each row; all arrays are (rows,).
 
     Attributes:
-        tokens: The last token, which no cache holds yet.
-        positions: Its position, which is the number of tokens in the caches.
+        tokens: The last token; no cache holds it yet.
+        positions: Its position: the number of tokens in the caches.
         active: Whether the row is continued.
         written: Number of tokens written so far.
         limits: Number of tokens to write.
