@@ -71,6 +71,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "exaone4",
         "hunyuan-dense",
         "lfm2",
+        "llama4",
         "falcon-h1",
         "granite4",
     ],

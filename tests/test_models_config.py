@@ -154,6 +154,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "apertus": {},
     "nemotron": {},
     "minimax_m2": {},
+    "llama4_text": {},
     "falcon_h1": {},
     "granitemoehybrid": {"mamba_n_heads": 16},
     "lfm2": {},
