@@ -608,6 +608,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         2,
     ),
 }
+# Families whose layers another one has, with other options; their gradients are compared in `long`.
+ALIKE = (
+    "seed-oss",
+    "ernie4.5",
+    "glm4-moe-lite",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "granite4-dense",
+    "falcon-h1-plain",
+    "llama4-multimodal",
+)
 # The ends of the names of experts: in Transformers' class, and in its files.
 _GRANITE = {
     "experts.gate_up_proj": "input_linear.weight",

@@ -245,7 +245,7 @@ def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray,
     assert rope.original_length
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_length * plain / (2 * math.pi)  # within the original length
-    if low == high:  # no pairs between the two
+    if high == low:  # no pairs between the two
         return np.where(turns < low, plain / rope.factor, plain).astype(np.float32)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)

@@ -59,7 +59,7 @@ class Llama4Options:
     dense_size: int
 
 
-def _chunks(segments: Segments, shape: tuple[int, int], size: int) -> Segments:
+def _chunks(segments: Segments, shape: tuple[int, ...], size: int) -> Segments:
     """Returns numbers that differ between documents and between chunks of a document.
 
     For example, segments [1, 1, 1, 2, 2] in chunks of two tokens give [1, 1, 2, 3, 3].
