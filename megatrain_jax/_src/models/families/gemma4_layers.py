@@ -101,7 +101,7 @@ class MemoryMaker(nnx.Module):
         return Memory(inputs=tuple(both[:, :, i] for i in range(self.num_layers)))
 
 
-def _unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
+def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
     """Normalises the last axis in fp32, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
@@ -160,7 +160,7 @@ class Gemma4Attention(Attention):
             (q, _), (k, v) = self.rotate(q, q, rotation), lent
         else:
             k = heads(self.k_proj(x))
-            v = _unit(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
+            v = unit(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
             q, k = self.rotate(q, self.k_norm(k), rotation)
         mixed = self.attend(q, k, v, segments)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), (k, v)
@@ -180,7 +180,7 @@ class Gemma4Router(nnx.Module):
         self, tokens: Float[Array, "tokens width"]
     ) -> tuple[Integer[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
         """Returns each token's experts, and their shares in fp32."""
-        x = _unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
+        x = unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
         chosen, shares, _ = route(self.proj(x), self.settings)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
 

@@ -28,6 +28,7 @@ from megatrain_jax._src.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megatrain_jax._src.models.families.lfm2 import LFM2
 from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.llama4 import LLAMA4, LLAMA4_MULTIMODAL
 from megatrain_jax._src.models.families.minimax_m2 import MINIMAX_M2
 from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from megatrain_jax._src.models.families.mistral import MISTRAL
@@ -83,6 +84,8 @@ FAMILIES: dict[str, Family] = {
         HUNYUAN_V1_DENSE,
         LFM2,
         LLAMA,
+        LLAMA4,
+        LLAMA4_MULTIMODAL,
         MINIMAX_M2,
         MINISTRAL3,
         MISTRAL,
