@@ -94,7 +94,7 @@ def shape(at: int) -> Callable[[Any], int]:
 def precision(name: str, expected: Any = None) -> tuple[At, At]:
     def of(given: mt.Precision) -> str | None:
         found = getattr(given, name)
-        return found if found in (None, "float8") else str(np.dtype(found))
+        return found if found in (None, "float8", "nf4") else str(np.dtype(found))
 
     return (
         At(place="fit.precision", of=of, expected=expected),
@@ -348,7 +348,7 @@ PLAN = [
     option("trainable", "norm", "plan.trainable"),
     option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),
-    option("frozen", "int8", precision("frozen")[1], lora_rank=2),
+    option("frozen", "nf4", precision("frozen")[1], lora_rank=2),
     option(
         "lora_rank",
         2,
