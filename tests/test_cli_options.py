@@ -99,7 +99,7 @@ def shape(at: int) -> Callable[[Any], int]:
 def precision(name: str, expected: Any = None) -> tuple[At, At]:
     def of(given: mt.Precision) -> str | None:
         found = getattr(given, name)
-        is_dtype = not (name == "products" or found is None)
+        is_dtype = name != "products" and found not in (None, "nf4")
         return str(np.dtype(found)) if is_dtype else found
 
     return (
@@ -398,7 +398,7 @@ PLAN = [
     option("trainable", "norm", "plan.trainable"),
     option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),
-    option("frozen", "int8", precision("frozen")[1], lora_rank=2),
+    option("frozen", "nf4", precision("frozen")[1], lora_rank=2),
     option(
         "lora_rank",
         2,

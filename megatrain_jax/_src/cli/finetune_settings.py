@@ -47,8 +47,8 @@ class FinetuneSettings(TrainingSettings):
         leading: Treatment of assistant turns before the first user turn.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
             all. With adapters, parameters to train beside them.
-        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
-            bfloat16 if the checkpoint is.
+        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
+            masters' form, or with adapters bfloat16 if the checkpoint is.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_alpha: Scale of adapters, divided by the rank.

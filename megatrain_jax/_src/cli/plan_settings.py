@@ -38,8 +38,9 @@ class PlanSettings:
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
             all.
-        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
-            bfloat16, unless the model's config.json has another dtype.
+        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
+            masters' form, or with adapters bfloat16, unless the model's config.json has another
+            dtype.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
