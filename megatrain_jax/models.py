@@ -14,6 +14,7 @@ from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import save_pretrained
 from megatrain_jax._src.models.generation.generate import Completion, Generator, generate
+from megatrain_jax._src.models.generation.generation_plan import GenerationPlan
 from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.moe import Experts
@@ -27,6 +28,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "GenerationPlan",
     "Generator",
     "Lora",
     "Pretrained",

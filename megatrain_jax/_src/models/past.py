@@ -40,7 +40,7 @@ class Past:
         self.refuse()
 
     def delta_rule(
-        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array
+        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array | None
     ) -> Float[Array, "rows length heads value_dim"]:
         """Computes `gated_delta_rule` of new tokens, from the state after the texts so far."""
         self.refuse()

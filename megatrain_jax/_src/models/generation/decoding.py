@@ -88,7 +88,7 @@ class StreamedDecoding:
         self._ropes = tuple(layer.rope for layer in source.form.layers)
         self._ahead: Any = None  # the weights of the next layer
         # Weights that are not in pinned memory are copied there once, in the dtype of the device.
-        self._pinned = [] if source.at_rest else [self._rest(part) for part in source.layers]
+        self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `Decoding`."""
@@ -144,7 +144,7 @@ class StreamedDecoding:
         return weights
 
     def _fetch(self, i: int) -> Any:
-        if self._source.at_rest:
+        if self._source.bytes_at_rest:
             return self._source.weights(self._source.layers[i])
         return jax.device_put(self._pinned[i], _memory(self._source.device, "device"))
 

@@ -162,7 +162,7 @@ def write_layer(
 
 
 def _check_kept(layer: LayerForm, kept: Any) -> None:
-    if kept is None and layer.borrows is None:
+    if layer.borrows is None and not jax.tree.leaves(kept):
         raise ValueError(f"generation knows no cache for layers of kind {layer.kind} yet")
 
 
