@@ -153,6 +153,8 @@ class Decoder(nnx.Module):
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
+        if self.config.memory is not None:
+            x = self.memory.finish(x, *handed)
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
