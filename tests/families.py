@@ -607,6 +607,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": [48, 40, 48, 48],
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 80,
+            "altup_num_inputs": 3,
+            "laurel_rank": 5,
+            "activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.4],
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-3,
+        },
+        4,
+    ),
 }
 # Families whose layers another one has, with other options; their gradients are compared in `long`.
 ALIKE = (
@@ -633,6 +653,7 @@ _CLASSES = {
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
     "Gemma4": "Gemma4ForConditionalGeneration",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",

@@ -73,6 +73,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "exaone4",
         "hunyuan-dense",
         "lfm2",
+        "gemma3n",
         "llama4",
         "falcon-h1",
         "granite4",

@@ -169,6 +169,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "apertus": {},
     "nemotron": {},
     "minimax_m2": {},
+    "gemma3n_text": {},
     "llama4_text": {},
     "falcon_h1": {},
     "granitemoehybrid": {"mamba_n_heads": 16},

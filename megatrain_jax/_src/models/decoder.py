@@ -152,6 +152,8 @@ class Decoder(nnx.Module):
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
+        if self.config.memory is not None:
+            x = self.memory.finish(x, *handed)
         x = self.finish(x)
         # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)

@@ -69,11 +69,13 @@ class Memory(NamedTuple):
         inputs: For each layer, its own embeddings of the tokens (rows, length, inputs_dim).
         local: Keys and values of the last layer with a window that has its own.
         full: The same for the last layer without a window.
+        streams: Hidden states beside the layers' own (num, rows, length, width), in Gemma 3n.
     """
 
     inputs: tuple[Array, ...] = ()
     local: tuple[Array, Array] | None = None
     full: tuple[Array, Array] | None = None
+    streams: Array | None = None
 
 
 class MemoryMaker(nnx.Module):
@@ -99,6 +101,10 @@ class MemoryMaker(nnx.Module):
         projected = self.per_layer_model_projection(x) * x.shape[-1] ** -0.5
         both = (self.per_layer_projection_norm(projected.reshape(by_layer)) + own) * 2**-0.5
         return Memory(inputs=tuple(both[:, :, i] for i in range(self.num_layers)))
+
+    def finish(self, x: Tokens, memory: Memory) -> Tokens:
+        """Returns the hidden states for the last norm; here those of the last layer."""
+        return x
 
 
 def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:

@@ -18,6 +18,7 @@ from megatrain_jax._src.models.families.falcon_h1 import FALCON_H1
 from megatrain_jax._src.models.families.gemma import GEMMA
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
+from megatrain_jax._src.models.families.gemma3n import GEMMA3N, GEMMA3N_MULTIMODAL
 from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
@@ -72,6 +73,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        GEMMA3N,
+        GEMMA3N_MULTIMODAL,
         GEMMA3_MULTIMODAL,
         GEMMA4,
         GEMMA4_MULTIMODAL,
