@@ -9,6 +9,15 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import existing_folder
 
+# Files of a Hub checkpoint that are downloaded: parameters, configuration, tokenizer.
+CHECKPOINT_FILES = (
+    "model*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+)
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
