@@ -14,6 +14,7 @@ from typing import Any
 from megatrain_jax import data
 from megatrain_jax._src.cli.errors import AskedWronglyError, told
 from megatrain_jax._src.cli.training_settings import TrainingSettings
+from megatrain_jax._src.common.hub import hub_rows, is_hub_model
 
 Read = Callable[[Sequence[str] | str, int | None], data.Dataset]
 
@@ -65,11 +66,18 @@ def check_files(settings: TrainingSettings) -> None:
     for option, given in _given(settings).items():
         for source in given:
             path = os.path.expanduser(source)
-            if os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True))):
+            if (
+                hub_rows(source)
+                or os.path.exists(path)
+                or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
+            ):
                 continue
             if glob.has_magic(path):
                 raise FileNotFoundError(f"`{option}`: no file is found by the pattern {source}")
-            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}")
+            hint = ""
+            if is_hub_model(source):
+                hint = f". A dataset of the Hub is named with its split, such as {source}:train"
+            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}{hint}")
 
 
 def file_stamps(settings: TrainingSettings) -> dict[str, str]:

@@ -55,9 +55,11 @@ def chat(
     and a completion may be lists of messages; only the completion is learned.
 
     Args:
-        source: A file, a folder, a pattern with ``*``, a finite iterable of rows, such as a list of
-            dicts, a `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order.
-            Files are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
+        source: A file, a folder, a pattern with ``*``, a dataset on the Hugging Face Hub as
+            "OWNER/NAME:SPLIT" or "OWNER/NAME:CONFIG:SPLIT", with "@REVISION" after the name if it
+            is not the newest, a finite iterable of rows, such as a list of dicts, a
+            `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order. Files
+            are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
             or .parquet.
         tokenizer: The folder of the model's tokenizer, its name on the Hugging Face Hub, from which
             it is downloaded, or a fast tokenizer of Transformers.
