@@ -209,6 +209,8 @@ COMMON = [
         interrupts=True,
     ),
     option("export_dtype", "float16", "save_pretrained.dtype"),
+    option("push", "someone/mine", "upload.repository"),
+    option("push_private", False, "upload.private", push="someone/mine"),
     option("logs", "csv", At(place="CSVLog.path", of=str, expected="run/log.csv")),
     option(
         "logs",
