@@ -139,6 +139,8 @@ COMMON = [
     option("invalid", "drop", "read.invalid"),
     option("too_long", "drop", "read.too_long"),
     option("workers", 3, "read.workers"),
+    option("data_cache", "tokens", At(place="read.cache", of=str, expected="tokens")),
+    option("data_cache", "none", At(place="read.cache", of=str, expected="None")),
     option("held_out", 0.25, At(place="fit.eval_data", of=lambda files: files.share)),
     option("held_out", 0, At(place="fit.eval_data", of=bool, expected=False)),
     option(
@@ -416,7 +418,8 @@ PLAN = [
 OPTIONS = {"finetune": COMMON + FINETUNE, "pretrain": COMMON + PRETRAIN, "plan": PLAN}
 # Of the common ones, `pretrain` reads its data and exports in ways of its own.
 OWN = set(
-    "data invalid too_long workers length batch microbatches epochs steps export_dtype".split()
+    "data data_cache invalid too_long workers length batch microbatches epochs steps "
+    "export_dtype".split()
 )
 SETTINGS = {"finetune": FinetuneSettings, "pretrain": PretrainSettings, "plan": PlanSettings}
 READERS = {"finetune": "chat", "pretrain": "text", "plan": "plan"}

@@ -182,7 +182,18 @@ def common_options(settings: TrainingSettings, epochs: int | None, too_long: str
         "invalid": settings.invalid,
         "workers": settings.workers,
         "progress": _has_bar(),
+        "cache": _token_cache(settings.data_cache),
     }
+
+
+def _token_cache(given: str | None) -> Path | None:
+    """The folder of tokenised data; None for none, or if the default can't be written."""
+    if given is not None:
+        return None if given == "none" else Path(given).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "megatrain_jax" / "tokens"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return folder if existing.is_dir() and os.access(existing, os.W_OK) else None
 
 
 def summarised(dataset: data.Dataset) -> data.Dataset:

@@ -20,9 +20,9 @@ LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 
 # Options that may change while a run continues, because they affect neither batches nor updates.
 FREE = frozenset(
-    "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
-    "host_budget keep log_every logs mlflow push push_private sample_temperatures sample_tokens "
-    "samples wandb workers".split()
+    "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
+    "export_dtype host_budget keep log_every logs mlflow push push_private sample_temperatures "
+    "sample_tokens samples wandb workers".split()
 )
 _POSITIVE = ("length", "batch", "microbatches", "keep", "log_every", "sample_tokens")
 _POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")
@@ -42,6 +42,8 @@ class TrainingSettings:
         invalid: Treatment of unusable rows.
         too_long: Treatment of longer documents; default: split for text, else error.
         workers: Threads that build batches ahead.
+        data_cache: Folder that keeps tokenised data for later starts, or none; default:
+            megatrain_jax/tokens in the user's cache folder.
         held_out: Fraction of the documents in the evaluation set; 0 for none.
         eval_data: Files to evaluate on, instead of documents split off from data.
         length: Tokens of a row, into which documents are packed.
@@ -105,6 +107,7 @@ class TrainingSettings:
     invalid: Literal["error", "drop"] = "error"
     too_long: Literal["error", "cut", "split", "drop"] | None = None
     workers: int = 0
+    data_cache: str | None = None
     held_out: float = 0.02
     eval_data: list[str] | str | None = None
     length: int = 2048

@@ -25,10 +25,12 @@ class Given(NamedTuple):
     Attributes:
         name: Their name in errors.
         rows: The rows.
+        fingerprint: A text that changes with the rows, if there is one.
     """
 
     name: str
     rows: Iterable[Any]
+    fingerprint: str | None = None
 
 
 def resolve(source: Source, texts: bool) -> list[str | Given]:
@@ -90,10 +92,10 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
 
 def _named(given: Any, texts: bool) -> list[str | Given]:
     found = hub_rows(given)
-    return [*_files(given, texts)] if found is None else [Given(given, _downloaded(given, found))]
+    return [*_files(given, texts)] if found is None else [_downloaded(given, found)]
 
 
-def _downloaded(given: str, found: HubRows) -> Iterable[Any]:
+def _downloaded(given: str, found: HubRows) -> Given:
     """The rows of a dataset on the Hub, mapped from the cache of the library `datasets`."""
     try:
         # An optional dependency: only the Hub's datasets need it.
@@ -113,7 +115,7 @@ def _downloaded(given: str, found: HubRows) -> Iterable[Any]:
             f"Hugging Face Hub as NAME:SPLIT or NAME:CONFIG:SPLIT: {failure(caught)}. "
             f"`hf download {found.name} --repo-type dataset --local-dir FOLDER` downloads its files"
         ) from caught
-    return restored_rows(rows)
+    return Given(given, restored_rows(rows), rows._fingerprint)
 
 
 def _files(given: Any, texts: bool) -> list[str]:
