@@ -17,6 +17,7 @@ from megatrain_jax._src.models.generation.generate import Completion, Generator,
 from megatrain_jax._src.models.generation.generation_plan import GenerationPlan
 from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
+from megatrain_jax._src.models.merged_folder import merge_adapter
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.peft import save_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
@@ -38,6 +39,7 @@ __all__ = [
     "generate",
     "load_pretrained",
     "lora",
+    "merge_adapter",
     "merge_lora",
     "next_token_loss",
     "reward_model",

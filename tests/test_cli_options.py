@@ -139,6 +139,8 @@ COMMON = [
     option("invalid", "drop", "read.invalid"),
     option("too_long", "drop", "read.too_long"),
     option("workers", 3, "read.workers"),
+    option("data_cache", "tokens", At(place="read.cache", of=str, expected="tokens")),
+    option("data_cache", "none", At(place="read.cache", of=str, expected="None")),
     option("held_out", 0.25, At(place="fit.eval_data", of=lambda files: files.share)),
     option("held_out", 0, At(place="fit.eval_data", of=bool, expected=False)),
     option(
@@ -209,6 +211,8 @@ COMMON = [
         interrupts=True,
     ),
     option("export_dtype", "float16", "save_pretrained.dtype"),
+    option("push", "someone/mine", "upload.repository"),
+    option("push_private", False, "upload.private", push="someone/mine"),
     option("logs", "csv", At(place="CSVLog.path", of=str, expected="run/log.csv")),
     option(
         "logs",
@@ -414,7 +418,8 @@ PLAN = [
 OPTIONS = {"finetune": COMMON + FINETUNE, "pretrain": COMMON + PRETRAIN, "plan": PLAN}
 # Of the common ones, `pretrain` reads its data and exports in ways of its own.
 OWN = set(
-    "data invalid too_long workers length batch microbatches epochs steps export_dtype".split()
+    "data data_cache invalid too_long workers length batch microbatches epochs steps "
+    "export_dtype".split()
 )
 SETTINGS = {"finetune": FinetuneSettings, "pretrain": PretrainSettings, "plan": PlanSettings}
 READERS = {"finetune": "chat", "pretrain": "text", "plan": "plan"}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
 from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
 from megatrain_jax._src.cli.training_settings import listed
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -28,8 +30,7 @@ def prepare(settings: FinetuneSettings) -> Job:
     Raises:
         ValueError: If the checkpoint, or a setting for it, can't be used.
     """
-    if not Path(settings.model).expanduser().is_dir():
-        raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
+    settings = _with_folder(settings)
     pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
     trainable = settings.trainable
     if settings.trains_scores:
@@ -63,6 +64,17 @@ def prepare(settings: FinetuneSettings) -> Job:
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
+
+
+def _with_folder(settings: FinetuneSettings) -> FinetuneSettings:
+    """The settings with the folder of the checkpoint, which is downloaded if it has a Hub name."""
+    given = settings.model
+    if is_hub_model(given):
+        folder = folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES)
+        return replace(settings, model=str(folder))
+    if not Path(given).expanduser().is_dir():
+        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
+    return settings
 
 
 def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:

@@ -20,7 +20,8 @@ class FinetuneSettings(TrainingSettings):
     """Fine-tunes a checkpoint and exports it for Transformers; the same command resumes the run.
 
     Attributes:
-        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
+        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer, or its name on
+            the Hub, such as Qwen/Qwen3-8B or Qwen/Qwen3-8B@REVISION.
         ignore: Fields of its config.json to ignore, because they are known not to matter.
         objective: The training objective: the next token (sft), or preferences between two answers
             (dpo, ipo, simpo, orpo), labels of single answers (kto), a
