@@ -152,9 +152,7 @@ class Decoder(nnx.Module):
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
-        if self.config.memory is not None:
-            x = self.memory.finish(x, *handed)
-        x = self.finish(x)
+        x = self.finish(x, *handed)
         # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
@@ -168,8 +166,17 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(scale, x.dtype)
         return x
 
-    def finish(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length width"]:
-        """Returns the hidden states that the head reads, from the last layer's; see `hidden`."""
+    def finish(
+        self, x: Float[Array, "rows length width"], *handed: Any
+    ) -> Float[Array, "rows length width"]:
+        """Returns the hidden states that the head reads; see `hidden`.
+
+        Args:
+            x: The last layer's hidden states.
+            *handed: The values that it returned beside them, in families whose layers do so.
+        """
+        if self.config.memory is not None:
+            x = self.memory.finish(x, *handed)
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)

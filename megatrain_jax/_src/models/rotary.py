@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.past import Past
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
@@ -160,12 +161,15 @@ def rotation(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) 
 
 
 def positions_in(
-    length: int, segments: Integer[Array | np.ndarray, "rows length"] | None
+    length: int, segments: Integer[Array | np.ndarray, "rows length"] | Past | None
 ) -> Integer[Array, "rows length"]:
     """Returns positions that count from 0 in every document; one row if there are no segments.
 
-    For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0].
+    For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0]. While text is
+    generated, positions count on from the `Past`.
     """
+    if isinstance(segments, Past):
+        return segments.positions(length)
     index = jnp.arange(length, dtype=jnp.int32)[None]
     if segments is None:
         return index

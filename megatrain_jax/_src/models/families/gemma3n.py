@@ -25,6 +25,7 @@ from megatrain_jax._src.models.families.gemma4_layers import (
     MemoryMaker,
     Segments,
     Tokens,
+    lender_of,
 )
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
@@ -164,6 +165,7 @@ class Gemma3nLayer(nnx.Module):
         wide, options = config.hidden_size, config.options
         self.number, self.local = layer, config.window(layer) is not None
         self.lends, self.scaled = layer in options.lenders, options.scaled
+        self.borrows = lender_of(config, layer)
         self.activation = ACTIVATIONS[config.activation]
         self.altup, self.laurel = AltUp(config, make), Laurel(config, make)
         self.input_layernorm = norm()

@@ -107,6 +107,15 @@ class MemoryMaker(nnx.Module):
         return x
 
 
+def lender_of(config: "DecoderConfig", layer: int) -> int | None:
+    """Returns the layer with the keys and values that a layer attends to; None for its own."""
+    options: Gemma4Options = config.options
+    if layer < options.first_shared:
+        return None
+    local = config.window(layer) is not None
+    return next(i for i in options.lenders if (config.window(i) is not None) == local)
+
+
 def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
     """Normalises the last axis in fp32, without a weight."""
     y = x.astype(jnp.float32)
@@ -207,10 +216,8 @@ class Gemma4Layer(Layer):
         self.self_attn = Gemma4Attention(config, layer, make)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        shared = layer >= options.first_shared
-        alike = [i for i in options.lenders if (config.window(i) is not None) == self.local]
-        # The layer with the keys and values that this one attends to; None for its own.
-        self.borrows = alike[0] if shared else None
+        self.borrows = lender_of(config, layer)
+        shared = self.borrows is not None
         self.mlp = MLP(config, make, options.shared_intermediate_size if shared else None)
         self.post_feedforward_layernorm = norm()
         self.has_inputs = options.inputs_dim > 0

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS, Activation
+from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.expert_blocks import Expert, Weights, mix
 from megatrain_jax._src.models.families.gemma4_layers import unit
 from megatrain_jax._src.models.family import Family, text_part
@@ -59,17 +60,6 @@ class Llama4Options:
     dense_size: int
 
 
-def _chunks(segments: Segments, shape: tuple[int, ...], size: int) -> Segments:
-    """Returns numbers that differ between documents and between chunks of a document.
-
-    For example, segments [1, 1, 1, 2, 2] in chunks of two tokens give [1, 1, 2, 3, 3].
-    """
-    if shape[1] <= size:
-        return segments
-    starts = positions_in(shape[1], segments) % size == 0
-    return jnp.broadcast_to(jnp.cumsum(starts, axis=1, dtype=jnp.int32), shape)
-
-
 class Llama4Attention(Attention):
     """Attention within chunks, or to all tokens before."""
 
@@ -92,9 +82,16 @@ class Llama4Attention(Attention):
             spans = (positions_in(q.shape[1], segments) + 1) // self.options.span
             growth = 1 + self.options.growth * jnp.log1p(spans.astype(jnp.float32))
             q = (q * growth[:, :, None, None]).astype(q.dtype)
-        if self.chunk is not None:
-            segments = _chunks(segments, q.shape[:2], self.chunk)
-        return super().attend(q, k, v, segments)
+        return attention(
+            q,
+            k,
+            v,
+            segments=segments,
+            window=self.window,
+            chunk=self.chunk,
+            softcap=self.softcap,
+            scale=self.scale,
+        )
 
 
 class Llama4Experts(nnx.Module):

@@ -8,8 +8,11 @@ A cache has one row per text. Two forms of `Past` stand in the place of `segment
     layers                  cache of a row
     attention               keys and values (kv_heads, size, head_dim)
     attention, window W     the same with at most W places, as a ring: position p is in place p % W
+    attention, chunks of C  the same with at most C places
     latent attention        latents and rotated keys (size, latent_rank + rotated_dim)
     linear attention        the state, and the last inputs of the convolution
+    state space             the same
+    convolution             its last inputs
 """
 
 from typing import Any, NamedTuple
@@ -79,13 +82,26 @@ class Beginning(_Keeping):
         super().__init__(kind, borrows=borrows)
         self._lengths = lengths
 
-    def attend(self, q: Array, k: Array, v: Array, *, window: int | None, **options: Any) -> Array:
+    def positions(self, length: int) -> Int[Array, "1 length"]:
+        """See `Past`."""
+        return jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None,
+        chunk: int | None,
+        **options: Any,
+    ) -> Array:
         """See `Past`. Padding needs no mask: it comes after all tokens."""
         if not self._borrows:
-            size = k.shape[1] if window is None else min(window, k.shape[1])
+            size = min(window or k.shape[1], chunk or k.shape[1], k.shape[1])
             keys, values = (jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v))
             self._keep(keys=keys, values=values)
-        return attention(q, k, v, window=window, **options)
+        return attention(q, k, v, window=window, chunk=chunk, **options)
 
     def attend_latent(
         self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
@@ -146,6 +162,10 @@ class Continuing(_Keeping):
         super().__init__(kind, borrows=borrows)
         self._cache, self._positions, self._active = cache, positions, active
 
+    def positions(self, length: int) -> Int[Array, "rows length"]:
+        """See `Past`."""
+        return self._positions[:, None]
+
     def attend(
         self,
         q: Array,
@@ -153,6 +173,7 @@ class Continuing(_Keeping):
         v: Array,
         *,
         window: int | None,
+        chunk: int | None,
         softcap: float | None,
         scale: float | None,
         sinks: Array | None,
@@ -170,7 +191,7 @@ class Continuing(_Keeping):
             scores = softcap * jnp.tanh(scores / softcap)
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1)
-        weights = _softmax(scores, self._seen(size)[:, None, None], sinks)
+        weights = _softmax(scores, self._seen(size, chunk)[:, None, None], sinks)
         mixed = jnp.einsum("bkgj,bkjh->bkgh", weights.astype(values.dtype), values)
         return mixed.reshape(q.shape)
 
@@ -221,10 +242,14 @@ class Continuing(_Keeping):
         index = (jnp.arange(rows), *(slice(None),) * (cache.ndim - 3), at)
         return cache.at[index].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
-    def _seen(self, size: int) -> Bool[Array, "rows size"]:
-        """Returns the places of a ring that hold tokens; a ring has no more than its window."""
-        back = (self._positions[:, None] - jnp.arange(size)) % size
-        return back <= self._positions[:, None]
+    def _seen(self, size: int, chunk: int | None = None) -> Bool[Array, "rows size"]:
+        """Returns the places of a ring that hold tokens of the text, or of its current chunk.
+
+        A ring has no more places than its window or its chunk.
+        """
+        positions = self._positions[:, None]
+        back = (positions - jnp.arange(size)) % size
+        return back <= (positions if chunk is None else positions % chunk)
 
 
 def _softmax(scores: Array, seen: Array, sinks: Array | None) -> Float[Array, "*rows size"]:

@@ -125,7 +125,8 @@ class StreamedDecoding:
                 lent = caches[layer.borrows]
                 x, handed = _borrowing(layer)(lent, weights, x, turn, handed, rows)
             del weights
-        rows, written = _choosing(self._form, warping)(rows, self._ends, x, dials, stops)
+        choose = _choosing(self._form, warping)
+        rows, written = choose(rows, self._ends, x, handed, dials, stops)
         return caches, rows, written
 
     def _weights(self, i: int, x: Any) -> Any:
@@ -202,8 +203,8 @@ def _borrowing(layer: programs.LayerForm) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=32)
 def _choosing(form: programs.ModelForm, warping: Warping) -> Callable[..., Any]:
-    def one(rows, ends, x, dials, stops):
-        logits = programs.finish(form, ends, x)
+    def one(rows, ends, x, handed, dials, stops):
+        logits = programs.finish(form, ends, x, handed)
         chosen = choose(logits, dials, (rows.prompts, rows.samples, rows.written), warping)
         return programs.advanced(rows, chosen, stops), Written(*(y[None] for y in chosen))
 
