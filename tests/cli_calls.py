@@ -16,6 +16,7 @@ import optax
 import pytest
 import transformers
 from flax import nnx
+from optax import contrib
 
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
@@ -149,8 +150,9 @@ class _Library:
         for name, real in objectives.LOSSES.items():
             self.patch.setitem(objectives.LOSSES, name, self._noted(real, real))
         self.replace(objectives, "next_token", objectives.next_token)
-        for name in ("adamw", "lion", "clip_by_global_norm"):
+        for name in "adamw lion adafactor sgd lamb clip_by_global_norm".split():
             self.replace(optax, name, getattr(optax, name))
+        self.replace(contrib, "muon", contrib.muon)
         self.patch.setattr(transformers.AutoTokenizer, "from_pretrained", self._tokenizer)
         for name in _CALLBACKS:
             self._replace_callback(name)

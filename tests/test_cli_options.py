@@ -172,7 +172,11 @@ COMMON = [
         At(place="fit.steps", expected=100),
         held_out=0,
     ),
-    option("optimizer", "lion", count("lion", "learning_rate", 2)),
+    *(
+        option("optimizer", name, count(name.removeprefix("optax:"), "learning_rate", 2))
+        for name in ("lion", "muon", "adafactor", "sgd", "optax:lamb")
+    ),
+    option("optimizer_options", {"eps": 0.5}, At(place="adamw.eps", expected=0.5)),
     option("learning_rate", 0.125, rates(lambda found: found.max(), 0.125)),
     option("warmup", 0.5, rates(np.argmax, STEPS / 2)),
     option("decay", "linear", rates(lambda found: np.ptp(np.diff(found[1:])) < 1e-9, True)),
@@ -393,7 +397,8 @@ PLAN = [
     option("compute", "float16", precision("compute")[1]),
     option("products", "float8", precision("products")[1]),
     option("products", "float8-all", precision("products", (("*", "float8"),))[1]),
-    option("optimizer", "lion", count("lion", "learning_rate", 1)),
+    option("optimizer", "muon", count("muon", "learning_rate", 1)),
+    option("optimizer_options", {"eps": 0.5}, At(place="adamw.eps", expected=0.5)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("trainable", "norm", "plan.trainable"),
     option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),

@@ -11,8 +11,9 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.catalogue import config_values
 from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with_adapters
+from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.plan_settings import PlanSettings
-from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
+from megatrain_jax._src.cli.recipe import precision_of
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
@@ -49,7 +50,9 @@ class Planner:
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
         # No plan depends on the learning rate.
-        self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
+        self._optimizer = optimizer_of(
+            settings.optimizer, 1e-5, clip=settings.clip, options=settings.optimizer_options
+        )
 
     def plan(
         self, config: models.DecoderConfig, rows: int, length: int, *, least: bool = False
