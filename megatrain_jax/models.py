@@ -18,6 +18,7 @@ from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.peft import save_lora
+from megatrain_jax._src.models.peft_reading import load_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.score_head import conversation_scores, reward_model
@@ -34,6 +35,7 @@ __all__ = [
     "attention",
     "conversation_scores",
     "generate",
+    "load_lora",
     "load_pretrained",
     "lora",
     "merge_lora",

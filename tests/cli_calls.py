@@ -135,7 +135,8 @@ class _Library:
         self.replace(mt, "fit", self._fit)
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
         self.replace(models, "reward_model", lambda pretrained, **options: pretrained)
-        self.replace(models, "lora", lambda *args, **options: adapted)
+        for name in ("lora", "load_lora"):
+            self.replace(models, name, lambda *args, **options: adapted)
         self.patch.setattr(models, "Decoder", self._decoder)
         self.patch.setattr(nnx, "Rngs", lambda seed: seed)
         for name in ("save_lora", "save_pretrained"):

@@ -56,7 +56,7 @@ def test_known_optimizers_are_those_of_pytorch(name):
         theirs = {"sgd": {"momentum": 0.9}, "adamw": {"betas": (0.8, 0.9)}}[name]
         optimizer = kind([weight], lr=1.0, weight_decay=0.3, **theirs)
     for number in range(5):
-        optimizer.param_groups[0]["lr"] = float(SCHEDULE(number))
+        optimizer.param_groups[0]["lr"] = np.asarray(SCHEDULE(number)).item()
         weight.grad = (torch.sin(3 * weight) + 0.5 * weight).detach()
         torch.nn.utils.clip_grad_norm_([weight], 0.7)
         optimizer.step()

@@ -12,7 +12,7 @@ from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
+from megatrain_jax._src.cli.model_and_batch import frozen_of, trained_with, with_adapters
 from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
 from megatrain_jax._src.cli.training_settings import listed
 
@@ -35,11 +35,15 @@ def prepare(settings: FinetuneSettings) -> Job:
     if settings.trains_scores:
         pretrained = _with_scores(settings, pretrained)
         # A fresh head is always trained.
-        if trainable is not None or settings.lora_rank is not None:
+        if trainable is not None or settings.has_adapters:
             trainable = [*listed(trainable), "^score/"]
     model, params = pretrained.model, pretrained.params
-    if settings.lora_rank is not None:
+    if settings.has_adapters:
         _check_exports(settings, pretrained.config)
+    if settings.adapter is not None:
+        adapted = models.load_lora(pretrained, settings.adapter, seed=settings.seed)
+        model, params, trainable = trained_with(adapted, trainable)
+    elif settings.lora_rank is not None:
         model, params, trainable = with_adapters(
             model,
             trainable,
@@ -55,14 +59,21 @@ def prepare(settings: FinetuneSettings) -> Job:
         model=model,
         params=params,
         trainable=trainable,
-        frozen=frozen_of(settings.frozen, settings.lora_rank, pretrained.config.saved_dtype),
+        frozen=frozen_of(settings.frozen, settings.has_adapters, pretrained.config.saved_dtype),
         loss_fn=objectives.loss_of(settings),
         shapes=shapes(settings),
-        reference=settings.model if settings.stores_reference else None,
+        reference=_reference(settings),
         prompting=lambda: _prompting(settings),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
+
+
+def _reference(settings: FinetuneSettings) -> tuple[str, ...]:
+    """The folders of the reference model, if answers are compared with one before training."""
+    if not settings.stores_reference:
+        return ()
+    return (settings.model, *filter(None, [settings.adapter]))
 
 
 def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:

@@ -49,7 +49,9 @@ class FinetuneSettings(TrainingSettings):
             all. With adapters, parameters to train beside them.
         frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
             bfloat16 if the checkpoint is.
-        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
+        adapter: Folder of adapters (LoRA) for the model, of this command or of PEFT, to go on
+            training them.
+        lora_rank: Rank of fresh adapters, which are trained instead of all parameters; null for
             none.
         lora_alpha: Scale of adapters, divided by the rank.
         lora_dropout: Fraction of a module's inputs hidden from its adapter.
@@ -80,6 +82,7 @@ class FinetuneSettings(TrainingSettings):
     leading: Literal["error", "keep", "drop"] = "error"
     trainable: list[str] | str | None = None
     frozen: Frozen | None = None
+    adapter: str | None = None
     lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
@@ -120,7 +123,11 @@ class FinetuneSettings(TrainingSettings):
             if not 0 <= self.lora_dropout < 1:
                 allowed = "a share from 0, below 1"
                 raise ValueError(checks.refused("lora_dropout", allowed, self.lora_dropout))
-        if "adapter" in self.exports and self.lora_rank is None:
+        if self.adapter is not None:
+            checks.path("adapter", self.adapter)
+            if self.lora_rank is not None:
+                raise ValueError("`adapter` has a rank: leave `lora_rank` out, or `adapter`")
+        if "adapter" in self.exports and not self.has_adapters:
             raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if "adapter" in self.exports and self.trainable:
             raise ValueError(
@@ -136,7 +143,7 @@ class FinetuneSettings(TrainingSettings):
             self,
             ("lora_alpha", "lora_dropout", "lora_rslora", "lora_targets"),
             is_there=self.lora_rank is not None,
-            needed="adapters: set `lora_rank`",
+            needed="fresh adapters: set `lora_rank`",
         )
         for name in sorted({name for kind in OBJECTIVE_KINDS.values() for name in kind.options}):
             check_needed(
@@ -148,7 +155,7 @@ class FinetuneSettings(TrainingSettings):
         check_needed(
             self,
             ("frozen",),
-            is_there=self.lora_rank is not None or self.trainable is not None,
+            is_there=self.has_adapters or self.trainable is not None,
             needed="parameters that are not trained: set `trainable` or `lora_rank`",
         )
         check_needed(
@@ -192,8 +199,16 @@ class FinetuneSettings(TrainingSettings):
         return OBJECTIVE_KINDS[self.objective]
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained: fresh ones, or those in a folder."""
+        return self.lora_rank is not None or self.adapter is not None
+
+    @property
     def stores_reference(self) -> bool:
-        """Whether answers are compared with numbers computed before training."""
+        """Whether answers are compared with numbers computed before training.
+
+        Without fresh adapters, training starts from another model than the one without adapters.
+        """
         return self._kind.has_reference and self.lora_rank is None
 
     @property
@@ -204,7 +219,7 @@ class FinetuneSettings(TrainingSettings):
     @property
     def exports(self) -> tuple[str, ...]:
         """The subfolders of `out` to export."""
-        default = "model" if self.lora_rank is None or self._kind.scores else "adapter"
+        default = "adapter" if self.has_adapters and not self._kind.scores else "model"
         kind = self.export_as or default
         return ("adapter", "model") if kind == "both" else (kind,)
 

@@ -71,7 +71,7 @@ class Planner:
             options["device_budget"] = "least"
         model, trainable = self._model(config)
         settings = self.settings
-        frozen = frozen_of(settings.frozen, settings.lora_rank, _saved_dtype(config))
+        frozen = frozen_of(settings.frozen, settings.lora_rank is not None, _saved_dtype(config))
         return mt.plan(
             model,
             models.next_token_loss,
