@@ -20,6 +20,7 @@ from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.peft import save_lora
 from megatrain_jax._src.models.peft_reading import load_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
+from megatrain_jax._src.models.resized import resize_vocabulary
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.score_head import conversation_scores, reward_model
 
@@ -40,6 +41,7 @@ __all__ = [
     "lora",
     "merge_lora",
     "next_token_loss",
+    "resize_vocabulary",
     "reward_model",
     "save_lora",
     "save_pretrained",

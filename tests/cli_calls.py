@@ -93,6 +93,13 @@ class _Tokenizer:
     bos_token_id: None = None
     eos_token_id: None = None
     pad_token_id: None = None
+    added: list[str] = field(default_factory=list)
+
+    def add_tokens(self, tokens: list[str]) -> None:
+        self.added += tokens
+
+    def save_pretrained(self, folder: str) -> None:
+        pass
 
     def get_vocab(self) -> dict[str, int]:
         return {"word": 40}
@@ -134,7 +141,8 @@ class _Library:
         self.replace(mt, "plan", self._plan)
         self.replace(mt, "fit", self._fit)
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
-        self.replace(models, "reward_model", lambda pretrained, **options: pretrained)
+        for name in ("reward_model", "resize_vocabulary"):
+            self.replace(models, name, lambda pretrained, *args, **options: pretrained)
         for name in ("lora", "load_lora"):
             self.replace(models, name, lambda *args, **options: adapted)
         self.patch.setattr(models, "Decoder", self._decoder)

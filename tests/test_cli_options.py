@@ -252,6 +252,13 @@ FINETUNE = [
         **SAMPLED,
     ),
     option("ignore", ["rope"], "load_pretrained.ignore"),
+    option(
+        "new_tokens",
+        ["<a>", "<b>"],
+        At(place="resize_vocabulary.vocabulary", of=lambda tokenizer: tokenizer.added),
+        At(place="chat.tokenizer", of=lambda tokenizer: getattr(tokenizer, "added", None)),
+        At(place="save_pretrained.source", of=lambda source: source is not None, expected=True),
+    ),
     option("objective", "dpo", count("preferences", "source", 1), lora_rank=2, held_out=0),
     option("beta", 0.5, "dpo.beta", objective="dpo", lora_rank=2),
     option("beta", 0.5, "ipo.beta", objective="ipo", lora_rank=2),

@@ -13,7 +13,8 @@ from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import frozen_of, trained_with, with_adapters
-from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
+from megatrain_jax._src.cli.new_tokens import exported_tokenizer, tokenizer_of
+from megatrain_jax._src.cli.tokenizers import Asking
 from megatrain_jax._src.cli.training_settings import listed
 
 
@@ -31,6 +32,9 @@ def prepare(settings: FinetuneSettings) -> Job:
     if not Path(settings.model).expanduser().is_dir():
         raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
     pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
+    if settings.new_tokens is not None:
+        tokenizer = tokenizer_of(settings)
+        pretrained = models.resize_vocabulary(pretrained, tokenizer, seed=settings.seed)
     trainable = settings.trainable
     if settings.trains_scores:
         pretrained = _with_scores(settings, pretrained)
@@ -78,7 +82,7 @@ def _reference(settings: FinetuneSettings) -> tuple[str, ...]:
 
 def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:
     """The checkpoint with a score head, and the tokenizer's padding token as TRL chooses it."""
-    tokenizer = load_tokenizer("model", settings.model)
+    tokenizer = tokenizer_of(settings)
     pad = tokenizer.pad_token_id
     pad = tokenizer.eos_token_id if pad is None else pad
     return models.reward_model(pretrained, pad_token_id=pad, seed=settings.seed)
@@ -86,7 +90,7 @@ def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> m
 
 def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
     """The tokenizer, and a function that formats prompts as plain text or as questions."""
-    tokenizer = load_tokenizer("model", settings.model)
+    tokenizer = tokenizer_of(settings)
     if settings.format == "text":
         return tokenizer, str
     template, variables = chat_template(settings.chat_template), settings.template_variables or {}
@@ -110,6 +114,7 @@ def _export(
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
     # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None
-    return models.save_pretrained(
-        trainer, folder, dtype=settings.export_dtype, chat_template=template
-    )
+    with exported_tokenizer(settings) as source:
+        return models.save_pretrained(
+            trainer, folder, dtype=settings.export_dtype, chat_template=template, source=source
+        )

@@ -22,6 +22,8 @@ class FinetuneSettings(TrainingSettings):
     Attributes:
         model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
         ignore: Fields of its config.json to ignore, because they are known not to matter.
+        new_tokens: Tokens to add to the tokenizer and the vocabulary, one or several, or a file
+            with one on each line. Their embeddings start around the mean of all.
         objective: The training objective: the next token (sft), or preferences between two answers
             (dpo, ipo, simpo, orpo), labels of single answers (kto), a
             reward model's scores (reward), or a teacher's stored predictions (distill).
@@ -63,6 +65,7 @@ class FinetuneSettings(TrainingSettings):
 
     model: str
     ignore: list[str] | None = None
+    new_tokens: list[str] | str | None = None
     objective: ObjectiveName = "sft"
     beta: float = 0.1
     simpo_gamma: float = 0.5
@@ -127,6 +130,8 @@ class FinetuneSettings(TrainingSettings):
             checks.path("adapter", self.adapter)
             if self.lora_rank is not None:
                 raise ValueError("`adapter` has a rank: leave `lora_rank` out, or `adapter`")
+        if self.new_tokens is not None:
+            self._check_new_tokens()
         if "adapter" in self.exports and not self.has_adapters:
             raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if "adapter" in self.exports and self.trainable:
@@ -137,6 +142,15 @@ class FinetuneSettings(TrainingSettings):
         if self._kind.rows != "chat":
             self._check_objective()
         self._check_needed()
+
+    def _check_new_tokens(self) -> None:
+        if not all(listed(self.new_tokens)) or not self.new_tokens:
+            raise ValueError("`new_tokens` must be texts that are not empty")
+        if self.has_adapters and self.trainable is None:
+            raise ValueError(
+                "`new_tokens` beside adapters have embeddings that are frozen as they begin: set "
+                "`trainable`=[embed_tokens, lm_head] and `export_as`=model"
+            )
 
     def _check_needed(self) -> None:
         check_needed(

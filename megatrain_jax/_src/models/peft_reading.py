@@ -17,8 +17,8 @@ from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_fi
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTORS = ("lora_A", "lora_B")
-# Fields of adapter_config.json that are read here, and those that don't change the computation:
-# tensors in the file tell which modules have adapters.
+# Fields of adapter_config.json that are read here, and fields that don't change the computation.
+# The tensors in the file tell the modules with adapters.
 _READ = frozenset(
     "peft_type r lora_alpha lora_dropout use_rslora bias init_lora_weights target_modules".split()
 )
@@ -27,15 +27,15 @@ _WITHOUT_EFFECT = frozenset(
     "layers_pattern layers_to_transform loftq_config lora_ga_config megatron_core peft_version "
     "qalora_group_size revision runtime_config task_type".split()
 )
-# Initial values that leave the base model as it is; others, such as "pissa", change it.
+# Initial values that leave the base model as it is; "pissa", for example, changes it.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int = 0) -> Lora:
     """Adds the adapters in a folder to a checkpoint, to go on training them.
 
-    Rank, scale, dropout and the adapted matrices are those of the folder, which `save_lora` or PEFT
-    wrote: `peft.PeftModel.from_pretrained(base, folder, is_trainable=True)` does the same.
+    The folder, written by `save_lora` or PEFT, determines rank, scale, dropout and the adapted
+    matrices: `peft.PeftModel.from_pretrained(base, folder, is_trainable=True)` does the same.
 
     Args:
         pretrained: The checkpoint that the adapters belong to, from `load_pretrained`.
