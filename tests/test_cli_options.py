@@ -359,6 +359,7 @@ FINETUNE = [
     option("lora_dropout", 0.25, "lora.dropout", lora_rank=2),
     option("lora_rslora", True, "lora.rslora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
+    option("lora_modules_to_save", ["lm_head"], "lora.modules_to_save", lora_rank=2),
     option(
         "export_as",
         "both",
@@ -436,6 +437,12 @@ PLAN = [
         precision("frozen", "bfloat16")[1],
     ),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
+    option(
+        "lora_modules_to_save",
+        ["lm_head"],
+        At(place="lora.modules_to_save", expected=("lm_head",)),
+        lora_rank=2,
+    ),
     option("device_budget", "2GiB", At(place="plan.device_budget", expected=2**31)),
     option("host_budget", "64GiB", At(place="plan.host_budget", expected=2**36)),
 ]

@@ -161,14 +161,15 @@ def make_peft(name, folder, seed=3, **options):
     )
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
-            if "lora_B" in key:
-                parameter.normal_(0, 0.05)
+            if "lora_B" in key or "modules_to_save" in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
     theirs.save_pretrained(folder)
     return theirs
 
 
 @pytest.mark.slow
-def test_training_goes_on_from_adapters_of_peft(tmp_path):
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head", "model.norm"]])
+def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
     base = save(make_torch("llama"), tmp_path / "base")
     make_peft(
         "llama",
@@ -177,6 +178,7 @@ def test_training_goes_on_from_adapters_of_peft(tmp_path):
         lora_alpha=5,
         use_rslora=True,
         target_modules=["q_proj", "up_proj", "model.layers.1.mlp.down_proj"],
+        modules_to_save=saved,
     )
     adapted = models.load_lora(models.load_pretrained(base), tmp_path / "lora")
     assert len(adapted.targets) == 5
@@ -188,7 +190,28 @@ def test_training_goes_on_from_adapters_of_peft(tmp_path):
     np.testing.assert_allclose(curve, expected, rtol=4e-6)
     models.save_lora(trainer, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
-    check_files(tmp_path / "ours", tmp_path / "theirs")
+    found = check_files(tmp_path / "ours", tmp_path / "theirs")
+    assert len(found) == 10 + len(saved or ())
+    if saved is not None:
+        again = peft.PeftModel.from_pretrained(make_torch("llama"), tmp_path / "ours")
+        tokens = random_tokens()
+        ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)
+        np.testing.assert_allclose(ours, logits_of(again, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "told"),
+    [
+        ("llama", ["lm_hed"], "has 'lm_hed', but no module has this name"),
+        ("llama", ["mlp"], "chooses layers/0/mlp, which has further modules"),
+        ("llama", ["q_proj"], "`modules_to_save` and `targets` both choose layers/0/self_attn/q_"),
+        ("qwen2", ["embed_tokens"], "chooses embed_tokens, whose matrix is the head, too"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_refused(name, saved, told, tmp_path):
+    pretrained = models.load_pretrained(save(make_torch(name), tmp_path / "base"))
+    with pytest.raises(ValueError, match=re.escape(told)):
+        models.lora(pretrained.model, targets="q_proj", modules_to_save=saved)
 
 
 def test_adapters_are_read_as_they_were_saved(tmp_path):

@@ -56,6 +56,7 @@ def prepare(settings: FinetuneSettings) -> Job:
             alpha=settings.lora_alpha,
             dropout=settings.lora_dropout,
             rslora=settings.lora_rslora,
+            modules_to_save=listed(settings.lora_modules_to_save),
             seed=settings.seed,
             params=params,
         )
@@ -111,6 +112,8 @@ def _export(
     settings: FinetuneSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
 ) -> Path:
     if name == "adapter":
+        if settings.new_tokens is not None:
+            tokenizer_of(settings).save_pretrained(str(folder.parent / "tokenizer"))
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
     # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None

@@ -59,6 +59,8 @@ class FinetuneSettings(TrainingSettings):
         lora_dropout: Fraction of a module's inputs hidden from its adapter.
         lora_rslora: Whether to divide by the square root of the rank instead.
         lora_targets: Regular expression on paths of the matrices that have adapters.
+        lora_modules_to_save: Modules to train whole beside fresh adapters and to save with them,
+            such as embed_tokens and lm_head, one or several.
         export_as: Export of a run with adapters: a folder for PEFT (adapter), the merged model
             (model), or both; default: adapter. Without adapters, model.
     """
@@ -91,6 +93,7 @@ class FinetuneSettings(TrainingSettings):
     lora_dropout: float = 0.0
     lora_rslora: bool = False
     lora_targets: str = "layers/.*_proj"
+    lora_modules_to_save: list[str] | str | None = None
     export_as: Literal["model", "adapter", "both"] | None = None
 
     def __post_init__(self) -> None:
@@ -146,16 +149,17 @@ class FinetuneSettings(TrainingSettings):
     def _check_new_tokens(self) -> None:
         if not all(listed(self.new_tokens)) or not self.new_tokens:
             raise ValueError("`new_tokens` must be texts that are not empty")
-        if self.has_adapters and self.trainable is None:
+        trained = self.trainable or self.lora_modules_to_save
+        if self.lora_rank is not None and not trained:
             raise ValueError(
                 "`new_tokens` beside adapters have embeddings that are frozen as they begin: set "
-                "`trainable`=[embed_tokens, lm_head] and `export_as`=model"
+                "`lora_modules_to_save`=[embed_tokens, lm_head]"
             )
 
     def _check_needed(self) -> None:
         check_needed(
             self,
-            ("lora_alpha", "lora_dropout", "lora_rslora", "lora_targets"),
+            "lora_alpha lora_dropout lora_rslora lora_targets lora_modules_to_save".split(),
             is_there=self.lora_rank is not None,
             needed="fresh adapters: set `lora_rank`",
         )
@@ -221,9 +225,10 @@ class FinetuneSettings(TrainingSettings):
     def stores_reference(self) -> bool:
         """Whether answers are compared with numbers computed before training.
 
-        Without fresh adapters, training starts from another model than the one without adapters.
+        They aren't if all that is trained are fresh adapters: the initial model has none.
         """
-        return self._kind.has_reference and self.lora_rank is None
+        is_initial = self.lora_rank is not None and not self.lora_modules_to_save
+        return self._kind.has_reference and not is_initial
 
     @property
     def trains_scores(self) -> bool:

@@ -46,6 +46,8 @@ class PlanSettings:
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
+        lora_modules_to_save: Modules to train whole beside adapters, such as embed_tokens and
+            lm_head, one or several.
         device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that the host
             has.
@@ -70,6 +72,7 @@ class PlanSettings:
     frozen: Frozen | None = None
     lora_rank: int | None = None
     lora_targets: str = "layers/.*_proj"
+    lora_modules_to_save: list[str] | str | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
 
@@ -98,7 +101,7 @@ class PlanSettings:
             checks.integer("lora_rank", self.lora_rank)
         check_needed(
             self,
-            ("lora_targets",),
+            ("lora_targets", "lora_modules_to_save"),
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )

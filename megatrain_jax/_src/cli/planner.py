@@ -14,6 +14,7 @@ from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with
 from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import precision_of
+from megatrain_jax._src.cli.training_settings import listed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
@@ -92,6 +93,7 @@ class Planner:
     def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
         """The function that builds a model, and the patterns of the trained parameters."""
         rank, targets = self.settings.lora_rank, self.settings.lora_targets
+        saved = tuple(listed(self.settings.lora_modules_to_save))
         given = self.settings.trainable
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
@@ -99,10 +101,12 @@ class Planner:
             build = partial(_build, config)
             if rank is None:
                 return build, trainable
-            adapted = with_adapters(build, trainable, rank=rank, targets=targets)
+            adapted = with_adapters(
+                build, trainable, rank=rank, targets=targets, modules_to_save=saved
+            )
             return adapted.model, adapted.trainable
 
-        return remembered("build", lambda: (config, rank, targets, trainable), make)
+        return remembered("build", lambda: (config, rank, targets, saved, trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""

@@ -20,7 +20,8 @@ FACTORS = ("lora_A", "lora_B")
 # Fields of adapter_config.json that are read here, and fields that don't change the computation.
 # The tensors in the file tell the modules with adapters.
 _READ = frozenset(
-    "peft_type r lora_alpha lora_dropout use_rslora bias init_lora_weights target_modules".split()
+    "peft_type r lora_alpha lora_dropout use_rslora bias init_lora_weights target_modules "
+    "modules_to_save".split()
 )
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode "
@@ -59,7 +60,8 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     values = _config(folder)
     parameters = _parameters(pretrained, folder)
     found = _found(parameters, _tensors(folder), values, pretrained, folder)
-    chosen = {name_of(parameter.path) for parameter, _ in found}
+    chosen = {name_of(p.path) for p, arrays in found if arrays.keys() == set(FACTORS)}
+    whole = {name_of(p.path[:-1]) for p, arrays in found if arrays.keys() != set(FACTORS)}
     adapted = lora(
         pretrained.model,
         targets=lambda path: path in chosen,
@@ -67,6 +69,7 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
         alpha=values["lora_alpha"],
         dropout=values.get("lora_dropout", 0.0),
         rslora=values.get("use_rslora", False),
+        modules_to_save=sorted(whole),
         seed=seed,
         params=pretrained.params,
     )
@@ -151,6 +154,13 @@ def _found(
         names = {f: [f"{module}.{f}.weight" for module in modules] for f in FACTORS}
         every = [name for part in names.values() for name in part]
         if not any(name in left for name in every):
+            if values.get("modules_to_save") and parameter.names[0] in left:
+                tensor = left.pop(parameter.names[0])
+                if tensor.shape != parameter.shape or tensor.dtype not in DTYPES:
+                    misshapen.append(f"{tensor.name} {tensor.shape}, not {parameter.shape}")
+                else:
+                    array = LazyArray((tensor,), stacked=False)
+                    found.append((parameter, {str(parameter.path[-1]): array}))
             continue
         if lacking := [name for name in every if name not in left]:
             missing += lacking
