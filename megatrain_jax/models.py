@@ -20,7 +20,9 @@ from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.merged_folder import merge_adapter
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.peft import save_lora
+from megatrain_jax._src.models.peft_reading import load_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
+from megatrain_jax._src.models.resized import resize_vocabulary
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.score_head import conversation_scores, reward_model
 
@@ -37,11 +39,13 @@ __all__ = [
     "attention",
     "conversation_scores",
     "generate",
+    "load_lora",
     "load_pretrained",
     "lora",
     "merge_adapter",
     "merge_lora",
     "next_token_loss",
+    "resize_vocabulary",
     "reward_model",
     "save_lora",
     "save_pretrained",

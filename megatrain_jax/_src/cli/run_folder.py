@@ -78,7 +78,8 @@ class RunFolder:
         text = "" if "format" in settings else " and `format`=text"
         missing = ""
         if not exported.exists():
-            merged = " and `export_as`=model" if settings.get("lora_rank") else ""
+            adapted = settings.get("lora_rank") or settings.get("adapter")
+            merged = " and `export_as`=model" if adapted else ""
             missing = f", which that run's command writes with `export`=finished{merged}"
         return (
             "That run is done, and its learning rate has come to its end. To train further, choose "

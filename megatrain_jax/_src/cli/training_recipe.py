@@ -18,9 +18,10 @@ from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
+from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
 from megatrain_jax._src.cli.push import check_push, push
-from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
 from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
@@ -138,6 +139,7 @@ def _optimizer(settings: TrainingSettings, schedule: optax.Schedule) -> Any:
         b2=settings.b2,
         weight_decay=settings.weight_decay,
         clip=settings.clip,
+        options=settings.optimizer_options,
     )
 
 

@@ -9,10 +9,10 @@ from megatrain_jax._src.cli.setting_rules import (
     Compute,
     Decay,
     Master,
-    OptimizerName,
     Products,
     State,
     check_needed,
+    check_optimizer,
 )
 from megatrain_jax._src.common import checks
 
@@ -52,14 +52,17 @@ class TrainingSettings:
         epochs: How often all documents are seen; default: once, or as often as --steps needs.
         steps: Number of steps; documents repeat as needed unless --epochs is given; default: all
             epochs.
-        optimizer: Name of the optimizer.
-        learning_rate: Highest learning rate.
+        optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
+            learning rate and optimizer_options to an Optax optimizer.
+        optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
+        learning_rate: Highest learning rate. The default is for adamw, and also for muon and
+            adafactor; lion needs a third to a tenth of it, sgd far more.
         warmup: Fraction of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
         final_rate: Fraction of the highest learning rate at the end of the decay.
         weight_decay: Weight decay, multiplied by the learning rate.
-        b1: Decay of the mean of gradients.
-        b2: Decay of the mean of their squares.
+        b1: Decay of the mean of gradients, in adamw, lion and muon's adamw.
+        b2: Decay of the mean of their squares; in lion, of its momentum.
         clip: Maximum global norm of the gradients; null for no clipping.
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16,
             two_bytes is int4 beside masters in int8.
@@ -115,7 +118,8 @@ class TrainingSettings:
     microbatches: int = 1
     epochs: int | None = None
     steps: int | None = None
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] | None = None
     learning_rate: float = 1e-5
     warmup: float = 0.03
     decay: Decay = "cosine"
@@ -177,11 +181,27 @@ class TrainingSettings:
             checks.number(name, getattr(self, name), least=0)
         checks.num_bytes("device_budget", self.device_budget, "least")
         checks.num_bytes("host_budget", self.host_budget)
+        self._check_optimizer()
         self._check_data()
         self._check_push()
         self._check_evaluation()
         self._check_logs()
         self._check_samples()
+
+    def _check_optimizer(self) -> None:
+        check_optimizer(self.optimizer)
+        check_needed(
+            self,
+            ("b1", "b2"),
+            is_there=self.optimizer in ("adamw", "lion", "muon"),
+            needed="`optimizer`=adamw, lion or muon; others have `optimizer_options`",
+        )
+        check_needed(
+            self,
+            ("weight_decay",),
+            is_there=":" not in self.optimizer,
+            needed="an `optimizer` known by name; functions have `optimizer_options`",
+        )
 
     def _check_data(self) -> None:
         if not self.sources:

@@ -165,9 +165,10 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file by name.
+    """Returns the tensors of a safetensors file, by name.
 
     Raises:
+        ModuleNotFoundError: If safetensors is not installed.
         ValueError: If the file is damaged.
     """
     try:
