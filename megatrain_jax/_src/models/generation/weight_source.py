@@ -16,6 +16,7 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.generation.programs import LayerForm, ModelForm
 from megatrain_jax._src.models.pretrained import Pretrained
 from megatrain_jax._src.models.tensors import some
+from megatrain_jax._src.models.with_reference import policy_of
 
 _ALLOWED = "a Trainer, a result of fit, a models.Pretrained, a models.Decoder, or (model, params)"
 Read = Callable[[Sequence[Any]], list[jax.Array]]
@@ -100,8 +101,9 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
             "save the run, and generate from its parameters in one process"
         )
     copy = trainer.compute_copy()
-    if not isinstance(copy.model, Decoder):
-        name = type(copy.model).__qualname__
+    model = policy_of(copy.model)
+    if not isinstance(model, Decoder):
+        name = type(model).__qualname__
         raise TypeError(f"`source` trains a {name}, not a models.Decoder")
     if dtype not in (None, copy.dtype):
         raise ValueError(
@@ -113,7 +115,7 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
         arrays = iter(copy.read(unread))
         return [next(arrays) if hasattr(leaf, "number") else leaf for leaf in leaves]
 
-    return _source(copy.model, copy.dtype, copy.device, read, at_rest=True)
+    return _source(model, copy.dtype, copy.device, read, at_rest=True)
 
 
 def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
