@@ -13,8 +13,10 @@ from megatrain_jax._src.cli.main import main
 
 pytest.importorskip("torch", reason='checkpoints made by Transformers: pip install -e ".[torch]"')
 
+from pages import ROOT  # noqa: E402
 from tiny_chats import make_checkpoint  # noqa: E402
 
+PLAIN = ("--reward-weights", "null")
 REWARDS = """
 def numbers(completions, wanted):
     texts = [one[0]["content"] for one in completions]
@@ -83,12 +85,24 @@ def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     assert "temperature was 1.0 and is 0.5" in capsys.readouterr().err
 
 
+def test_the_example_with_a_real_model_runs_with_a_tiny_one(
+    given: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)
+    out = given / "brief"
+    example = ["grpo", "experiments/smollm2/grpo.yaml", "--model", str(given / "tiny")]
+    assert main([*example, "--out", str(out), "--steps", "2", "--lora-targets", "q_proj"]) == 0
+    assert "step 2/2" in capsys.readouterr().out and (out / "model" / "config.json").exists()
+    history = json.loads((out / "report.json").read_text())["history"]
+    assert {"rewards/right/mean", "rewards/brief/mean"} <= history[1].keys()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--rewards", "numbers"), "must be a file and a function"),
-        (("--rewards", "nothing.py:numbers"), "there is no file nothing.py"),
-        (("--rewards", "json:short"), "json has no function short"),
+        (("--rewards", "numbers", *PLAIN), "must be a file and a function"),
+        (("--rewards", "nothing.py:numbers", *PLAIN), "there is no file nothing.py"),
+        (("--rewards", "json:short", *PLAIN), "json has no function short"),
         (("--microbatches", 3), "must divide the 8 completions"),
         (("--export-as", "adapter"), "needs adapters: set `lora_rank`"),
         (("--num-generations", 1), "`num_generations` must be at least 2"),

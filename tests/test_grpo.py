@@ -36,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "num_generations": 4,
     "prompts_per_step": 2,
     "max_completion_length": 6,
+    "temperature": 0.9,
     "stop": [0],
 }
 
@@ -156,7 +157,7 @@ def test_the_reward_rises_and_records_have_its_numbers():
 
 
 def test_microbatches_and_a_small_device_change_nothing():
-    options = {"loss_type": "grpo", "num_iterations": 2}
+    options = {"num_iterations": 2}
     whole = run(4, options=options)
     parts = run(4, options=options, microbatches=4)
     small = run(4, options=options, device_budget="least")

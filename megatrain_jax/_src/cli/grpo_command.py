@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import megatrain_jax as mt
-from megatrain_jax import data, models
+from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.devices import peak_device_bytes
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
@@ -44,56 +44,8 @@ def run(settings: GrpoSettings) -> int:
         if folder.is_done(settings):
             print(f"{folder.path} is done. See {folder.path}")
             return 0
-        options = _options(settings)
-        rewards = load_rewards(listed(settings.rewards))
-        with called("data"):
-            rows = data.prompts(settings.data, invalid=settings.invalid)
-        tokenizer = load_tokenizer("model", settings.model)
-        arguments = _model(settings)
-        identity = folder.note("identity") or uuid.uuid4().hex
-        logs = make_logs(settings, folder, identity)
-        schedule = schedule_of(
-            settings.learning_rate,
-            settings.steps,
-            settings.warmup,
-            settings.decay,
-            settings.final_rate,
-        )
-        fingerprint = _fingerprint(rows)
-        folder.check_data(fingerprint)
-        folder.begin(settings)
-        # External logs identify a run that continues in a second process by this.
-        folder.take_note("identity", identity)
-        folder.take_note("data", fingerprint)
-        print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
-    optimizer = optimizer_of(
-        settings.optimizer,
-        schedule,
-        b1=settings.b1,
-        b2=settings.b2,
-        weight_decay=settings.weight_decay,
-        clip=settings.clip,
-    )
-    lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
-    result = models.grpo(
-        arguments.pop("model"),
-        rows,
-        rewards,
-        optimizer,
-        steps=settings.steps,
-        tokenizer=tokenizer,
-        options=options,
-        checkpoint_dir=folder.checkpoints if settings.checkpoints else None,
-        checkpoint_every=settings.checkpoint_every,
-        keep=settings.keep,
-        callbacks=[lines, *logs],
-        progress=sys.stderr.isatty(),
-        microbatches=settings.microbatches,
-        device_budget=settings.device_budget,
-        host_budget=settings.host_budget,
-        seed=settings.seed,
-        **arguments,
-    )
+        arguments = _arguments(settings, folder)
+    result = models.grpo(arguments.pop("model"), **arguments)
     steps = result.trainer.num_steps
     if result.interrupted:
         goes_on = "goes on from there" if settings.checkpoints else "begins anew"
@@ -102,6 +54,70 @@ def run(settings: GrpoSettings) -> int:
     _finish(settings, folder, result)
     print(f"finished after {steps} step{'s' * (steps != 1)}: {folder.path}")
     return 0
+
+
+def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
+    """The arguments of `models.grpo`; begins the run's folder once they are known to be valid."""
+    options = _options(settings)
+    rewards = load_rewards(listed(settings.rewards))
+    with called("data"):
+        rows = data.prompts(settings.data, invalid=settings.invalid)
+    tokenizer = load_tokenizer("model", settings.model)
+    model = _model(settings)
+    identity = folder.note("identity") or uuid.uuid4().hex
+    logs = make_logs(settings, folder, identity)
+    rates = settings.warmup, settings.decay, settings.final_rate
+    schedule = schedule_of(settings.learning_rate, settings.steps, *rates)
+    optimizer = optimizer_of(
+        settings.optimizer,
+        schedule,
+        b1=settings.b1,
+        b2=settings.b2,
+        weight_decay=settings.weight_decay,
+        clip=settings.clip,
+    )
+    fingerprint = _fingerprint(rows)
+    folder.check_data(fingerprint)
+    folder.begin(settings)
+    # External logs identify a run that continues in a second process by this.
+    folder.take_note("identity", identity)
+    folder.take_note("data", fingerprint)
+    print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
+    lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
+    return {
+        "rows": rows,
+        "rewards": rewards,
+        "optimizer": optimizer,
+        "steps": settings.steps,
+        "tokenizer": tokenizer,
+        "options": options,
+        **_saving(settings, folder),
+        "callbacks": [_Plan(), lines, *logs],
+        "progress": sys.stderr.isatty(),
+        "microbatches": settings.microbatches,
+        "device_budget": settings.device_budget,
+        "host_budget": settings.host_budget,
+        "seed": settings.seed,
+        **model,
+    }
+
+
+class _Plan(callbacks.Callback):
+    """A callback that prints the plan of the run."""
+
+    def begin(self, trainer: mt.Trainer) -> None:
+        """Prints the plan before the first step."""
+        print(trainer.plan, flush=True)
+
+
+def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
+    if not settings.checkpoints:
+        return {}
+    return {
+        "checkpoint_dir": folder.checkpoints,
+        "checkpoint_every": settings.checkpoint_every,
+        "keep": settings.keep,
+    }
 
 
 def _options(settings: GrpoSettings) -> models.GrpoOptions:

@@ -178,6 +178,12 @@ class GrpoSettings:
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )
+        check_needed(
+            self,
+            ("checkpoint_every", "keep"),
+            is_there=self.checkpoints,
+            needed="`checkpoints`, which are off",
+        )
 
     @property
     def exports(self) -> tuple[str, ...]:
