@@ -9,6 +9,8 @@
 It uses only the core's public names. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 
+from megatrain_jax._src.grpo.grpo_options import GrpoOptions
+from megatrain_jax._src.grpo.grpo_run import grpo
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
@@ -33,12 +35,14 @@ __all__ = [
     "Experts",
     "GenerationPlan",
     "Generator",
+    "GrpoOptions",
     "Lora",
     "Pretrained",
     "Rope",
     "attention",
     "conversation_scores",
     "generate",
+    "grpo",
     "load_lora",
     "load_pretrained",
     "lora",

@@ -14,6 +14,7 @@ _USAGE = """usage: megatrain-jax COMMAND [options]
 commands:
   plan      show the memory and time to train a model on a machine, or the largest runs that fit it
   finetune  train a checkpoint, or adapters for it, on conversations, preferences or texts
+  grpo      train a checkpoint, or adapters for it, by rewards of its own completions
   pretrain  train a model of given sizes on texts, from random weights
   chat      talk to an exported model
   merge     merge adapters into their base model
@@ -43,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "plan": _plan,
         "finetune": _finetune,
+        "grpo": _grpo,
         "pretrain": _pretrain,
         "chat": _chat,
         "merge": _merge,
     }
     if name not in commands:
-        known = "plan, finetune, pretrain, chat and merge"
+        known = "plan, finetune, grpo, pretrain, chat and merge"
         return _told(f"megatrain-jax: error: unknown command {name!r}; commands are {known}")
     try:
         with _short_warnings():
@@ -92,6 +94,17 @@ def _finetune(arguments: Sequence[str]) -> int:
 
         from megatrain_jax._src.cli import finetune
     return _trained("finetune", lambda: finetune.run(settings))
+
+
+def _grpo(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli.grpo_settings import GrpoSettings
+        from megatrain_jax._src.cli.parsing import parsed
+
+        settings = parsed("grpo", GrpoSettings, arguments, "config")
+
+        from megatrain_jax._src.cli import grpo_command
+    return _trained("grpo", lambda: grpo_command.run(settings))
 
 
 def _pretrain(arguments: Sequence[str]) -> int:

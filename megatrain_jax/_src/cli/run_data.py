@@ -125,11 +125,11 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
     sources = [settings.data] if settings.weights is None else settings.sources
     # A given number of steps is always made: without `epochs`, the data repeats as needed.
     epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
-    with _called("data"):
+    with called("data"):
         parts = [dataset(source, epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
-        with _called("eval_data"):
+        with called("eval_data"):
             held = [dataset(settings.eval_data, 1)]
     elif settings.held_out:
         split = [part.split(settings.held_out, settings.seed) for part in parts]
@@ -204,7 +204,7 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
 
 
 @contextmanager
-def _called(option: str) -> Iterator[None]:
+def called(option: str) -> Iterator[None]:
     """Makes errors name the argument `source` of `megatrain_jax.data` as the user's option."""
     try:
         yield

@@ -29,6 +29,7 @@ from megatrain_jax._src.models.names import (
 from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
+from megatrain_jax._src.models.with_reference import policy_of
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
@@ -149,7 +150,7 @@ def decoder_of(trainer: Trainer | Decoder) -> Decoder:
     if not isinstance(trainer, Trainer):
         hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
         raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
-    model = trainer.model
+    model = policy_of(trainer.model)
     if not isinstance(model, Decoder):
         raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
     return model

@@ -16,6 +16,7 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.generation.programs import LayerForm, ModelForm
 from megatrain_jax._src.models.pretrained import Pretrained
 from megatrain_jax._src.models.tensors import some
+from megatrain_jax._src.models.with_reference import policy_of
 
 _ALLOWED = "a Trainer, a result of fit, a models.Pretrained, a models.Decoder, or (model, params)"
 Read = Callable[[Sequence[Any]], list[jax.Array]]
@@ -101,8 +102,9 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
             "save the run, and generate from its parameters in one process"
         )
     copy = trainer.compute_copy()
-    if not isinstance(copy.model, Decoder):
-        name = type(copy.model).__qualname__
+    model = policy_of(copy.model)
+    if not isinstance(model, Decoder):
+        name = type(model).__qualname__
         raise TypeError(f"`source` trains a {name}, not a models.Decoder")
     if dtype not in (None, copy.dtype):
         raise ValueError(
@@ -117,7 +119,7 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
     def at_rest(leaves: Sequence[Any]) -> int:
         return copy.bytes_at_rest([leaf for leaf in leaves if hasattr(leaf, "number")])
 
-    return _source(copy.model, copy.dtype, copy.device, read, at_rest)
+    return _source(model, copy.dtype, copy.device, read, at_rest)
 
 
 def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
