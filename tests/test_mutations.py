@@ -7,8 +7,8 @@ import pytest
 from mutations import ROOT, SOURCES, TESTS, Trial, read_mutations, sample, trial
 
 ROOMS = """
-    adapt callbacks checkpoint cli common data kernels models objectives options program report runtime
-    schedule spec startup state train
+    adapt callbacks checkpoint cli common data grpo kernels models objectives options program report
+    runtime schedule spec startup state train
 """.split()
 MUTATIONS = read_mutations()
 
