@@ -17,13 +17,15 @@ from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
+from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
-from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reward_functions import load_rewards
 from megatrain_jax._src.cli.run_data import called
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 from megatrain_jax._src.cli.training_settings import listed
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 # As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130
@@ -62,8 +64,9 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
     rewards = load_rewards(listed(settings.rewards))
     with called("data"):
         rows = data.prompts(settings.data, invalid=settings.invalid)
-    tokenizer = load_tokenizer("model", settings.model)
-    model = _model(settings)
+    checkpoint = _checkpoint(settings.model)
+    tokenizer = load_tokenizer("model", checkpoint)
+    model = _model(settings, checkpoint)
     identity = folder.note("identity") or uuid.uuid4().hex
     logs = make_logs(settings, folder, identity)
     rates = settings.warmup, settings.decay, settings.final_rate
@@ -75,6 +78,7 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
         b2=settings.b2,
         weight_decay=settings.weight_decay,
         clip=settings.clip,
+        options=settings.optimizer_options,
     )
     fingerprint = _fingerprint(rows)
     folder.check_data(fingerprint)
@@ -127,11 +131,18 @@ def _options(settings: GrpoSettings) -> models.GrpoOptions:
     return models.GrpoOptions(**given)
 
 
-def _model(settings: GrpoSettings) -> dict[str, Any]:
+def _checkpoint(given: str) -> str:
+    """The folder of the checkpoint, downloaded if it has a name on the Hub."""
+    if is_hub_model(given):
+        return str(folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES))
+    if not Path(given).expanduser().is_dir():
+        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
+    return given
+
+
+def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
     """The arguments of `models.grpo` for the model and its precision."""
-    if not Path(settings.model).expanduser().is_dir():
-        raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
-    pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
+    pretrained = models.load_pretrained(checkpoint, ignore=settings.ignore or ())
     model, params, trainable = pretrained.model, pretrained.params, settings.trainable
     if settings.lora_rank is not None:
         model, params, trainable = with_adapters(
@@ -144,7 +155,9 @@ def _model(settings: GrpoSettings) -> dict[str, Any]:
             params=params,
         )
     here = mt.this_machine()
-    frozen = frozen_of(settings.frozen, settings.lora_rank, pretrained.config.saved_dtype)
+    frozen = frozen_of(
+        settings.frozen, settings.lora_rank is not None, pretrained.config.saved_dtype
+    )
     compute = settings.compute or ("float32" if here is None else None)
     precision = precision_of(
         settings.state, settings.master, frozen, compute, products=settings.products

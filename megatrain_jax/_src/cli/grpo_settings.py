@@ -8,10 +8,10 @@ from megatrain_jax._src.cli.setting_rules import (
     Decay,
     Frozen,
     Master,
-    OptimizerName,
     Products,
     State,
     check_needed,
+    check_optimizer,
 )
 from megatrain_jax._src.cli.training_settings import LogName, listed
 from megatrain_jax._src.common import checks
@@ -24,7 +24,8 @@ class GrpoSettings:
     """Trains a checkpoint by rewards of its own completions (GRPO); the same command resumes.
 
     Attributes:
-        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
+        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer, or a name on
+            the Hub.
         data: Files, folders and patterns with a prompt per row (a text or messages) and columns
             for reward functions.
         rewards: Reward functions, one or several, as file.py:function or module:function.
@@ -58,7 +59,9 @@ class GrpoSettings:
         lora_alpha: Scale of adapters, divided by the rank.
         lora_targets: Regular expression on paths of the matrices that have adapters.
         microbatches: Equal parts that each batch is cut into.
-        optimizer: Name of the optimizer.
+        optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
+            learning rate and optimizer_options to an Optax optimizer.
+        optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
         learning_rate: Highest learning rate.
         warmup: Fraction of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
@@ -116,7 +119,8 @@ class GrpoSettings:
     lora_alpha: float = 32.0
     lora_targets: str = "layers/.*_proj"
     microbatches: int = 1
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] | None = None
     learning_rate: float = 1e-6
     warmup: float = 0.0
     decay: Decay = "constant"
@@ -161,6 +165,7 @@ class GrpoSettings:
             )
         if not listed(self.data) or not listed(self.rewards):
             raise ValueError("`data` and `rewards` must name at least one file and one function")
+        check_optimizer(self.optimizer)
         weights, functions = self.reward_weights, listed(self.rewards)
         if weights is not None and len(weights) != len(functions):
             raise ValueError(

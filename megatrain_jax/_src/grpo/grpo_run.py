@@ -91,14 +91,15 @@ def grpo(
         raise TypeError(checks.refused("options", "a models.GrpoOptions", options))
     rewarding = Rewards(rewards, options.reward_weights)
     prompts = Prompts(rows, tokenizer, options)
+    trained: Any = model
     if options.beta and not has_adapters(model):
-        model, params, trainable = with_reference(model, params, trainable)
+        trained, params, trainable = with_reference(model, params, trainable)
         precision = precision_of("precision", precision)
         if precision.frozen is None:
             precision = replace(precision, frozen="int8")
     rollouts = Rollouts(prompts, rewarding, options, tokenizer=tokenizer)
     trainer = mt.Trainer(
-        model,
+        trained,
         grpo_loss(options),
         optimizer,
         batch_shapes(rollouts.num_rows, rollouts.length),
@@ -110,7 +111,7 @@ def grpo(
     )
     rollouts.trainer = trainer
     # Not kept while the run lasts: it may be all parameters as arrays.
-    del model, params
+    del model, trained, params
     return mt.train(
         trainer,
         rollouts,
