@@ -146,7 +146,9 @@ def plan(
         spec = fit_with_parts(
             run,
             lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
-            lambda spec: fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host),
+            lambda spec: fit_to_machine(
+                spec, KernelCache(platform="gpu"), usable, placement, fit_to_host
+            ),
             jax.tree.leaves(sample_batch)[0].shape[0],
             usable,
             placement,

@@ -158,7 +158,7 @@ def with_parts(
         return fit_to_host(spec, *processes.spread)
 
     def fit(spec: RunSpec) -> RunSpec:
-        return fit_to_machine(spec, KernelCache(), usable, planned, to_host)
+        return fit_to_machine(spec, KernelCache(platform="gpu"), usable, planned, to_host)
 
     return fit_with_parts(run, make, fit, rows, usable, planned).options
 
@@ -246,7 +246,10 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = KernelCache(_compiler_options(spec, placement)), placement.processes
+    kernels, processes = (
+        KernelCache(_compiler_options(spec, placement), placement.platform),
+        placement.processes,
+    )
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count

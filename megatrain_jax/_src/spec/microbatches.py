@@ -146,7 +146,7 @@ def _in_few_microbatches(
     spec = made(1)
     if device_bytes is None or undivided_since(spec.adapted, spec.first.program):
         return spec
-    tiles = TileFinder(KernelCache(), placement)
+    tiles = TileFinder(KernelCache(platform="gpu"), placement)
     # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
     needed = _needed_by_one(spec, tiles)
     while numbers[-1] > (number := spec.first.microbatches):
