@@ -57,6 +57,7 @@ def prepare(settings: FinetuneSettings) -> Job:
             alpha=settings.lora_alpha,
             dropout=settings.lora_dropout,
             rslora=settings.lora_rslora,
+            dora=settings.lora_dora,
             modules_to_save=listed(settings.lora_modules_to_save),
             seed=settings.seed,
             params=params,
