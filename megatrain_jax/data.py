@@ -17,6 +17,7 @@ from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.load import chat, preferences, text, unpaired
 from megatrain_jax._src.data.load_distilled import distillation
 from megatrain_jax._src.data.mixture import Mixture, mix
+from megatrain_jax._src.data.prompt_rows import prompts
 from megatrain_jax._src.data.report import DataError, Summary
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "distillation",
     "mix",
     "preferences",
+    "prompts",
     "text",
     "unpaired",
 ]

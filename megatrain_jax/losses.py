@@ -4,12 +4,15 @@ from megatrain_jax._src.log_probabilities import log_probabilities
 from megatrain_jax._src.losses import next_token, num_labels
 from megatrain_jax._src.objectives.distillation import distillation
 from megatrain_jax._src.objectives.pair_losses import dpo, ipo, orpo, simpo
+from megatrain_jax._src.objectives.policy_losses import group_advantages, grpo
 from megatrain_jax._src.objectives.reward_losses import reward
 from megatrain_jax._src.objectives.unpaired_losses import kto, kto_baseline
 
 __all__ = [
     "distillation",
     "dpo",
+    "group_advantages",
+    "grpo",
     "ipo",
     "kto",
     "kto_baseline",

@@ -16,11 +16,13 @@ import optax
 import pytest
 import transformers
 from flax import nnx
+from optax import contrib
 
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.common import hub
 
 SIZES = {
     "model_type": "llama",
@@ -92,6 +94,13 @@ class _Tokenizer:
     bos_token_id: None = None
     eos_token_id: None = None
     pad_token_id: None = None
+    added: list[str] = field(default_factory=list)
+
+    def add_tokens(self, tokens: list[str]) -> None:
+        self.added += tokens
+
+    def save_pretrained(self, folder: str) -> None:
+        pass
 
     def get_vocab(self) -> dict[str, int]:
         return {"word": 40}
@@ -130,11 +139,15 @@ class _Library:
         adapted = SimpleNamespace(
             model=lambda: "with adapters", params="with adapters", trainable="lora"
         )
+        self.replace(hub, "check_upload", lambda name, repository: None)
+        self.replace(hub, "upload", lambda folder, repository, **options: "an address")
         self.replace(mt, "plan", self._plan)
         self.replace(mt, "fit", self._fit)
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
-        self.replace(models, "reward_model", lambda pretrained, **options: pretrained)
-        self.replace(models, "lora", lambda *args, **options: adapted)
+        for name in ("reward_model", "resize_vocabulary"):
+            self.replace(models, name, lambda pretrained, *args, **options: pretrained)
+        for name in ("lora", "load_lora"):
+            self.replace(models, name, lambda *args, **options: adapted)
         self.patch.setattr(models, "Decoder", self._decoder)
         self.patch.setattr(nnx, "Rngs", lambda seed: seed)
         for name in ("save_lora", "save_pretrained"):
@@ -149,8 +162,9 @@ class _Library:
         for name, real in objectives.LOSSES.items():
             self.patch.setitem(objectives.LOSSES, name, self._noted(real, real))
         self.replace(objectives, "next_token", objectives.next_token)
-        for name in ("adamw", "lion", "clip_by_global_norm"):
+        for name in "adamw lion adafactor sgd lamb clip_by_global_norm".split():
             self.replace(optax, name, getattr(optax, name))
+        self.replace(contrib, "muon", contrib.muon)
         self.patch.setattr(transformers.AutoTokenizer, "from_pretrained", self._tokenizer)
         for name in _CALLBACKS:
             self._replace_callback(name)

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Commands keep tokenised data in the user's cache folder. All that others keep there stays in use.
+if "XDG_CACHE_HOME" not in os.environ:
+    caches = tempfile.mkdtemp(prefix="caches-")
+    atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    for kept in Path.home().glob(".cache/*"):
+        if kept.name != "megatrain_jax":
+            Path(caches, kept.name).symlink_to(kept)
+    os.environ["XDG_CACHE_HOME"] = caches
 
 # A shell's background jobs ignore SIGINT, and the tests of interrupts would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

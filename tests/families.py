@@ -53,6 +53,17 @@ _GEMMA = {
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+_LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+    "no_rope_layers": [1, 0],
+}
 _LINEAR = {
     "rms_norm_eps": 1e-3,
     "head_dim": 16,
@@ -571,7 +582,63 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         _MAMBA | {"mamba_d_ssm": 64, "mamba_conv_bias": False, "time_step_limit": (0.0, 0.5)},
         1,
     ),
+    "llama4": (
+        "Llama4Text",
+        _LLAMA4
+        | {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "moe_layers": [0, 1],
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0},
+        },
+        3,
+    ),
+    "llama4-multimodal": (
+        "Llama4",
+        {
+            "text_config": _LLAMA4
+            | {
+                "use_qk_norm": False,
+                "interleave_moe_layer_step": 2,
+                "attn_temperature_tuning": False,
+            },
+            "vision_config": _VISION | {"vision_output_dim": 16},
+        },
+        2,
+    ),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": [48, 40, 48, 48],
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 7,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 80,
+            "altup_num_inputs": 3,
+            "laurel_rank": 5,
+            "activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.4],
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-3,
+        },
+        4,
+    ),
 }
+# Families whose layers another one has, with other options; their gradients are compared in `long`.
+ALIKE = (
+    "seed-oss",
+    "ernie4.5",
+    "glm4-moe-lite",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "granite4-dense",
+    "falcon-h1-plain",
+    "llama4-multimodal",
+)
 # The ends of the names of experts: in Transformers' class, and in its files.
 _GRANITE = {
     "experts.gate_up_proj": "input_linear.weight",
@@ -581,9 +648,12 @@ _GRANITE = {
 _CLASSES = {
     "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VL": "Qwen3VLForConditionalGeneration",
+    "Llama4Text": "Llama4ForCausalLM",
+    "Llama4": "Llama4ForConditionalGeneration",
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
     "Gemma4": "Gemma4ForConditionalGeneration",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
@@ -611,6 +681,9 @@ def make_torch(name: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
+    if family == "Llama4":
+        # Transformers' own function needs the results of the vision tower, even for text.
+        model.forward = model.language_model.forward
     return model.eval()
 
 
@@ -618,6 +691,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     """Returns a model's arrays by the names of the files; Transformers fuses experts."""
     found = {}
     mixtral = model.config.model_type in ("mixtral", "minimax_m2")
+    stacked = ("gpt_oss", "llama4", "llama4_text")
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
         if model.config.model_type in ("gemma3", "mistral3"):
@@ -636,7 +710,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
                 name = name.replace(f"block_sparse_moe.{ours}", f"block_sparse_moe.{files}")
             found[name] = array
             continue
-        if last not in ("gate_up_proj", "down_proj") or model.config.model_type == "gpt_oss":
+        if last not in ("gate_up_proj", "down_proj") or model.config.model_type in stacked:
             found[name] = array
             continue
         for e, matrix in enumerate(array):

@@ -226,9 +226,10 @@ LOOP = {
     ),
     "progress": Argument((False, np.bool_(False)), NO_FLAGS),
 }
+RESUME = {"resume": Argument((True, False), NO_FLAGS)}
 PARTS = {"model": MODEL, "loss_fn": LOSS, "optimizer": OPTIMIZER}
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Argument]]] = {
-    "fit": (mt.fit, PARTS | LOOP | RUN | START | {"resume": Argument((True, False), NO_FLAGS)}),
+    "fit": (mt.fit, PARTS | LOOP | RUN | START | RESUME),
     "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START),
     "plan": (mt.plan, PARTS | {"sample_batch": SAMPLE} | RUN | MACHINE),
 }
@@ -248,7 +249,7 @@ def entry_of(name: str) -> tuple[Callable[..., Any], dict[str, Argument]]:
     if name in ENTRIES:
         return ENTRIES[name]
     wrong = (result(), None, 3, "trainer", object(), mt.Trainer, loss_fn, mt.plan, {})
-    return mt.train, {"trainer": Argument((trainer(),), wrong)} | LOOP
+    return mt.train, {"trainer": Argument((trainer(),), wrong)} | LOOP | RESUME
 
 
 def right_value(rng: random.Random, name: str, argument: Argument) -> Any:

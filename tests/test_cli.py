@@ -226,7 +226,10 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plna"], "unknown command 'plna'; commands are plan, finetune and pretrain"),
+        (
+            ["plna"],
+            "unknown command 'plna'; commands are plan, finetune, grpo, pretrain, chat and merge",
+        ),
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
         (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; did you mean H100 or "),

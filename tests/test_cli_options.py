@@ -99,7 +99,7 @@ def shape(at: int) -> Callable[[Any], int]:
 def precision(name: str, expected: Any = None) -> tuple[At, At]:
     def of(given: mt.Precision) -> str | None:
         found = getattr(given, name)
-        is_dtype = not (name == "products" or found is None)
+        is_dtype = name != "products" and found not in (None, "nf4")
         return str(np.dtype(found)) if is_dtype else found
 
     return (
@@ -139,6 +139,8 @@ COMMON = [
     option("invalid", "drop", "read.invalid"),
     option("too_long", "drop", "read.too_long"),
     option("workers", 3, "read.workers"),
+    option("data_cache", "tokens", At(place="read.cache", of=str, expected="tokens")),
+    option("data_cache", "none", At(place="read.cache", of=str, expected="None")),
     option("held_out", 0.25, At(place="fit.eval_data", of=lambda files: files.share)),
     option("held_out", 0, At(place="fit.eval_data", of=bool, expected=False)),
     option(
@@ -172,7 +174,11 @@ COMMON = [
         At(place="fit.steps", expected=100),
         held_out=0,
     ),
-    option("optimizer", "lion", count("lion", "learning_rate", 2)),
+    *(
+        option("optimizer", name, count(name.removeprefix("optax:"), "learning_rate", 2))
+        for name in ("lion", "muon", "adafactor", "sgd", "optax:lamb")
+    ),
+    option("optimizer_options", {"eps": 0.5}, At(place="adamw.eps", expected=0.5)),
     option("learning_rate", 0.125, rates(lambda found: found.max(), 0.125)),
     option("warmup", 0.5, rates(np.argmax, STEPS / 2)),
     option("decay", "linear", rates(lambda found: np.ptp(np.diff(found[1:])) < 1e-9, True)),
@@ -209,6 +215,8 @@ COMMON = [
         interrupts=True,
     ),
     option("export_dtype", "float16", "save_pretrained.dtype"),
+    option("push", "someone/mine", "upload.repository"),
+    option("push_private", False, "upload.private", push="someone/mine"),
     option("logs", "csv", At(place="CSVLog.path", of=str, expected="run/log.csv")),
     option(
         "logs",
@@ -248,6 +256,13 @@ FINETUNE = [
         **SAMPLED,
     ),
     option("ignore", ["rope"], "load_pretrained.ignore"),
+    option(
+        "new_tokens",
+        ["<a>", "<b>"],
+        At(place="resize_vocabulary.vocabulary", of=lambda tokenizer: tokenizer.added),
+        At(place="chat.tokenizer", of=lambda tokenizer: getattr(tokenizer, "added", None)),
+        At(place="save_pretrained.source", of=lambda source: source is not None, expected=True),
+    ),
     option("objective", "dpo", count("preferences", "source", 1), lora_rank=2, held_out=0),
     option("beta", 0.5, "dpo.beta", objective="dpo", lora_rank=2),
     option("beta", 0.5, "ipo.beta", objective="ipo", lora_rank=2),
@@ -328,10 +343,27 @@ FINETUNE = [
         At(place="plan.trainable", expected="lora"),
         *precision("frozen", "bfloat16"),
     ),
+    option(
+        "adapter",
+        "other-model",
+        "load_lora.folder",
+        At(place="fit.params", expected="with adapters"),
+        At(place="fit.trainable", expected="lora"),
+        At(place="plan.trainable", expected="lora"),
+        At(place="save_lora.folder", of=str, expected="run/adapter"),
+        *precision("frozen", "bfloat16"),
+    ),
+    option(
+        "adapter",
+        "other-model",
+        At(place="fit.trainable", expected="lora|^score/"),
+        objective="reward",
+    ),
     option("lora_alpha", 8.0, "lora.alpha", lora_rank=2),
     option("lora_dropout", 0.25, "lora.dropout", lora_rank=2),
     option("lora_rslora", True, "lora.rslora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
+    option("lora_modules_to_save", ["lm_head"], "lora.modules_to_save", lora_rank=2),
     option(
         "export_as",
         "both",
@@ -393,12 +425,13 @@ PLAN = [
     option("compute", "float16", precision("compute")[1]),
     option("products", "float8", precision("products")[1]),
     option("products", "float8-all", precision("products", (("*", "float8"),))[1]),
-    option("optimizer", "lion", count("lion", "learning_rate", 1)),
+    option("optimizer", "muon", count("muon", "learning_rate", 1)),
+    option("optimizer_options", {"eps": 0.5}, At(place="adamw.eps", expected=0.5)),
     option("clip", 0.5, "clip_by_global_norm.max_norm"),
     option("trainable", "norm", "plan.trainable"),
     option("trainable", "norm", At(place="plan.trainable", expected="lora|norm"), lora_rank=2),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),
-    option("frozen", "int8", precision("frozen")[1], lora_rank=2),
+    option("frozen", "nf4", precision("frozen")[1], lora_rank=2),
     option(
         "lora_rank",
         2,
@@ -408,13 +441,20 @@ PLAN = [
         precision("frozen", "bfloat16")[1],
     ),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
+    option(
+        "lora_modules_to_save",
+        ["lm_head"],
+        At(place="lora.modules_to_save", expected=("lm_head",)),
+        lora_rank=2,
+    ),
     option("device_budget", "2GiB", At(place="plan.device_budget", expected=2**31)),
     option("host_budget", "64GiB", At(place="plan.host_budget", expected=2**36)),
 ]
 OPTIONS = {"finetune": COMMON + FINETUNE, "pretrain": COMMON + PRETRAIN, "plan": PLAN}
 # Of the common ones, `pretrain` reads its data and exports in ways of its own.
 OWN = set(
-    "data invalid too_long workers length batch microbatches epochs steps export_dtype".split()
+    "data data_cache invalid too_long workers length batch microbatches epochs steps "
+    "export_dtype".split()
 )
 SETTINGS = {"finetune": FinetuneSettings, "pretrain": PretrainSettings, "plan": PlanSettings}
 READERS = {"finetune": "chat", "pretrain": "text", "plan": "plan"}

@@ -469,3 +469,34 @@ def test_a_flag_needs_no_value(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "\nkeep_best: true\n" in printed
     assert "# Prompts that are continued at each evaluation, one or several" in printed
+
+
+@pytest.mark.slow
+def test_new_tokens_are_learned_and_exported(given, tmp_path, capsys):
+    rows = [{"text": f"<think> {n} {n + 1} </think> please"} for n in range(12)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "new.txt").write_text("<think>\n</think>\n")
+    settings = {
+        "model": str(given / "tiny"),
+        "data": str(tmp_path / "texts.jsonl"),
+        "format": "text",
+        "held_out": 0,
+        "steps": 2,
+        "compute": "float32",
+        "new_tokens": str(tmp_path / "new.txt"),
+    }
+    adapters = trained("finetune", given, tmp_path / "out", **settings, lora_rank=2)
+    assert adapters == 2 and "`new_tokens` beside adapters" in capsys.readouterr().err
+    assert trained("finetune", given, tmp_path / "out", **settings) == 0
+    exported = tmp_path / "out" / "model"
+    before = transformers.AutoTokenizer.from_pretrained(given / "tiny")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    assert len(tokenizer) == len(before) + 2 == model.config.vocab_size
+    ids = tokenizer("<think> 3 </think>")["input_ids"]
+    assert [ids[0], ids[-1]] == [len(before), len(before) + 1] and len(ids) == 3
+    old = transformers.AutoModelForCausalLM.from_pretrained(given / "tiny", dtype=torch.float32)
+    mean = old.get_input_embeddings().weight.mean(0)
+    learned = model.get_input_embeddings().weight[-2:] - mean
+    # AdamW's two steps move each number by about the learning rate.
+    assert 1e-7 < learned.abs().mean().item() < 1e-3

@@ -30,6 +30,7 @@ WITH_CHECKPOINT = {
     "data.md",
     "finetuning.md",
     "generation.md",
+    "grpo.md",
     "models.md",
     "preferences.md",
 }

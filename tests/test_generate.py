@@ -259,6 +259,26 @@ def test_texts_end_at_tokens_and_texts(model: models.Decoder):
     assert ended.ids.tolist() == ids[: ids.index(ids[3]) + 1]
 
 
+def test_a_plan_counts_the_bytes_that_are_read():
+    model = decoder(num_layers=4, windows=(None, 5, 5, 5))
+    rates: Any = {"flops_per_s": 1e12, "link_bytes_per_s": 1e6, "memory_bytes_per_s": 1e8}
+    card = mt.Hardware(name="card", **rates)
+    plan = models.Generator(model).plan(32, 10, card)
+    weights = sum(4 * x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    caches = 10 * 4 * 2 * 16 * (32 + 3 * 5)  # keys and values in fp32, by two heads of eight
+    assert (plan.resident, plan.weight_bytes, plan.cache_bytes) == (True, weights, caches)
+    assert plan.tokens_per_s == pytest.approx(10 / ((weights + caches) / 1e8))
+    run = trainer(model)
+    budget = DeviceRoom(open_source(run), None).needs(32, 3, resident=False)
+    plan = models.Generator(run, device_budget=budget).plan(32, 10, card)
+    masters = weights - 2 * 4 * 40 * 16 - 4 * 16  # without embeddings, head and norm
+    assert (plan.resident, plan.num_texts) == (False, 3)
+    assert masters <= plan.weight_bytes <= 1.1 * masters  # slabs have padding
+    seconds = plan.weight_bytes / 1e6 + 0.3 * caches / 1e8
+    assert plan.tokens_per_s == pytest.approx(3 / seconds)
+    assert "are streamed for each token, and 3 texts of 32 tokens" in str(plan)
+
+
 def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     def programs_of(model: models.Decoder) -> list[int]:
         form, warping = open_source(model).form, Warping(greedy=True, top_k=None, has_top_p=False)

@@ -42,6 +42,28 @@ def test_logarithms_and_gradients_equal_those_of_full_logits(chunk, softcap):
         np.testing.assert_allclose(gradient, other, atol=4e-6 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_temperature_divides_logits(softcap):
+    hidden, head, labels, weights = arrays((37,))
+
+    def ours(hidden, head):
+        options = {"softcap": softcap, "temperature": 0.5, "chunk": 16}
+        return jnp.sum(losses.log_probabilities(hidden, head, labels, **options) * weights)
+
+    def theirs(hidden, head):
+        logits = hidden @ head.T
+        capped = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        logs = jax.nn.log_softmax(capped / 0.5)
+        found = jnp.take_along_axis(logs, jnp.maximum(labels, 0)[:, None], 1)[:, 0]
+        return jnp.sum(jnp.where(labels < 0, 0, found) * weights)
+
+    value, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
+    expected, wanted = jax.value_and_grad(theirs, (0, 1))(hidden, head)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=1e-5 * np.abs(other).max())
+
+
 def test_their_sum_is_the_loss_of_next_tokens():
     hidden, head, labels, _ = arrays((64,), jnp.bfloat16)
 

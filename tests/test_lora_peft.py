@@ -1,6 +1,9 @@
 """Adapters against PEFT's: trained side by side, and read from the files that it reads."""
 
+import itertools
 import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +16,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.models.low_rank import MergedMatrix
+from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -35,24 +38,56 @@ def batches():
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def make_trainer(folder, targets, run=None, **options):
-    settings: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32)} | (run or {})
+def make_trainer(folder, targets, **options):
     pretrained = models.load_pretrained(folder)
-    adapted = models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
+    return trainer_of(
+        models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
+    )
+
+
+def trainer_of(adapted, trainable=None):
     return mt.Trainer(
         adapted.model,
         models.next_token_loss,
         optax.adamw(1e-2, eps=1e-3, weight_decay=0.01),
         next(batches()),
         params=adapted.params,
-        trainable=adapted.trainable,
-        **settings,
+        trainable=trainable or adapted.trainable,
+        precision=mt.Precision(compute=jnp.float32),
     )
 
 
 def logits_of(model, tokens):
     with torch.no_grad():
         return model(torch.tensor(tokens).long()).logits.numpy()
+
+
+def curves(trainer, theirs, steps):
+    """The losses of steps of our trainer, and of a model of PEFT."""
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    # Divided by less, rounding alone would decide where gradients are small.
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, weight_decay=0.01)
+    ours, expected = [], []
+    for batch in itertools.islice(batches(), steps):
+        logits = theirs(torch.tensor(batch["tokens"]).long()).logits
+        labels = torch.tensor(batch["labels"]).long()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+        ours.append(trainer.read(trainer.step(batch))["loss"])
+    return ours, expected
+
+
+def check_files(ours, theirs):
+    """Compares the tensors in the folders of both, name by name."""
+    found, expected = (load_file(f / "adapter_model.safetensors") for f in (ours, theirs))
+    assert set(found) == set(expected)
+    for key, array in expected.items():
+        limit = 2e-5 * np.abs(array).max()
+        np.testing.assert_allclose(found[key], array, atol=limit, err_msg=key)
+    return found
 
 
 @pytest.mark.slow
@@ -69,28 +104,12 @@ def test_training_is_that_of_peft(name, targets, options, tmp_path):
     theirs = peft.PeftModel.from_pretrained(make_torch(name), tmp_path / "fresh", is_trainable=True)
     trained = [p for p in theirs.parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == trainer.plan.num_parameters - trainer.plan.num_frozen
-    # Divided by less, rounding alone would decide where gradients are small.
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, weight_decay=0.01)
-    curve, expected = [], []
-    for batch in batches():
-        logits = theirs(torch.tensor(batch["tokens"]).long()).logits
-        labels = torch.tensor(batch["labels"]).long()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-        curve.append(trainer.read(trainer.step(batch))["loss"])
+    curve, expected = curves(trainer, theirs, STEPS)
     np.testing.assert_allclose(curve, expected, rtol=4e-6)
     # The files of both, name by name, and the model that both are merged into.
     models.save_lora(trainer, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
-    ours, others = (
-        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs")
-    )
-    assert set(ours) == set(others)
-    for key, array in others.items():
-        np.testing.assert_allclose(ours[key], array, atol=2e-5 * np.abs(array).max(), err_msg=key)
+    ours = check_files(tmp_path / "ours", tmp_path / "theirs")
     tokens = random_tokens()
     exported = models.save_pretrained(trainer, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
@@ -132,6 +151,114 @@ def test_peft_scales_and_drops_as_the_settings_say(rslora, scale, chosen, tmp_pa
     )
     for name, array in whole.items():
         np.testing.assert_array_equal(half[name], array.astype(jnp.bfloat16), strict=True)
+
+
+def make_peft(name, folder, seed=3, **options):
+    """A model of PEFT with adapters that change it, and the folder of the adapters."""
+    torch.manual_seed(seed)
+    theirs = peft.get_peft_model(
+        make_torch(name), peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    )
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if "lora_B" in key or "modules_to_save" in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head", "model.norm"]])
+def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
+    base = save(make_torch("llama"), tmp_path / "base")
+    make_peft(
+        "llama",
+        tmp_path / "lora",
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=["q_proj", "up_proj", "model.layers.1.mlp.down_proj"],
+        modules_to_save=saved,
+    )
+    adapted = models.load_lora(models.load_pretrained(base), tmp_path / "lora")
+    assert len(adapted.targets) == 5
+    trainer = trainer_of(adapted)
+    theirs = peft.PeftModel.from_pretrained(
+        make_torch("llama"), tmp_path / "lora", is_trainable=True
+    )
+    curve, expected = curves(trainer, theirs, 5)
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
+    models.save_lora(trainer, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    found = check_files(tmp_path / "ours", tmp_path / "theirs")
+    assert len(found) == 10 + len(saved or ())
+    if saved is not None:
+        again = peft.PeftModel.from_pretrained(make_torch("llama"), tmp_path / "ours")
+        tokens = random_tokens()
+        ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)
+        np.testing.assert_allclose(ours, logits_of(again, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "told"),
+    [
+        ("llama", ["lm_hed"], "has 'lm_hed', but no module has this name"),
+        ("llama", ["mlp"], "chooses layers/0/mlp, which has further modules"),
+        ("llama", ["q_proj"], "`modules_to_save` and `targets` both choose layers/0/self_attn/q_"),
+        ("qwen2", ["embed_tokens"], "chooses embed_tokens, whose matrix is the head, too"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_refused(name, saved, told, tmp_path):
+    pretrained = models.load_pretrained(save(make_torch(name), tmp_path / "base"))
+    with pytest.raises(ValueError, match=re.escape(told)):
+        models.lora(pretrained.model, targets="q_proj", modules_to_save=saved)
+
+
+def test_adapters_are_read_as_they_were_saved(tmp_path):
+    pretrained = models.load_pretrained(save(make_torch("qwen3-moe"), tmp_path / "base"))
+    options: dict[str, Any] = {"rank": 3, "alpha": 5.0, "rslora": True}
+    model = models.lora(pretrained.model, targets="_proj", **options).model()
+    for number, (_, module) in enumerate(adapted_modules(model)):
+        module.lora_B.set_value(jnp.full_like(module.lora_B[...], number))
+    folder = models.save_lora(model, tmp_path / "lora")
+    again = models.load_lora(pretrained, folder, seed=4)
+    assert again.params is not None
+    modules = dict(adapted_modules(again.model()))
+    for path, module in adapted_modules(model):
+        at = again.params
+        for key in path:
+            at = at[str(key)]
+        for factor in ("lora_A", "lora_B"):
+            np.testing.assert_array_equal(at[factor], getattr(module, factor)[...])
+        assert modules[path].lora_settings == replace(module.lora_settings, seed=4)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    pretrained = models.load_pretrained(save(make_torch("llama"), tmp_path / "base"))
+    other = models.load_pretrained(save(make_torch("qwen3-moe"), tmp_path / "other"))
+    folder = models.save_lora(
+        models.lora(other.model, targets="_proj", rank=3).model(), tmp_path / "lora"
+    )
+    with pytest.raises(
+        ValueError, match=r"are of .*/other, and don't fit .*/base\. not part of it: .*experts"
+    ):
+        models.load_lora(pretrained, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for change, told in (
+        ({"r": 2}, "of another shape: base_model"),
+        ({"rank_pattern": {"q_proj": 2}}, "doesn't have: rank_pattern={'q_proj': 2}"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+        ({"lora_alpha": None}, "has no number `lora_alpha`"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=re.escape(told)):
+            models.load_lora(other, folder)
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json in"):
+        models.load_lora(other, tmp_path / "base")
+    with pytest.raises(TypeError, match="`pretrained` must be from models.load_pretrained"):
+        models.load_lora(other.model, folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.long)])

@@ -13,10 +13,12 @@ from megatrain_jax.models import Decoder, Pretrained, load_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from families import FAMILIES, LENGTH, make_torch, named, random_tokens, save  # noqa: E402
+from families import ALIKE, FAMILIES, LENGTH, make_torch, named, random_tokens, save  # noqa: E402
+
+_MARKED = [n if n not in ALIKE else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=_MARKED)
 def pair(request, tmp_path_factory) -> tuple[str, Any, Pretrained]:
     """One family: its name, Transformers' model, and the same opened by us."""
     model = make_torch(request.param)
@@ -71,6 +73,8 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "exaone4",
         "hunyuan-dense",
         "lfm2",
+        "gemma3n",
+        "llama4",
         "falcon-h1",
         "granite4",
     ],

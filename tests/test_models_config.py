@@ -95,6 +95,21 @@ def test_an_older_gemma_3():
     assert config.tie_embeddings and config.attention_scale == 0.25
 
 
+def test_an_older_qwen2_5_vl():
+    scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat = SIZES | {"rope_scaling": scaling, "vision_config": {"depth": 1}}
+    flat = flat | {"model_type": "qwen2_5_vl", "tie_word_embeddings": True}
+    text = SIZES | {"rope_parameters": {"rope_theta": 1e6}, "tie_word_embeddings": True}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {"depth": 1}}
+    assert DecoderConfig.from_hf(flat) == DecoderConfig.from_hf(nested)
+    assert DecoderConfig.from_hf(flat).tie_embeddings
+    assert as_transformers(nested)["tie_word_embeddings"]
+    # Only that family reads the field there.
+    nested |= {"model_type": "qwen3_vl"}
+    assert not DecoderConfig.from_hf(nested).tie_embeddings
+    assert not as_transformers(nested)["tie_word_embeddings"]
+
+
 def test_an_older_phi_3():
     scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     values = SIZES | {"model_type": "phi3", "rope_scaling": scaling}
@@ -154,6 +169,8 @@ _FULL: dict[str, dict[str, Any]] = {
     "apertus": {},
     "nemotron": {},
     "minimax_m2": {},
+    "gemma3n_text": {},
+    "llama4_text": {},
     "falcon_h1": {},
     "granitemoehybrid": {"mamba_n_heads": 16},
     "lfm2": {},

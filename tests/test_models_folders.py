@@ -147,7 +147,7 @@ def test_an_export_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch, 
         raise KeyboardInterrupt
 
     where = {
-        "writing": (export, "_write_config"),
+        "writing": (export, "write_config"),
         "syncing": (folders, "_sync"),
         "renaming": (folders, "_exchange"),
     }

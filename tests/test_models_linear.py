@@ -78,8 +78,7 @@ def test_chunks_give_what_the_definition_gives(length, starts, span_bytes):
 
 def test_a_document_sees_nothing_of_another_one():
     q, k, v, log_decay, rate = arrays(1, 100)
-    segments = documents(1, 100, 40, 90)
-    args = (log_decay, rate, segments)
+    args = (log_decay, rate, jnp.asarray(documents(1, 100, 40, 90)))
     changed = gated_delta_rule(q, k.at[:, :40].add(1.0), v.at[:, :40].set(1e4), *args)
     np.testing.assert_array_equal(gated_delta_rule(q, k, v, *args)[:, 40:], changed[:, 40:])
 

@@ -7,8 +7,8 @@ import pytest
 from mutations import ROOT, SOURCES, TESTS, Trial, read_mutations, sample, trial
 
 ROOMS = """
-    adapt callbacks checkpoint cli common data kernels models options program report runtime
-    schedule spec startup state train
+    adapt callbacks checkpoint cli common data grpo kernels models objectives options program report
+    runtime schedule spec startup state train
 """.split()
 MUTATIONS = read_mutations()
 
@@ -30,7 +30,7 @@ def test_mutations_are_in_all_rooms():
 
 
 def test_a_sample_is_that_of_its_seed_and_samples_of_many_seeds_are_all():
-    seeds = [f"{number:040x}" for number in range(200)]
+    seeds = [f"{number:040x}" for number in range(500)]
     samples = [sample(MUTATIONS, 10, seed) for seed in seeds]
     assert samples == [sample(MUTATIONS, 10, seed) for seed in seeds]
     assert {mutation.what for some in samples for mutation in some} == {m.what for m in MUTATIONS}

@@ -32,6 +32,7 @@ MOST = {
     "cli": 7,
     "common": 6,
     "data": 5,
+    "grpo": 4,
     "kernels": 5,
     "models": 4,
     "objectives": 4,

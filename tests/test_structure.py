@@ -33,6 +33,7 @@ FLOORS = (
     "log_probabilities",
     "objectives",
     "data models callbacks",
+    "grpo",
     "cli",
 )
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}

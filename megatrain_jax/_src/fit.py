@@ -234,6 +234,7 @@ def train(
     checkpoint_dir: str | PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
+    resume: bool = False,
     callbacks: Callbacks = (),
     progress: bool = True,
     **unknown: Never,
@@ -254,10 +255,12 @@ def train(
         eval_data: See `fit`.
         eval_every: See `fit`; steps are counted over the trainer's life. If Ctrl-C cut off an
             evaluation due after the trainer's last step, it is made first.
-        checkpoint_dir: See `fit`; nothing is resumed here, and the folder must not contain later
-            steps.
+        checkpoint_dir: See `fit`. Without `resume`, the folder must not contain later steps.
         checkpoint_every: See `fit`.
         keep: See `fit`.
+        resume: Whether to restore the newest checkpoint in `checkpoint_dir` first, if there is one,
+            with the position of `data`; `steps` are then counted from 0, as in `fit`. The trainer
+            itself draws no batch of `data`, so the data may be made by the trainer.
         callbacks: See `fit`.
         progress: See `fit`.
         **unknown: Refused, with the name of the option that was meant.
@@ -283,14 +286,18 @@ def train(
         callbacks=callbacks,
         progress=progress,
     )
+    resume = checks.boolean("resume", resume)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
-    with handed_over(trainer), _series(loop, trainer.processes, resume=False) as series:
+    with handed_over(trainer), _series(loop, trainer.processes, resume=resume) as series:
+        source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:
-            series.begin(trainer)
-        source = Source(data, saved=series is not None)
-        run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
+            facts = series.resume(trainer) if resume else series.begin(trainer)
+            if facts is not None:
+                _go_on(series, facts, trainer, source, loop)
+                start = 0
+        run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
 
 

@@ -30,6 +30,7 @@ def log_probabilities(
     labels: Integer[ArrayLike, "*rows"],
     *,
     softcap: float | None = None,
+    temperature: float = 1.0,
     chunk: int = 4096,
 ) -> Float[Array, "*rows"]:
     """The log-probability of each label, from hidden states and the head's weights.
@@ -43,6 +44,7 @@ def log_probabilities(
         labels: The token that each position should predict, already shifted. For negative ones,
             such as Hugging Face's -100, the result is 0; for ids beyond the vocabulary it is NaN.
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
+        temperature: Divides the logits, after `softcap`; above 0.
         chunk: Number of tokens whose logits exist at once, on each device.
 
     Returns:
@@ -66,6 +68,7 @@ def log_probabilities(
         None if softcap is None else checks.number("softcap", softcap, above=0),
         parts=num_parts(labels.size),
         head_dtype=head.dtype.name,
+        temperature=checks.number("temperature", temperature, above=0),
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
     logs: Array = _logs(options, flat, head, labels.reshape(-1))

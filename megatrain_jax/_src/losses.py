@@ -21,13 +21,14 @@ REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
 class LossOptions(NamedTuple):
-    """The options of `next_token` that are fixed when it is traced."""
+    """The options of a loss over all logits that are fixed when it is traced."""
 
     chunk: int
     z_loss: float
     softcap: float | None
     parts: int
     head_dtype: str
+    temperature: float = 1.0
 
 
 def next_token(
@@ -303,6 +304,8 @@ def label_logits(
     if options.softcap is not None:
         tanh = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * tanh, 1 - tanh * tanh
+    if options.temperature != 1:
+        logits, slope = logits / options.temperature, slope / options.temperature
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     # A comparison instead of a gather: it is fused with the operations that read the logits anyway.
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]

@@ -64,7 +64,8 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[
     if "host memory" in lacking:
         if settings.state not in ("compact", "two_bytes"):
             yield "--state compact", {"state": "compact"}
-        if settings.optimizer != "lion":
+        # Of the known optimizers, only AdamW has more state than Lion.
+        if settings.optimizer == "adamw" and settings.optimizer_options is None:
             yield "--optimizer lion", {"optimizer": "lion"}
         if settings.clip is not None:
             yield "--clip null", {"clip": None}

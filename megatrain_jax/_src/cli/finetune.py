@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
-from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
+from megatrain_jax._src.cli.model_and_batch import frozen_of, trained_with, with_adapters
+from megatrain_jax._src.cli.new_tokens import exported_tokenizer, tokenizer_of
+from megatrain_jax._src.cli.tokenizers import Asking
 from megatrain_jax._src.cli.training_settings import listed
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -28,14 +31,16 @@ def prepare(settings: FinetuneSettings) -> Job:
     Raises:
         ValueError: If the checkpoint, or a setting for it, can't be used.
     """
-    if not Path(settings.model).expanduser().is_dir():
-        raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
+    settings = _with_folder(settings)
     pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
+    if settings.new_tokens is not None:
+        tokenizer = tokenizer_of(settings)
+        pretrained = models.resize_vocabulary(pretrained, tokenizer, seed=settings.seed)
     trainable = settings.trainable
     if settings.trains_scores:
         pretrained = _with_scores(settings, pretrained)
         # A fresh head is always trained.
-        if trainable is not None or settings.lora_rank is not None:
+        if trainable is not None or settings.has_adapters:
             trainable = [*listed(trainable), "^score/"]
     elif pretrained.config.scores:
         raise ValueError(
@@ -43,8 +48,12 @@ def prepare(settings: FinetuneSettings) -> Job:
             f"that `objective`={settings.objective} needs. Pass the model that it was made from"
         )
     model, params = pretrained.model, pretrained.params
-    if settings.lora_rank is not None:
+    if settings.has_adapters:
         _check_exports(settings, pretrained.config)
+    if settings.adapter is not None:
+        adapted = models.load_lora(pretrained, settings.adapter, seed=settings.seed)
+        model, params, trainable = trained_with(adapted, trainable)
+    elif settings.lora_rank is not None:
         model, params, trainable = with_adapters(
             model,
             trainable,
@@ -53,6 +62,7 @@ def prepare(settings: FinetuneSettings) -> Job:
             alpha=settings.lora_alpha,
             dropout=settings.lora_dropout,
             rslora=settings.lora_rslora,
+            modules_to_save=listed(settings.lora_modules_to_save),
             seed=settings.seed,
             params=params,
         )
@@ -60,19 +70,37 @@ def prepare(settings: FinetuneSettings) -> Job:
         model=model,
         params=params,
         trainable=trainable,
-        frozen=frozen_of(settings.frozen, settings.lora_rank, pretrained.config.saved_dtype),
+        frozen=frozen_of(settings.frozen, settings.has_adapters, pretrained.config.saved_dtype),
         loss_fn=objectives.loss_of(settings),
         shapes=shapes(settings),
-        reference=settings.model if settings.stores_reference else None,
+        reference=_reference(settings),
         prompting=lambda: _prompting(settings),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
 
 
+def _with_folder(settings: FinetuneSettings) -> FinetuneSettings:
+    """The settings with the folder of the checkpoint, which is downloaded if it has a Hub name."""
+    given = settings.model
+    if is_hub_model(given):
+        folder = folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES)
+        return replace(settings, model=str(folder))
+    if not Path(given).expanduser().is_dir():
+        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
+    return settings
+
+
+def _reference(settings: FinetuneSettings) -> tuple[str, ...]:
+    """The folders of the reference model, if answers are compared with one before training."""
+    if not settings.stores_reference:
+        return ()
+    return (settings.model, *filter(None, [settings.adapter]))
+
+
 def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> models.Pretrained:
     """The checkpoint with a score head, and the tokenizer's padding token as TRL chooses it."""
-    tokenizer = load_tokenizer("model", settings.model)
+    tokenizer = tokenizer_of(settings)
     pad = tokenizer.pad_token_id
     pad = tokenizer.eos_token_id if pad is None else pad
     return models.reward_model(pretrained, pad_token_id=pad, seed=settings.seed)
@@ -80,7 +108,7 @@ def _with_scores(settings: FinetuneSettings, pretrained: models.Pretrained) -> m
 
 def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
     """The tokenizer, and a function that formats prompts as plain text or as questions."""
-    tokenizer = load_tokenizer("model", settings.model)
+    tokenizer = tokenizer_of(settings)
     if settings.format == "text":
         return tokenizer, str
     template, variables = chat_template(settings.chat_template), settings.template_variables or {}
@@ -101,9 +129,12 @@ def _export(
     settings: FinetuneSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
 ) -> Path:
     if name == "adapter":
+        if settings.new_tokens is not None:
+            tokenizer_of(settings).save_pretrained(str(folder.parent / "tokenizer"))
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
     # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None
-    return models.save_pretrained(
-        trainer, folder, dtype=settings.export_dtype, chat_template=template
-    )
+    with exported_tokenizer(settings) as source:
+        return models.save_pretrained(
+            trainer, folder, dtype=settings.export_dtype, chat_template=template, source=source
+        )

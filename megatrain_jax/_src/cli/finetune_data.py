@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from megatrain_jax import data
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
+from megatrain_jax._src.cli.new_tokens import readable_tokenizer
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.cli.run_data import common_options, summarised
 
@@ -66,29 +67,29 @@ def _conversing(settings: FinetuneSettings) -> dict[str, Any]:
 
 
 def _text(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.text(files, settings.model, **common)
+    return data.text(files, readable_tokenizer(settings), **common)
 
 
 def _chat(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
     options = {**common, **_conversing(settings), "train_on": settings.train_on}
-    return data.chat(files, settings.model, **options)
+    return data.chat(files, readable_tokenizer(settings), **options)
 
 
 def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.preferences(files, settings.model, **common, **_conversing(settings))
+    return data.preferences(files, readable_tokenizer(settings), **common, **_conversing(settings))
 
 
 def _margins(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
     options = {**common, **_conversing(settings), "margins": True}
-    return data.preferences(files, settings.model, **options)
+    return data.preferences(files, readable_tokenizer(settings), **options)
 
 
 def _unpaired(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.unpaired(files, settings.model, **common, **_conversing(settings))
+    return data.unpaired(files, readable_tokenizer(settings), **common, **_conversing(settings))
 
 
 def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.distillation(files, settings.model, topk=settings.topk, **common)
+    return data.distillation(files, readable_tokenizer(settings), topk=settings.topk, **common)
 
 
 _READERS: dict[str, Callable[..., data.Dataset]] = {

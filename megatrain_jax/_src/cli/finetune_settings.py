@@ -20,8 +20,11 @@ class FinetuneSettings(TrainingSettings):
     """Fine-tunes a checkpoint and exports it for Transformers; the same command resumes the run.
 
     Attributes:
-        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
+        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer, or its name on
+            the Hub, such as Qwen/Qwen3-8B or Qwen/Qwen3-8B@REVISION.
         ignore: Fields of its config.json to ignore, because they are known not to matter.
+        new_tokens: Tokens to add to the tokenizer and the vocabulary, one or several, or a file
+            with one on each line. Their embeddings start around the mean of all.
         objective: The training objective: the next token (sft), or preferences between two answers
             (dpo, ipo, simpo, orpo), labels of single answers (kto), a
             reward model's scores (reward), or a teacher's stored predictions (distill).
@@ -47,20 +50,25 @@ class FinetuneSettings(TrainingSettings):
         leading: Treatment of assistant turns before the first user turn.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
             all. With adapters, parameters to train beside them.
-        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
-            bfloat16 if the checkpoint is.
-        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
+        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
+            masters' form, or with adapters bfloat16 if the checkpoint is.
+        adapter: Folder of adapters (LoRA) for the model, of this command or of PEFT, to go on
+            training them.
+        lora_rank: Rank of fresh adapters, which are trained instead of all parameters; null for
             none.
         lora_alpha: Scale of adapters, divided by the rank.
         lora_dropout: Fraction of a module's inputs hidden from its adapter.
         lora_rslora: Whether to divide by the square root of the rank instead.
         lora_targets: Regular expression on paths of the matrices that have adapters.
+        lora_modules_to_save: Modules to train whole beside fresh adapters and to save with them,
+            such as embed_tokens and lm_head, one or several.
         export_as: Export of a run with adapters: a folder for PEFT (adapter), the merged model
             (model), or both; default: adapter. Without adapters, model.
     """
 
     model: str
     ignore: list[str] | None = None
+    new_tokens: list[str] | str | None = None
     objective: ObjectiveName = "sft"
     beta: float = 0.1
     simpo_gamma: float = 0.5
@@ -80,11 +88,13 @@ class FinetuneSettings(TrainingSettings):
     leading: Literal["error", "keep", "drop"] = "error"
     trainable: list[str] | str | None = None
     frozen: Frozen | None = None
+    adapter: str | None = None
     lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     lora_rslora: bool = False
     lora_targets: str = "layers/.*_proj"
+    lora_modules_to_save: list[str] | str | None = None
     export_as: Literal["model", "adapter", "both"] | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +130,13 @@ class FinetuneSettings(TrainingSettings):
             if not 0 <= self.lora_dropout < 1:
                 allowed = "a share from 0, below 1"
                 raise ValueError(checks.refused("lora_dropout", allowed, self.lora_dropout))
-        if "adapter" in self.exports and self.lora_rank is None:
+        if self.adapter is not None:
+            checks.path("adapter", self.adapter)
+            if self.lora_rank is not None:
+                raise ValueError("`adapter` has a rank: leave `lora_rank` out, or `adapter`")
+        if self.new_tokens is not None:
+            self._check_new_tokens()
+        if "adapter" in self.exports and not self.has_adapters:
             raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if "adapter" in self.exports and self.trainable:
             raise ValueError(
@@ -131,12 +147,22 @@ class FinetuneSettings(TrainingSettings):
             self._check_objective()
         self._check_needed()
 
+    def _check_new_tokens(self) -> None:
+        if not all(listed(self.new_tokens)) or not self.new_tokens:
+            raise ValueError("`new_tokens` must be texts that are not empty")
+        trained = self.trainable or self.lora_modules_to_save
+        if self.lora_rank is not None and not trained:
+            raise ValueError(
+                "`new_tokens` beside adapters have embeddings that are frozen as they begin: set "
+                "`lora_modules_to_save`=[embed_tokens, lm_head]"
+            )
+
     def _check_needed(self) -> None:
         check_needed(
             self,
-            ("lora_alpha", "lora_dropout", "lora_rslora", "lora_targets"),
+            "lora_alpha lora_dropout lora_rslora lora_targets lora_modules_to_save".split(),
             is_there=self.lora_rank is not None,
-            needed="adapters: set `lora_rank`",
+            needed="fresh adapters: set `lora_rank`",
         )
         for name in sorted({name for kind in OBJECTIVE_KINDS.values() for name in kind.options}):
             check_needed(
@@ -148,7 +174,7 @@ class FinetuneSettings(TrainingSettings):
         check_needed(
             self,
             ("frozen",),
-            is_there=self.lora_rank is not None or self.trainable is not None,
+            is_there=self.has_adapters or self.trainable is not None,
             needed="parameters that are not trained: set `trainable` or `lora_rank`",
         )
         check_needed(
@@ -192,9 +218,18 @@ class FinetuneSettings(TrainingSettings):
         return OBJECTIVE_KINDS[self.objective]
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained: fresh ones, or those in a folder."""
+        return self.lora_rank is not None or self.adapter is not None
+
+    @property
     def stores_reference(self) -> bool:
-        """Whether answers are compared with numbers computed before training."""
-        return self._kind.has_reference and self.lora_rank is None
+        """Whether answers are compared with numbers computed before training.
+
+        They aren't if all that is trained are fresh adapters: the initial model has none.
+        """
+        is_initial = self.lora_rank is not None and not self.lora_modules_to_save
+        return self._kind.has_reference and not is_initial
 
     @property
     def trains_scores(self) -> bool:
@@ -204,7 +239,7 @@ class FinetuneSettings(TrainingSettings):
     @property
     def exports(self) -> tuple[str, ...]:
         """The subfolders of `out` to export."""
-        default = "model" if self.lora_rank is None or self._kind.scores else "adapter"
+        default = "adapter" if self.has_adapters and not self._kind.scores else "model"
         kind = self.export_as or default
         return ("adapter", "model") if kind == "both" else (kind,)
 

@@ -23,8 +23,8 @@ class Job:
         frozen: Form of frozen parameters at rest.
         loss_fn: The loss. One of its metrics is `tokens`, the step's tokens without padding.
         shapes: Shapes of a batch.
-        reference: Folder of the checkpoint that serves as reference model before training; None if
-            the loss needs none.
+        reference: Folders of the checkpoint, and of its adapters, that serve as reference model
+            before training; empty if the loss needs none.
         prompting: Function that returns the tokenizer for samples, and a function that formats a
             prompt.
         dataset: Function from files and the number of epochs to their batches.
@@ -38,7 +38,7 @@ class Job:
     frozen: Frozen | None = None
     loss_fn: Callable[..., Any]
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    reference: str | None = None
+    reference: tuple[str, ...] = ()
     prompting: Callable[[], tuple[Any, Callable[[str], Any]]]
     dataset: Callable[[Sequence[str] | str, int | None], data.Dataset]
     export: Callable[[mt.Trainer, str, Path, str | None], Path]

@@ -14,7 +14,10 @@ _USAGE = """usage: megatrain-jax COMMAND [options]
 commands:
   plan      show the memory and time to train a model on a machine, or the largest runs that fit it
   finetune  train a checkpoint, or adapters for it, on conversations, preferences or texts
+  grpo      train a checkpoint, or adapters for it, by rewards of its own completions
   pretrain  train a model of given sizes on texts, from random weights
+  chat      talk to an exported model
+  merge     merge adapters into their base model
 
 `megatrain-jax COMMAND --help` lists the options of a command."""
 # Exit statuses: training failed; invalid request, as in argparse; and 128 plus the number of
@@ -38,9 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(__version__)
         return 0
-    commands = {"plan": _plan, "finetune": _finetune, "pretrain": _pretrain}
+    commands = {
+        "plan": _plan,
+        "finetune": _finetune,
+        "grpo": _grpo,
+        "pretrain": _pretrain,
+        "chat": _chat,
+        "merge": _merge,
+    }
     if name not in commands:
-        known = "plan, finetune and pretrain"
+        known = "plan, finetune, grpo, pretrain, chat and merge"
         return _told(f"megatrain-jax: error: unknown command {name!r}; commands are {known}")
     try:
         with _short_warnings():
@@ -86,6 +96,17 @@ def _finetune(arguments: Sequence[str]) -> int:
     return _trained("finetune", lambda: finetune.run(settings))
 
 
+def _grpo(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli.grpo_settings import GrpoSettings
+        from megatrain_jax._src.cli.parsing import parsed
+
+        settings = parsed("grpo", GrpoSettings, arguments, "config")
+
+        from megatrain_jax._src.cli import grpo_command
+    return _trained("grpo", lambda: grpo_command.run(settings))
+
+
 def _pretrain(arguments: Sequence[str]) -> int:
     with checking():
         from megatrain_jax._src.cli.parsing import parsed
@@ -95,6 +116,28 @@ def _pretrain(arguments: Sequence[str]) -> int:
 
         from megatrain_jax._src.cli import pretrain
     return _trained("pretrain", lambda: pretrain.run(settings))
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli.chat_settings import ChatSettings
+        from megatrain_jax._src.cli.parsing import parsed
+
+        settings = parsed("chat", ChatSettings, arguments, "model")
+
+        from megatrain_jax._src.cli import chat
+    return chat.run(settings)
+
+
+def _merge(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli.merge_settings import MergeSettings
+        from megatrain_jax._src.cli.parsing import parsed
+
+        settings = parsed("merge", MergeSettings, arguments, "adapter")
+
+        from megatrain_jax._src.cli import merge
+    return merge.run(settings)
 
 
 def _trained(name: str, run: Callable[[], int]) -> int:

@@ -36,20 +36,24 @@ def with_adapters(model: Any, trainable: Sequence[str] | str | None, **options: 
     Raises:
         ValueError: If the model can't have such adapters.
     """
-    adapted = models.lora(model, **options)
+    return trained_with(models.lora(model, **options), trainable)
+
+
+def trained_with(adapted: models.Lora, trainable: Sequence[str] | str | None) -> Adapted:
+    """A model with adapters, with patterns of further parameters to train; None for none."""
     pattern = "|".join([adapted.trainable, *filter(None, listed(trainable))])
     return Adapted(adapted.model, adapted.params, pattern)
 
 
-def frozen_of(given: Frozen | None, lora_rank: int | None, saved: str | None) -> Frozen | None:
+def frozen_of(given: Frozen | None, has_adapters: bool, saved: str | None) -> Frozen | None:
     """The form of frozen parameters: with adapters, the checkpoint's dtype if it is bfloat16.
 
     Args:
         given: The setting; None if it is not set.
-        lora_rank: Rank of adapters; None for none.
+        has_adapters: Whether adapters are trained.
         saved: dtype of the checkpoint; None if unknown.
     """
-    return "bfloat16" if given is None and lora_rank and saved == "bfloat16" else given
+    return "bfloat16" if given is None and has_adapters and saved == "bfloat16" else given
 
 
 def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,16 +1,17 @@
 """The settings of `megatrain-jax plan`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatrain_jax._src.cli.setting_rules import (
     Compute,
     Frozen,
     Master,
     Microbatches,
-    OptimizerName,
     Products,
     State,
     check_needed,
+    check_optimizer,
 )
 from megatrain_jax._src.common import checks
 
@@ -34,15 +35,20 @@ class PlanSettings:
         compute: dtype of the computation; default: bfloat16, or float16 on a GPU without bfloat16.
         products: Form of large products with parameters, or float8-all for small ones, too;
             default: as `compute`.
-        optimizer: Name of the optimizer.
+        optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
+            learning rate and optimizer_options to an Optax optimizer.
+        optimizer_options: Further keywords of the optimizer in Optax, such as {momentum: 0.9}.
         clip: Maximum global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
             all.
-        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
-            bfloat16, unless the model's config.json has another dtype.
+        frozen: Form of frozen parameters at rest, "nf4" for 4 bits as in QLoRA; default: the
+            masters' form, or with adapters bfloat16, unless the model's config.json has another
+            dtype.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
+        lora_modules_to_save: Modules to train whole beside adapters, such as embed_tokens and
+            lm_head, one or several.
         device_budget: GPU memory for state and activations, such as 22GiB, or least.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that the host
             has.
@@ -60,12 +66,14 @@ class PlanSettings:
     sums: Master = "float32"
     compute: Compute | None = None
     products: Products | None = None
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] | None = None
     clip: float | None = 1.0
     trainable: list[str] | str | None = None
     frozen: Frozen | None = None
     lora_rank: int | None = None
     lora_targets: str = "layers/.*_proj"
+    lora_modules_to_save: list[str] | str | None = None
     device_budget: int | str | None = None
     host_budget: int | str | None = None
 
@@ -81,6 +89,7 @@ class PlanSettings:
             checks.integer("microbatches", self.microbatches)
         elif self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: cut small enough, any batch fits")
+        check_optimizer(self.optimizer)
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)
         check_needed(
@@ -93,7 +102,7 @@ class PlanSettings:
             checks.integer("lora_rank", self.lora_rank)
         check_needed(
             self,
-            ("lora_targets",),
+            ("lora_targets", "lora_modules_to_save"),
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )

@@ -11,8 +11,10 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.catalogue import config_values
 from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with_adapters
+from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.plan_settings import PlanSettings
-from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
+from megatrain_jax._src.cli.recipe import precision_of
+from megatrain_jax._src.cli.training_settings import listed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
@@ -49,7 +51,9 @@ class Planner:
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
         # No plan depends on the learning rate.
-        self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
+        self._optimizer = optimizer_of(
+            settings.optimizer, 1e-5, clip=settings.clip, options=settings.optimizer_options
+        )
 
     def plan(
         self, config: models.DecoderConfig, rows: int, length: int, *, least: bool = False
@@ -68,7 +72,7 @@ class Planner:
             options["device_budget"] = "least"
         model, trainable = self._model(config)
         settings = self.settings
-        frozen = frozen_of(settings.frozen, settings.lora_rank, _saved_dtype(config))
+        frozen = frozen_of(settings.frozen, settings.lora_rank is not None, _saved_dtype(config))
         return mt.plan(
             model,
             models.next_token_loss,
@@ -89,6 +93,7 @@ class Planner:
     def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
         """The function that builds a model, and the patterns of the trained parameters."""
         rank, targets = self.settings.lora_rank, self.settings.lora_targets
+        saved = tuple(listed(self.settings.lora_modules_to_save))
         given = self.settings.trainable
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
@@ -96,10 +101,12 @@ class Planner:
             build = partial(_build, config)
             if rank is None:
                 return build, trainable
-            adapted = with_adapters(build, trainable, rank=rank, targets=targets)
+            adapted = with_adapters(
+                build, trainable, rank=rank, targets=targets, modules_to_save=saved
+            )
             return adapted.model, adapted.trainable
 
-        return remembered("build", lambda: (config, rank, targets, trainable), make)
+        return remembered("build", lambda: (config, rank, targets, saved, trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""

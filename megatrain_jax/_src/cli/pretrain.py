@@ -1,6 +1,7 @@
 """`megatrain-jax pretrain`: from model sizes, a tokenizer and text to a checkpoint."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flax import nnx
@@ -16,6 +17,7 @@ from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.run_data import common_options, summarised
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
+from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download, is_hub_model
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -31,6 +33,9 @@ def prepare(settings: PretrainSettings) -> Job:
     Raises:
         ValueError: If either is invalid, or they don't match.
     """
+    if is_hub_model(given := settings.tokenizer):
+        folder = folder_or_download("tokenizer", given, "a tokenizer", TOKENIZER_FILES)
+        settings = replace(settings, tokenizer=str(folder))
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),

@@ -13,7 +13,8 @@ class PretrainSettings(TrainingSettings):
 
     Attributes:
         model: Sizes of the model: a config.json or its folder, or the name of a known model.
-        tokenizer: Folder of the tokenizer, which is copied to the exported model too.
+        tokenizer: Folder of the tokenizer, or its name on the Hugging Face Hub; it is copied to
+            the exported model too.
         sizes: Fields of config.json to set, such as {num_hidden_layers: 8, vocab_size: 32000}.
     """
 

@@ -64,6 +64,8 @@ class Lines:
             f"learning rate {record['learning_rate']:.3g}",
             f"gradient norm {record['grad_norm']:.3g}",
         ]
+        if "reward" in record:
+            parts.append(f"reward {record['reward']:.3g}")
         tokens = sum(count for count, _ in self._recent)
         seconds = sum(duration for _, duration in self._recent)
         if self._recent:

@@ -1,4 +1,4 @@
-"""Makes the parts of a training recipe from names: precision, schedule, optimizer."""
+"""Makes the parts of a training recipe from names: precision and schedule."""
 
 import math
 
@@ -12,7 +12,6 @@ from megatrain_jax._src.cli.setting_rules import (
     Decay,
     Frozen,
     Master,
-    OptimizerName,
     Products,
     State,
 )
@@ -98,27 +97,3 @@ def schedule_of(
             "nothing: set a higher one"
         )
     return schedule
-
-
-def optimizer_of(
-    name: OptimizerName,
-    schedule: optax.ScalarOrSchedule,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    weight_decay: float = 0.0,
-    clip: float | None = 1.0,
-) -> optax.GradientTransformation:
-    """An optimizer by name, after clipping by the global norm.
-
-    Args:
-        name: "adamw" or "lion".
-        schedule: Learning rate.
-        b1: Decay of the mean of gradients.
-        b2: Decay of the mean of their squares; for Lion, decay of its stored momentum.
-        weight_decay: Weight decay, multiplied by the learning rate.
-        clip: Maximum global norm of the gradients; None for no clipping.
-    """
-    make = {"adamw": optax.adamw, "lion": optax.lion}[name]
-    update = make(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
-    return update if clip is None else optax.chain(optax.clip_by_global_norm(clip), update)

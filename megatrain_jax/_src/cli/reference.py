@@ -141,17 +141,17 @@ def find_reference(
     Raises:
         ValueError: If the run has made steps with a different checkpoint as reference.
     """
-    if job.reference is None:
+    if not job.reference:
         return None
     precision = options["precision"].on(options["hardware"])
     arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
     if precision.products is not None:
         arithmetic += f" {precision.products}"
-    reference = Reference(folder.reference, f"{_digest(job.reference)} {arithmetic}")
+    reference = Reference(folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}")
     if folder.has_checkpoints and folder.note("reference") != reference.key:
         raise ValueError(
-            f"`model` = {job.reference} has changed since {folder.path} began, but it is the "
-            "reference of all steps. Restore that checkpoint, or choose another `out`"
+            f"`model` = {' with '.join(job.reference)} has changed since {folder.path} began, but "
+            "it is the reference of all steps. Restore that checkpoint, or choose another `out`"
         )
     reference.load()
     batches = (batch for dataset in datasets for batch in _epoch(dataset))
@@ -214,9 +214,11 @@ def _has_bar() -> bool:
 
 
 def _digest(model: str) -> str:
-    """A hash of a checkpoint's full content."""
+    """A hash of a checkpoint's full content, or of adapters'."""
     folder = Path(model).expanduser()
-    names = sorted(path.name for path in (*folder.glob("*.safetensors"), folder / "config.json"))
+    configurations = (folder / "config.json", folder / "adapter_config.json")
+    paths = (*folder.glob("*.safetensors"), *configurations)
+    names = sorted(path.name for path in paths)
     files = [file for name in names if (file := regular_file(folder, name)) is not None]
 
     def of_file(path: Path) -> bytes:

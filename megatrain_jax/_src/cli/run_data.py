@@ -14,6 +14,7 @@ from typing import Any
 from megatrain_jax import data
 from megatrain_jax._src.cli.errors import AskedWronglyError, told
 from megatrain_jax._src.cli.training_settings import TrainingSettings
+from megatrain_jax._src.common.hub import hub_rows, is_hub_model
 
 Read = Callable[[Sequence[str] | str, int | None], data.Dataset]
 
@@ -65,11 +66,18 @@ def check_files(settings: TrainingSettings) -> None:
     for option, given in _given(settings).items():
         for source in given:
             path = os.path.expanduser(source)
-            if os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True))):
+            if (
+                hub_rows(source)
+                or os.path.exists(path)
+                or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
+            ):
                 continue
             if glob.has_magic(path):
                 raise FileNotFoundError(f"`{option}`: no file is found by the pattern {source}")
-            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}")
+            hint = ""
+            if is_hub_model(source):
+                hint = f". A dataset of the Hub is named with its split, such as {source}:train"
+            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}{hint}")
 
 
 def file_stamps(settings: TrainingSettings) -> dict[str, str]:
@@ -117,11 +125,11 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
     sources = [settings.data] if settings.weights is None else settings.sources
     # A given number of steps is always made: without `epochs`, the data repeats as needed.
     epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
-    with _called("data"):
+    with called("data"):
         parts = [dataset(source, epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
-        with _called("eval_data"):
+        with called("eval_data"):
             held = [dataset(settings.eval_data, 1)]
     elif settings.held_out:
         split = [part.split(settings.held_out, settings.seed) for part in parts]
@@ -174,7 +182,18 @@ def common_options(settings: TrainingSettings, epochs: int | None, too_long: str
         "invalid": settings.invalid,
         "workers": settings.workers,
         "progress": _has_bar(),
+        "cache": _token_cache(settings.data_cache),
     }
+
+
+def _token_cache(given: str | None) -> Path | None:
+    """The folder of tokenised data; None for none, or if the default can't be written."""
+    if given is not None:
+        return None if given == "none" else Path(given).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "megatrain_jax" / "tokens"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return folder if existing.is_dir() and os.access(existing, os.W_OK) else None
 
 
 def summarised(dataset: data.Dataset) -> data.Dataset:
@@ -185,7 +204,7 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
 
 
 @contextmanager
-def _called(option: str) -> Iterator[None]:
+def called(option: str) -> Iterator[None]:
     """Makes errors name the argument `source` of `megatrain_jax.data` as the user's option."""
     try:
         yield

@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.training_settings import FREE, TrainingSettings
 from megatrain_jax._src.common.settings import changes
+
+AnySettings = TrainingSettings | GrpoSettings
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
 # last.
@@ -46,7 +49,7 @@ class RunFolder:
         """Whether there is a step to continue from."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
-    def check(self, settings: TrainingSettings) -> None:
+    def check(self, settings: AnySettings) -> None:
         """Checks that the folder is new or belongs to a run with these settings.
 
         Raises:
@@ -75,17 +78,20 @@ class RunFolder:
     def _going_on(self, settings: Mapping[str, Any]) -> str:
         """Instructions to continue training from this run's result, in words."""
         exported = self.path / "model"
-        text = "" if "format" in settings else " and `format`=text"
+        command = "grpo" if "rewards" in settings else "finetune"
+        has_format = "rewards" in settings or "format" in settings
+        text = "" if has_format else " and `format`=text"
         missing = ""
         if not exported.exists():
-            merged = " and `export_as`=model" if settings.get("lora_rank") else ""
+            adapted = settings.get("lora_rank") or settings.get("adapter")
+            merged = " and `export_as`=model" if adapted else ""
             missing = f", which that run's command writes with `export`=finished{merged}"
         return (
             "That run is done, and its learning rate has come to its end. To train further, choose "
-            f"another `out` for `megatrain-jax finetune` with `model`={exported}{text}{missing}"
+            f"another `out` for `megatrain-jax {command}` with `model`={exported}{text}{missing}"
         )
 
-    def is_done(self, settings: TrainingSettings) -> bool:
+    def is_done(self, settings: AnySettings) -> bool:
         """Whether the run has finished, and everything is exported."""
         exported = all((self.path / name).exists() for name in settings.exports)
         return self.report is not None and (settings.export == "never" or exported)
@@ -115,7 +121,7 @@ class RunFolder:
         before = {option: self.note(f"files of {option}") for option in stamps}
         return [option for option in stamps if before[option] not in (None, stamps[option])]
 
-    def begin(self, settings: TrainingSettings) -> None:
+    def begin(self, settings: AnySettings) -> None:
         """Creates the folder and saves the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(_SETTINGS, _as_json(settings))
@@ -168,5 +174,5 @@ class RunFolder:
         os.replace(unfinished, self.path / name)
 
 
-def _as_json(settings: TrainingSettings) -> dict[str, Any]:
+def _as_json(settings: AnySettings) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(settings)))

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import did_you_mean
+
 State = Literal["float32", "bfloat16", "int8", "int4", "compact", "two_bytes"]
 Compute = Literal["bfloat16", "float16", "float32"]
 Master = Literal["float32", "bfloat16", "int8"]
@@ -11,7 +14,7 @@ Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
 Products = Literal["float8", "float8-all"]
 Microbatches = int | Literal["auto"]
 Decay = Literal["cosine", "linear", "constant"]
-OptimizerName = Literal["adamw", "lion"]
+OPTIMIZERS = ("adamw", "lion", "muon", "adafactor", "sgd")
 
 
 def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed: str) -> None:
@@ -35,3 +38,18 @@ def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed:
     for name in names:
         if (value := getattr(settings, name)) != defaults[name]:
             raise ValueError(f"`{name}`={value} counts only with {needed}")
+
+
+def check_optimizer(name: str) -> None:
+    """Checks the name of an optimizer.
+
+    Args:
+        name: The setting `optimizer`.
+
+    Raises:
+        ValueError: If it is neither a known name nor a function's.
+    """
+    if name not in OPTIMIZERS and not all(name.partition(":")):
+        allowed = f"{', '.join(OPTIMIZERS)} or module:function"
+        near = did_you_mean(name, OPTIMIZERS)
+        raise ValueError(f"{checks.refused('optimizer', allowed, name)}{near}")

@@ -18,8 +18,10 @@ from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
+from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
-from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.push import check_push, push
+from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
 from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
@@ -37,7 +39,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         prepare: Function that does its command's own checks and returns the job.
 
     Returns:
-        The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
+        The exit status: 0 if the run has finished, now or before; 130 if it was interrupted; 1 if
+        its export could not be uploaded.
 
     Raises:
         AskedWronglyError: If the request is invalid; raised before training begins.
@@ -46,6 +49,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
     laps = Laps()
     with checking():
         folder.check(settings)
+        check_push(settings)
         if folder.is_done(settings):
             print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
             if changed := folder.changed_files(file_stamps(settings)):
@@ -54,7 +58,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
                     "sizes or times than when that run read them. To train on them as they are "
                     "now, choose another `out`"
                 )
-            return 0
+            return push(settings, folder)
         check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
@@ -98,7 +102,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         laps.lap("export")
     folder.finish({**report, "seconds": laps.seconds, "history": list(result.history)})
     print(f"finished after {_how(ending)}: {folder.path}")
-    return 0
+    return push(settings, folder)
 
 
 def _how(ending: Mapping[str, Any]) -> str:
@@ -135,6 +139,7 @@ def _optimizer(settings: TrainingSettings, schedule: optax.Schedule) -> Any:
         b2=settings.b2,
         weight_decay=settings.weight_decay,
         clip=settings.clip,
+        options=settings.optimizer_options,
     )
 
 

@@ -9,10 +9,10 @@ from megatrain_jax._src.cli.setting_rules import (
     Compute,
     Decay,
     Master,
-    OptimizerName,
     Products,
     State,
     check_needed,
+    check_optimizer,
 )
 from megatrain_jax._src.common import checks
 
@@ -21,9 +21,9 @@ LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 # Options that may change while a run continues, because they affect neither batches nor updates;
 # `out`, because a folder may be moved, or named in another way.
 FREE = frozenset(
-    "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
-    "host_budget keep log_every logs mlflow out sample_temperatures sample_tokens samples wandb "
-    "workers".split()
+    "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
+    "export_dtype host_budget keep log_every logs mlflow out push push_private "
+    "sample_temperatures sample_tokens samples wandb workers".split()
 )
 _POSITIVE = ("length", "batch", "microbatches", "keep", "log_every", "sample_tokens")
 _POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")
@@ -35,13 +35,16 @@ class TrainingSettings:
     """Trains and exports; the same command resumes the run.
 
     Attributes:
-        data: Files, folders and patterns such as chats/*.jsonl.gz, one or a list.
+        data: Files, folders, patterns such as chats/*.jsonl.gz, and datasets on the Hugging Face
+            Hub such as HuggingFaceH4/ultrachat_200k:train_sft, one or a list.
         weights: Proportion of the rows from each of several entries of data; default: all rows of
             all entries.
         out: Folder of the run, for checkpoints, exports, logs and the report.
         invalid: Treatment of unusable rows.
         too_long: Treatment of longer documents; default: split for text, else error.
         workers: Threads that build batches ahead.
+        data_cache: Folder that keeps tokenised data for later starts, or none; default:
+            megatrain_jax/tokens in the user's cache folder.
         held_out: Fraction of the documents in the evaluation set; 0 for none.
         eval_data: Files to evaluate on, instead of documents split off from data.
         length: Tokens of a row, into which documents are packed.
@@ -50,14 +53,17 @@ class TrainingSettings:
         epochs: How often all documents are seen; default: once, or as often as --steps needs.
         steps: Number of steps; documents repeat as needed unless --epochs is given; default: all
             epochs.
-        optimizer: Name of the optimizer.
-        learning_rate: Highest learning rate.
+        optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
+            learning rate and optimizer_options to an Optax optimizer.
+        optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
+        learning_rate: Highest learning rate. The default is for adamw, and also for muon and
+            adafactor; lion needs a third to a tenth of it, sgd far more.
         warmup: Fraction of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
         final_rate: Fraction of the highest learning rate at the end of the decay.
         weight_decay: Weight decay, multiplied by the learning rate.
-        b1: Decay of the mean of gradients.
-        b2: Decay of the mean of their squares.
+        b1: Decay of the mean of gradients, in adamw, lion and muon's adamw.
+        b2: Decay of the mean of their squares; in lion, of its momentum.
         clip: Maximum global norm of the gradients; null for no clipping.
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16,
             two_bytes is int4 beside masters in int8.
@@ -82,6 +88,9 @@ class TrainingSettings:
         keep: Number of checkpoints to keep.
         export: When to export: when the run has finished, also when interrupted, or never.
         export_dtype: dtype of the exported model; default: the checkpoint's.
+        push: Name of a repository on the Hugging Face Hub, such as someone/mine, to upload the
+            export of a finished run to.
+        push_private: Whether that repository is private if it is new.
         logs: Where to log records besides the terminal, one or several.
         wandb: Arguments of wandb.init, such as {project: mine, mode: offline}.
         mlflow: Arguments of the callback MLflow, such as {experiment: mine}.
@@ -102,6 +111,7 @@ class TrainingSettings:
     invalid: Literal["error", "drop"] = "error"
     too_long: Literal["error", "cut", "split", "drop"] | None = None
     workers: int = 0
+    data_cache: str | None = None
     held_out: float = 0.02
     eval_data: list[str] | str | None = None
     length: int = 2048
@@ -109,7 +119,8 @@ class TrainingSettings:
     microbatches: int = 1
     epochs: int | None = None
     steps: int | None = None
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
+    optimizer_options: dict[str, Any] | None = None
     learning_rate: float = 1e-5
     warmup: float = 0.03
     decay: Decay = "cosine"
@@ -136,6 +147,8 @@ class TrainingSettings:
     keep: int = 1
     export: Literal["finished", "always", "never"] = "finished"
     export_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    push: str | None = None
+    push_private: bool = True
     logs: list[LogName] | LogName | None = None
     wandb: dict[str, Any] | None = None
     mlflow: dict[str, Any] | None = None
@@ -169,10 +182,27 @@ class TrainingSettings:
             checks.number(name, getattr(self, name), least=0)
         checks.num_bytes("device_budget", self.device_budget, "least")
         checks.num_bytes("host_budget", self.host_budget)
+        self._check_optimizer()
         self._check_data()
+        self._check_push()
         self._check_evaluation()
         self._check_logs()
         self._check_samples()
+
+    def _check_optimizer(self) -> None:
+        check_optimizer(self.optimizer)
+        check_needed(
+            self,
+            ("b1", "b2"),
+            is_there=self.optimizer in ("adamw", "lion", "muon"),
+            needed="`optimizer`=adamw, lion or muon; others have `optimizer_options`",
+        )
+        check_needed(
+            self,
+            ("weight_decay",),
+            is_there=":" not in self.optimizer,
+            needed="an `optimizer` known by name; functions have `optimizer_options`",
+        )
 
     def _check_data(self) -> None:
         if not self.sources:
@@ -186,6 +216,20 @@ class TrainingSettings:
             checks.number("weights", weight, above=0)
         if self.batch % self.microbatches:
             raise ValueError(f"`microbatches`={self.microbatches} must divide `batch`={self.batch}")
+
+    def _check_push(self) -> None:
+        if self.push is not None and self.export == "never":
+            raise ValueError(f"`push`={self.push} uploads an export, but `export` is never")
+        if self.push is not None and len(self.exports) > 1:
+            raise ValueError(
+                f"`push`={self.push} uploads one export, but there are {' and '.join(self.exports)}"
+            )
+        check_needed(
+            self,
+            ("push_private",),
+            is_there=self.push is not None,
+            needed="a repository to upload to: set `push`",
+        )
 
     def _check_evaluation(self) -> None:
         evaluates = self.held_out > 0 or self.eval_data is not None

@@ -2,11 +2,11 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -15,6 +15,8 @@ from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, TooLon
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
 TOO_LONG = ("error", "cut", "split", "drop")
+# Tokens that are collected in memory before they are written to files.
+_SPILLED = 2**22
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 _NO_ENTRIES: Mapping[str, np.ndarray] = MappingProxyType({})
 
@@ -83,6 +85,20 @@ class Corpus:
         return sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
 
 
+class TokenFiles(Protocol):
+    """Flat arrays in files."""
+
+    def append(self, name: str, items: np.ndarray) -> None:
+        """Writes further items of an array."""
+
+    def mapped(self, name: str, count: int) -> np.ndarray:
+        """Ends an array with this number of items, and maps it."""
+        ...
+
+    def discard(self) -> None:
+        """Deletes all files."""
+
+
 class _Entries:
     """Numbers of all tokens so far, `size` for each."""
 
@@ -112,6 +128,7 @@ class CorpusBuilder:
         report: Report,
         fault_of: Callable[[Int32[np.ndarray, " n"]], InvalidRow | None],
         num_parts: int = 1,
+        files: "TokenFiles | None" = None,
     ):
         """Makes an empty corpus.
 
@@ -122,7 +139,11 @@ class CorpusBuilder:
             report: Report in which left-out documents are recorded.
             fault_of: Returns the fault of unusable tokens, or None.
             num_parts: Parts of each document: 2 if documents are pairs.
+            files: Files to which finished documents are written; None for host memory.
         """
+        self.files = files
+        # Tokens in the files, which precede the ones in memory.
+        self._num_written = 0
         self._length = length
         self._too_long = too_long
         self._errors = errors
@@ -146,7 +167,7 @@ class CorpusBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens so far."""
+        """The number of tokens in memory so far."""
         return len(self._learned)
 
     def extend(
@@ -224,7 +245,7 @@ class CorpusBuilder:
     ) -> None:
         begin = self._begin
         for start, stop, goes_on in pieces:
-            self._starts.append(start)
+            self._starts.append(self._num_written + start)
             self._lengths.append(stop - start)
             self._goes_on.append(goes_on)
             self._documents.append(self._num_documents)
@@ -237,12 +258,31 @@ class CorpusBuilder:
                 self._hash.update(new)
         # Equal tokens with different document boundaries are different data.
         for bound in (*bounds[1:], self.num_tokens):
-            self._hash.update(bound.to_bytes(8, "little"))
+            self._hash.update((self._num_written + bound).to_bytes(8, "little"))
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
             self._hash.update(np.float32(value).tobytes())
         self._num_documents += 1
         self._begin = self.num_tokens
+        if self.files is not None and self._begin >= _SPILLED:
+            self._write()
+
+    def _write(self) -> None:
+        """Moves all tokens to the files."""
+        assert self.files is not None
+        for name, flat, dtype, size in self._flat():
+            items = np.frombuffer(bytes(flat), dtype)
+            self.files.append(name, items if size is None else items.reshape(-1, size))
+            flat.clear()
+        self._num_written += self._begin
+        self._begin = 0
+
+    def _flat(self) -> Iterator[tuple[str, bytearray, Any, int | None]]:
+        """The arrays with an item per token: names, bytes, dtypes, and numbers of a token."""
+        yield "tokens", self._tokens, np.int32, None
+        yield "learned", self._learned, np.bool_, None
+        for name, kept in self._entries.items():
+            yield f"token_values-{name}", kept.bytes, kept.dtype, kept.size
 
     def finish(self) -> Corpus:
         """Returns the corpus; the builder must not be used afterwards."""
@@ -251,9 +291,16 @@ class CorpusBuilder:
             name: np.zeros((1, kept.size), kept.dtype) for name, kept in self._entries.items()
         }
         self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_), nothing)
+        if self.files is not None:
+            self._begin = self.num_tokens
+            self._write()
+        flat = {
+            name: self._finished(name, items, dtype, size)
+            for name, items, dtype, size in self._flat()
+        }
         return Corpus(
-            tokens=np.frombuffer(self._tokens, np.int32),
-            learned=np.frombuffer(self._learned, np.bool_),
+            tokens=flat["tokens"],
+            learned=flat["learned"],
             starts=np.frombuffer(self._starts, np.int64),
             lengths=np.frombuffer(self._lengths, np.int32),
             goes_on=np.frombuffer(self._goes_on, np.bool_),
@@ -264,11 +311,14 @@ class CorpusBuilder:
                 name: np.array(values, np.bool_ if isinstance(values[0], bool) else np.float32)
                 for name, values in self._values.items()
             },
-            token_values={
-                name: np.frombuffer(kept.bytes, kept.dtype).reshape(-1, kept.size)
-                for name, kept in self._entries.items()
-            },
+            token_values={name: flat[f"token_values-{name}"] for name in self._entries},
         )
+
+    def _finished(self, name: str, items: bytearray, dtype: Any, size: int | None) -> np.ndarray:
+        if self.files is not None:
+            return self.files.mapped(name, self._num_written)
+        array = np.frombuffer(items, dtype)
+        return array if size is None else array.reshape(-1, size)
 
     def _pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
         """The pieces of a part that have a token to learn, and whether each continues."""

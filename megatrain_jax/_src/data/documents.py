@@ -32,7 +32,7 @@ def conversations(
     Yields:
         The document of each row.
     """
-    for origin, one in _read(parts, lambda row: to_conversation(row, rules), report, errors):
+    for origin, one in read_rows(parts, lambda row: to_conversation(row, rules), report, errors):
         report.ignored.update(one.ignored)
         report.changed.update(one.changed)
         yield Document(origin, (one,))
@@ -42,7 +42,7 @@ def pairs(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads two conversations from each row, the preferred one first; see `conversations`."""
-    for origin, pair in _read(parts, lambda row: to_pair(row, rules), report, errors):
+    for origin, pair in read_rows(parts, lambda row: to_pair(row, rules), report, errors):
         report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
         report.changed.update(pair.chosen.changed | pair.rejected.changed)
         yield Document(origin, pair)
@@ -57,7 +57,7 @@ def pairs_with_margins(
         rest = {name: value for name, value in row.items() if name != "margin"}
         return to_pair(rest, rules), to_margin(row)
 
-    for origin, (pair, margin) in _read(parts, convert, report, errors):
+    for origin, (pair, margin) in read_rows(parts, convert, report, errors):
         report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
         report.changed.update(pair.chosen.changed | pair.rejected.changed)
         yield Document(origin, pair, {"margins": margin})
@@ -72,7 +72,7 @@ def unpaired(
     documents come at the end. Rows of a chosen and a rejected answer are two documents.
     """
     first, before = None, None
-    for origin, labelled in _read(parts, lambda row: to_labelled(row, rules), report, errors):
+    for origin, labelled in read_rows(parts, lambda row: to_labelled(row, rules), report, errors):
         report.ignored.update(set().union(*(one.conversation.ignored for one in labelled)))
         report.changed.update(set().union(*(one.conversation.changed for one in labelled)))
         if before is None:
@@ -97,7 +97,7 @@ def distilled(
     parts: Iterable[str | Given], topk: int, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, DistilledRow]]:
     """Reads tokens with a teacher's top-k log-probabilities; see `conversations`."""
-    for origin, row in _read(parts, lambda row: to_distilled(row, topk), report, errors):
+    for origin, row in read_rows(parts, lambda row: to_distilled(row, topk), report, errors):
         report.ignored.update(row.ignored)
         yield origin, row
 
@@ -108,17 +108,18 @@ def text_parts(parts: Iterable[str | Given], report: Report, errors: bool) -> It
         if isinstance(part, str) and kind_of(part) in TEXT_KINDS:
             yield from _parts(RowOrigin(part, 1), blocks(part, report, errors), 0)
             continue
-        for origin, text in _read([part], to_text, report, errors):
+        for origin, text in read_rows([part], to_text, report, errors):
             report.ignored.update(text.ignored)
             yield from _parts(origin, _divided(text.text), text.start)
 
 
-def _read(
+def read_rows(
     parts: Iterable[str | Given],
     convert: Callable[[Mapping[str, Any]], T],
     report: Report,
     errors: bool,
 ) -> Iterator[tuple[RowOrigin, T]]:
+    """Reads rows in another form; `convert` raises `InvalidRow`. See `conversations`."""
     for part in parts:
         if isinstance(part, Given):
             read = given_rows(part.name, part.rows, report, errors)

@@ -1,7 +1,8 @@
 """Shared by all dataset calls: checks options first, and makes the dataset at the end."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from megatrain_jax._src.common import checks
@@ -17,6 +18,7 @@ from megatrain_jax._src.data.report import (
     TooLong,
     Unclear,
 )
+from megatrain_jax._src.data.token_cache import Cached, GrowingFiles, TokenCache
 from megatrain_jax._src.data.turns import Leading, TurnRules
 from megatrain_jax._src.data.vocabulary import BeyondVocabulary
 
@@ -126,6 +128,7 @@ def finish(
     options: DatasetOptions,
     progress: bool,
     chat_template: str | None = None,
+    cache: TokenCache | None = None,
 ) -> Dataset:
     """Makes the dataset from all documents that were read.
 
@@ -135,6 +138,7 @@ def finish(
         options: Options of the dataset.
         progress: Whether to print the summary.
         chat_template: The Jinja template that rendered conversations.
+        cache: The place where the builder's files are kept.
 
     Raises:
         DataError: If there was a fault that the user did not allow, or there is no document.
@@ -172,7 +176,31 @@ def finish(
         changed=dict(report.changed),
         file_faults=dict(report.file_faults),
         examples=tuple(report.examples()),
+        cached=None if cache is None else str(cache.path),
     )
+    made = Cached(corpus, summary, chat_template)
+    if cache is not None:
+        assert isinstance(builder.files, GrowingFiles)
+        cache.keep(builder.files, made)
+    return to_dataset(made, options, progress)
+
+
+def to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Dataset:
+    """The dataset of a corpus; prints its summary if `progress` is set."""
     if progress:
-        print(summary, file=sys.stderr, flush=True)
-    return Dataset(corpus, summary, options, chat_template)
+        print(made.summary, file=sys.stderr, flush=True)
+    return Dataset(made.corpus, made.summary, options, made.chat_template)
+
+
+@contextmanager
+def files_of(cache: TokenCache | None) -> Iterator[GrowingFiles | None]:
+    """New files for the tokens of a dataset, deleted if the body fails; None without a cache."""
+    if cache is None:
+        yield None
+        return
+    files = cache.files()
+    try:
+        yield files
+    except BaseException:
+        files.discard()
+        raise

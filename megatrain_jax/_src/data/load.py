@@ -1,6 +1,7 @@
 """The calls that make a dataset: `chat`, `preferences`, `unpaired` and `text`."""
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from megatrain_jax._src.common import checks
@@ -13,8 +14,10 @@ from megatrain_jax._src.data.finish import (
     Invalid,
     check_choices,
     check_template,
+    files_of,
     finish,
     shown,
+    to_dataset,
     to_options,
     to_rules,
 )
@@ -22,6 +25,7 @@ from megatrain_jax._src.data.load_pairs import paired_dataset
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.template import Template
+from megatrain_jax._src.data.token_cache import open_cache
 from megatrain_jax._src.data.tokenise import TRAIN_ON, TrainOn, add_conversations, add_texts
 from megatrain_jax._src.data.tokens import load_tokens
 from megatrain_jax._src.data.turns import LEADING, Leading
@@ -45,19 +49,23 @@ def chat(
     template_variables: Mapping[str, Any] | None = None,
     workers: int = 0,
     progress: bool = True,
+    cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of conversations.
 
-    All tokens are computed here, once, and kept in host memory: five bytes per token. Each row is a
+    All tokens are computed here, once, and kept in host memory, or on disk with `cache`: five bytes
+    per token. Each row is a
     conversation in the format of OpenAI (``{"messages": [{"role", "content"}]}``), ShareGPT
     (``{"conversations": [{"from", "value"}]}``) or Alpaca (``{"instruction", "input", "output"}``),
     or ``{"question", "answer"}`` or ``{"prompt", "completion"}``; formats may be mixed. A prompt
     and a completion may be lists of messages; only the completion is learned.
 
     Args:
-        source: A file, a folder, a pattern with ``*``, a finite iterable of rows, such as a list of
-            dicts, a `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order.
-            Files are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
+        source: A file, a folder, a pattern with ``*``, a dataset on the Hugging Face Hub as
+            "OWNER/NAME:SPLIT" or "OWNER/NAME:CONFIG:SPLIT", with "@REVISION" after the name if it
+            is not the newest, a finite iterable of rows, such as a list of dicts, a
+            `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order. Files
+            are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
             or .parquet.
         tokenizer: The folder of the model's tokenizer, its name on the Hugging Face Hub, from which
             it is downloaded, or a fast tokenizer of Transformers.
@@ -83,6 +91,9 @@ def chat(
         workers: Number of threads that build batches ahead. With 0 each is built on request, which
             takes well below a millisecond.
         progress: Whether to show a progress bar and print a summary.
+        cache: Folder that keeps tokenised data on disk for later calls with the same files,
+            tokenizer and options; tokens are then mapped from there, and host memory holds none
+            of them. Rows in memory are not kept. None keeps tokens in host memory.
 
     Raises:
         DataError: If rows are invalid or too long and that is an error, if nothing is left, or if
@@ -107,11 +118,17 @@ def chat(
     parts = resolve(source, texts=False)
     tokens = load_tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
+    used = [options.length, too_long, invalid, train_on, rules, template_variables]
+    place = open_cache(cache, "chat", parts, tokens, used, template.source)
+    if place is not None and (found := place.find()) is not None:
+        return to_dataset(found, options, progress)
     report, errors = Report(), invalid == "error"
-    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
-    documents = shown(conversations(parts, rules, report, errors), progress)
-    add_conversations(documents, template, tokens, train_on, errors, builder, report)
-    return finish(builder, report, options, progress, template.source)
+    fault_of = tokens.vocabulary.fault
+    with files_of(place) as files:
+        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+        documents = shown(conversations(parts, rules, report, errors), progress)
+        add_conversations(documents, template, tokens, train_on, errors, builder, report)
+        return finish(builder, report, options, progress, template.source, place)
 
 
 def preferences(
@@ -132,6 +149,7 @@ def preferences(
     template_variables: Mapping[str, Any] | None = None,
     workers: int = 0,
     progress: bool = True,
+    cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of pairs of conversations, one of each preferred.
 
@@ -161,6 +179,7 @@ def preferences(
         template_variables: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
+        cache: See `chat`.
 
     Raises:
         DataError: See `chat`; rows are also invalid if both answers are equal, or answer different
@@ -181,6 +200,7 @@ def preferences(
         chat_template=chat_template,
         template_variables=template_variables,
         progress=progress,
+        cache=cache,
     )
 
 
@@ -201,6 +221,7 @@ def unpaired(
     template_variables: Mapping[str, Any] | None = None,
     workers: int = 0,
     progress: bool = True,
+    cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of answers that are labelled desirable or undesirable, for KTO.
 
@@ -228,6 +249,7 @@ def unpaired(
         template_variables: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
+        cache: See `chat`.
 
     Raises:
         DataError: See `chat`; rows are also invalid without a label, or if it is neither true nor
@@ -248,6 +270,7 @@ def unpaired(
         chat_template=chat_template,
         template_variables=template_variables,
         progress=progress,
+        cache=cache,
     )
 
 
@@ -264,6 +287,7 @@ def text(
     invalid: Invalid = "error",
     workers: int = 0,
     progress: bool = True,
+    cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of plain text in which every token is learned.
 
@@ -287,6 +311,7 @@ def text(
         invalid: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
+        cache: See `chat`.
 
     Raises:
         DataError: See `chat`; or if the tokenizer has no end-of-text token.
@@ -298,8 +323,13 @@ def text(
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
     parts = resolve(source, texts=True)
     tokens = load_tokens(tokenizer)
+    place = open_cache(cache, "text", parts, tokens, [options.length, too_long, invalid])
+    if place is not None and (found := place.find()) is not None:
+        return to_dataset(found, options, progress)
     report, errors = Report(), invalid == "error"
-    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
-    texts = shown(text_parts(parts, report, errors), progress)
-    add_texts(texts, tokens, errors, builder, report)
-    return finish(builder, report, options, progress)
+    fault_of = tokens.vocabulary.fault
+    with files_of(place) as files:
+        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+        texts = shown(text_parts(parts, report, errors), progress)
+        add_texts(texts, tokens, errors, builder, report)
+        return finish(builder, report, options, progress, cache=place)

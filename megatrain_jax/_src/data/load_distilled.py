@@ -1,6 +1,7 @@
 """The call that makes a dataset for distillation: `distillation`."""
 
 from collections.abc import Iterator
+from os import PathLike
 from typing import Any
 
 from megatrain_jax._src.common import checks
@@ -12,12 +13,15 @@ from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
+    files_of,
     finish,
     shown,
+    to_dataset,
     to_options,
 )
 from megatrain_jax._src.data.report import Report, RowOrigin
 from megatrain_jax._src.data.sources import Source, resolve
+from megatrain_jax._src.data.token_cache import open_cache
 from megatrain_jax._src.data.tokens import load_tokens
 
 
@@ -35,6 +39,7 @@ def distillation(
     invalid: Invalid = "error",
     workers: int = 0,
     progress: bool = True,
+    cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of token ids with a teacher's stored top-k log-probabilities.
 
@@ -57,6 +62,7 @@ def distillation(
         invalid: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
+        cache: See `chat`.
 
     Raises:
         DataError: See `chat`; rows are invalid if a list has a wrong length or wrong numbers.
@@ -69,12 +75,18 @@ def distillation(
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
     parts = resolve(source, texts=False)
     tokens = load_tokens(tokenizer)
+    used = [options.length, too_long, invalid, topk]
+    place = open_cache(cache, "distillation", parts, tokens, used)
+    if place is not None and (found := place.find()) is not None:
+        return to_dataset(found, options, progress)
     report, errors = Report(), invalid == "error"
-    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
-    read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(parts, topk, report, errors)
-    for origin, row in shown(read, progress):
-        entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
-        builder.extend(row.tokens, row.learned, entries)
-        builder.check_ids(row.topk_token_ids)
-        builder.end(origin)
-    return finish(builder, report, options, progress)
+    fault_of = tokens.vocabulary.fault
+    with files_of(place) as files:
+        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+        read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(parts, topk, report, errors)
+        for origin, row in shown(read, progress):
+            entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
+            builder.extend(row.tokens, row.learned, entries)
+            builder.check_ids(row.topk_token_ids)
+            builder.end(origin)
+        return finish(builder, report, options, progress, cache=place)

@@ -11,13 +11,16 @@ from megatrain_jax._src.data.finish import (
     Invalid,
     check_choices,
     check_template,
+    files_of,
     finish,
     shown,
+    to_dataset,
     to_rules,
 )
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.template import Template
+from megatrain_jax._src.data.token_cache import open_cache
 from megatrain_jax._src.data.tokenise import Document, add_conversations
 from megatrain_jax._src.data.tokens import load_tokens
 from megatrain_jax._src.data.turns import LEADING, Leading
@@ -36,6 +39,7 @@ def paired_dataset(
     chat_template: str | None,
     template_variables: Mapping[str, Any] | None,
     progress: bool,
+    cache: Any,
 ) -> Dataset:
     """Reads documents of two conversations, and makes their dataset.
 
@@ -51,6 +55,7 @@ def paired_dataset(
         chat_template: See `chat`.
         template_variables: See `chat`.
         progress: See `chat`.
+        cache: See `chat`.
 
     Raises:
         DataError: See `chat`.
@@ -68,8 +73,14 @@ def paired_dataset(
     parts = resolve(source, texts=False)
     tokens = load_tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
+    used = [options.length, too_long, invalid, rules, template_variables]
+    place = open_cache(cache, documents.__name__, parts, tokens, used, template.source)
+    if place is not None and (found := place.find()) is not None:
+        return to_dataset(found, options, progress)
     report, errors = Report(), invalid == "error"
-    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault, 2)
-    read = shown(documents(parts, rules, report, errors), progress)
-    add_conversations(read, template, tokens, "assistant", errors, builder, report)
-    return finish(builder, report, options, progress, template.source)
+    fault_of = tokens.vocabulary.fault
+    with files_of(place) as files:
+        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, 2, files)
+        read = shown(documents(parts, rules, report, errors), progress)
+        add_conversations(read, template, tokens, "assistant", errors, builder, report)
+        return finish(builder, report, options, progress, template.source, place)

@@ -163,6 +163,8 @@ class Summary:
         changed: The number of rows with turns that were merged or dropped, by change.
         file_faults: The number of files with nothing to read, by reason.
         examples: The first origins of left-out rows, with the reasons.
+        cached: Folder of the tokens on disk; None if they are in host memory.
+        is_reused: Whether an earlier start has written this folder.
     """
 
     num_rows: int
@@ -182,15 +184,21 @@ class Summary:
     changed: dict[str, int]
     file_faults: dict[str, int]
     examples: tuple[str, ...]
+    cached: str | None = None
+    is_reused: bool = False
 
     def __str__(self) -> str:
         """A few lines: rows, tokens, memory, and everything that is not used for training."""
         lines = [
             f"{self.num_documents:,} of {self.num_rows:,} rows: {self.num_tokens:,} tokens, "
             f"{self.num_learned:,} of them learned ({self.num_learned / self.num_tokens:.0%}), "
-            f"the longest of {self.longest:,}; {self.num_bytes / 2**20:,.1f} MiB in host memory "
+            f"the longest of {self.longest:,}; {self.num_bytes / 2**20:,.1f} MiB "
+            f"{'on disk' if self.cached else 'in host memory'} "
             f"({self.num_bytes / self.num_tokens:.1f} bytes a token)"
         ]
+        if self.cached is not None:
+            how = "read from" if self.is_reused else "kept for the next start in"
+            lines.append(f"tokenised data is {how} {self.cached}")
         lines += [f"left out: {count:,} × {reason}" for reason, count in self.left_out.items()]
         lines += [f"files: {count:,} × {reason}" for reason, count in self.file_faults.items()]
         lines += self.examples

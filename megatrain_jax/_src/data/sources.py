@@ -1,6 +1,7 @@
 """Resolves the user's sources to files and iterables of rows, in a fixed order."""
 
 import glob
+import importlib
 import itertools
 import os
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hub import HubRows, failure, hub_rows
 from megatrain_jax._src.data.columnar import is_columnar, restored_rows
 from megatrain_jax._src.data.reading import KINDS, TEXT_KINDS, kind_of
 
@@ -23,10 +25,12 @@ class Given(NamedTuple):
     Attributes:
         name: Their name in errors.
         rows: The rows.
+        fingerprint: A text that changes with the rows, if there is one.
     """
 
     name: str
     rows: Iterable[Any]
+    fingerprint: str | None = None
 
 
 def resolve(source: Source, texts: bool) -> list[str | Given]:
@@ -37,17 +41,18 @@ def resolve(source: Source, texts: bool) -> list[str | Given]:
     errors.
 
     Args:
-        source: The argument `source`: a file, a folder, a pattern with ``*``, an iterable of rows
-            such as a `datasets.Dataset`, or a list of these.
+        source: The argument `source`: a file, a folder, a pattern with ``*``, a dataset on the
+            Hugging Face Hub, an iterable of rows such as a `datasets.Dataset`, or a list of these.
         texts: Whether to include a folder's plain text files.
 
     Raises:
         TypeError: If it is none of these.
         ValueError: If it is empty, or a file is not regular or of an unknown kind.
-        FileNotFoundError: If a file does not exist, or a pattern has no match.
+        FileNotFoundError: If a file does not exist, a pattern has no match, or a dataset can't be
+            downloaded.
     """
     if isinstance(source, str | bytes | PathLike):
-        return [*_files(source, texts)]
+        return _named(source, texts)
     is_rows, items = _peek("source", source)
     if is_rows:
         return [Given("`source`", items)]
@@ -55,7 +60,7 @@ def resolve(source: Source, texts: bool) -> list[str | Given]:
     for number, item in enumerate(items):
         name = f"source[{number}]"
         if isinstance(item, str | bytes | PathLike):
-            parts += _files(item, texts)
+            parts += _named(item, texts)
             continue
         is_rows, rows = _peek(name, item)
         if not is_rows:
@@ -85,6 +90,34 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
     return bool(first) and isinstance(first[0], Mapping), itertools.chain(first, items)
 
 
+def _named(given: Any, texts: bool) -> list[str | Given]:
+    found = hub_rows(given)
+    return [*_files(given, texts)] if found is None else [_downloaded(given, found)]
+
+
+def _downloaded(given: str, found: HubRows) -> Given:
+    """The rows of a dataset on the Hub, mapped from the cache of the library `datasets`."""
+    try:
+        # An optional dependency: only the Hub's datasets need it.
+        datasets = importlib.import_module("datasets")
+    except ImportError as caught:
+        raise FileNotFoundError(
+            f"there is no file {given}, which `source` names; a dataset of the Hugging Face Hub "
+            "needs `pip install datasets`"
+        ) from caught
+    try:
+        rows = datasets.load_dataset(
+            found.name, found.config, split=found.split, revision=found.revision
+        )
+    except Exception as caught:  # HTTP, cache, format and disk errors have no common type
+        raise FileNotFoundError(
+            f"there is no file {given}, which `source` names, and it can't be loaded from the "
+            f"Hugging Face Hub as NAME:SPLIT or NAME:CONFIG:SPLIT: {failure(caught)}. "
+            f"`hf download {found.name} --repo-type dataset --local-dir FOLDER` downloads its files"
+        ) from caught
+    return Given(given, restored_rows(rows), rows._fingerprint)
+
+
 def _files(given: Any, texts: bool) -> list[str]:
     path = os.path.expanduser(checks.path("source", given))
     if os.path.isdir(path):
@@ -111,10 +144,7 @@ def _checked(path: str) -> str:
     if not os.path.exists(path):
         hint = ""
         if path.count("/") == 1 and not Path(path).suffix:
-            hint = (
-                ". A dataset of the Hub is passed as rows: "
-                f'`datasets.load_dataset("{path}", split="train")`'
-            )
+            hint = f". A dataset of the Hub is named with its split, such as {path}:train"
         raise FileNotFoundError(f"there is no file {path}, which `source` names{hint}")
     if not os.path.isfile(path):
         raise ValueError(f"{path}, of `source`, is no regular file")

@@ -17,6 +17,7 @@ from megatrain_jax._src.common import attention_kernel, checks
 from megatrain_jax._src.common.capability import compute_capability
 from megatrain_jax._src.models.arrays import check_array
 from megatrain_jax._src.models.past import Past
+from megatrain_jax._src.models.rotary import positions_in
 
 # Bytes of fp32 scores allowed for one piece of the queries.
 _PIECE_BYTES = 2**28
@@ -41,6 +42,7 @@ def attention(
     *,
     segments: Segments | Past | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -55,6 +57,8 @@ def attention(
         segments: The document of each token, integers (rows, length): tokens attend only within it.
             While text is generated, a `Past` that computes attention with its cache.
         window: Number of tokens each token attends to, itself included; None for all.
+        chunk: Each document is divided into chunks of this number of tokens, and tokens attend only
+            within their chunk; None for one chunk.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
         sinks: For each head, the score of an extra key with value zero that every query sees.
@@ -70,13 +74,15 @@ def attention(
     """
     if isinstance(segments, Past):
         options = {"softcap": softcap, "scale": scale, "sinks": sinks}
-        return segments.attend(q, k, v, window=window, **options)
+        return segments.attend(q, k, v, window=window, chunk=chunk, **options)
     _check(q, k, v, segments)
     if sinks is not None:
         check_array("sinks", sinks, "(heads,)", num_axes=1)
         if sinks.shape != q.shape[2:3]:
             raise ValueError(f"`sinks` has shape {sinks.shape}, not {q.shape[2:3]} of `q`")
-    _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
+    _check_options(window=window, chunk=chunk, piece=piece, softcap=softcap, scale=scale)
+    if chunk is not None:
+        segments = _in_chunks(segments, q.shape[:2], chunk)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     # A window of the full length is no restriction, and there are faster ways without one.
@@ -100,6 +106,17 @@ def attention(
     piece = min(piece or _piece(q.shape), length)
     spans = tuple(_spans(length, piece))
     return _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
+
+
+def _in_chunks(segments: Segments | None, shape: tuple[int, ...], size: int) -> Segments | None:
+    """Returns numbers that differ between documents and between chunks of a document.
+
+    For example, segments [1, 1, 1, 2, 2] in chunks of two tokens give [1, 1, 2, 3, 3].
+    """
+    if shape[1] <= size:
+        return segments
+    starts = positions_in(shape[1], segments) % size == 0
+    return jnp.broadcast_to(jnp.cumsum(starts, axis=1, dtype=jnp.int32), shape)
 
 
 # Jitted so that a model's layers are traced once; later layers find the first one's trace.
@@ -137,8 +154,8 @@ def _check(q: Queries, k: Keys, v: Keys, segments: Segments | None) -> None:
             raise ValueError(f"`segments` has shape {segments.shape}, not {(rows, length)} of `q`")
 
 
-def _check_options(*, window, piece, softcap, scale) -> None:
-    for name, value in (("window", window), ("piece", piece)):
+def _check_options(*, window, chunk, piece, softcap, scale) -> None:
+    for name, value in (("window", window), ("chunk", chunk), ("piece", piece)):
         if value is not None:
             checks.integer(name, value, other=", or None")
     for name, value in (("softcap", softcap), ("scale", scale)):

@@ -81,7 +81,8 @@ class DecoderConfig:
             the number of the layer and a maker of parameters.
         memory: Class of a module that maps tokens and their embeddings to a value that layers pass
             on beside the hidden states; called with this configuration and a maker of parameters.
-            Layers then take this value as a further argument, and return it after their tally.
+            Layers then take this value as a further argument, and return it after their tally. The
+            module's `finish` maps the last layer's result and value to the last norm's input.
         unread: Prefixes of tensor names, without the family's `body`, that no layer reads: these
             tensors are kept like a vision tower's.
         options: Options that these classes read beside the fields above: a frozen dataclass of the

@@ -19,7 +19,7 @@ from megatrain_jax._src.models.ids import check_counts, check_ids
 from megatrain_jax._src.models.layers import Embedding, Layer, Linear, make_norm
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss
-from megatrain_jax._src.models.rotary import rotation
+from megatrain_jax._src.models.rotary import positions_in, rotation
 
 Integers = Integer[Array | np.ndarray, "rows length"]
 
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         _check_rows(tokens, positions, segments)
         segments = None if segments is None else jnp.asarray(segments)
         if positions is None:
-            positions = _positions(tokens.shape[1], segments)
+            positions = positions_in(tokens.shape[1], segments)
         x = self.embed(tokens)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
@@ -152,7 +152,7 @@ class Decoder(nnx.Module):
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
-        x = self.finish(x)
+        x = self.finish(x, *handed)
         # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
@@ -166,8 +166,17 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(scale, x.dtype)
         return x
 
-    def finish(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length width"]:
-        """Returns the hidden states that the head reads, from the last layer's; see `hidden`."""
+    def finish(
+        self, x: Float[Array, "rows length width"], *handed: Any
+    ) -> Float[Array, "rows length width"]:
+        """Returns the hidden states that the head reads; see `hidden`.
+
+        Args:
+            x: The last layer's hidden states.
+            *handed: The values that it returned beside them, in families whose layers do so.
+        """
+        if self.config.memory is not None:
+            x = self.memory.finish(x, *handed)
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
@@ -215,15 +224,3 @@ def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers
             raise ValueError(
                 f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
             )
-
-
-def _positions(length: int, segments: Integers | None) -> Integer[Array, "rows length"]:
-    """Returns positions that count from 0 in every document; one row if there are no segments.
-
-    For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0].
-    """
-    index = jnp.arange(length, dtype=jnp.int32)[None]
-    if segments is None:
-        return index
-    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -198,18 +198,31 @@ def one_token(
     k: Float[Array, "rows key_heads key_dim"],
     v: Float[Array, "rows heads value_dim"],
     log_decay: Float[Array, "rows heads"],
-    rate: Float[Array, "rows heads"],
+    rate: Float[Array, "rows heads"] | None,
 ) -> tuple[Float[Array, "rows heads value_dim"], State]:
-    """Returns the result of `gated_delta_rule` for one token, and the state after it."""
+    """Returns the result of `gated_delta_rule` for one token, and the state after it.
+
+    Args:
+        state: The state before the token.
+        q: See `gated_delta_rule`.
+        k: See `gated_delta_rule`.
+        v: See `gated_delta_rule`.
+        log_decay: See `gated_delta_rule`.
+        rate: See `gated_delta_rule`; None for a sum without corrections, of q and k as they are.
+    """
     rows, key_heads, group, _, value_dim = state.shape
-    q, k = (_unit(x.astype(jnp.float32))[:, :, None, None] for x in (q, k))
     by_head = (rows, key_heads, group)
-    decay = jnp.exp(log_decay).reshape(by_head)[..., None, None]
-    rate = rate.astype(jnp.float32).reshape(by_head)[..., None, None]
-    state = state * decay
-    values = rate * (v.astype(jnp.float32).reshape(*by_head, 1, value_dim) - k @ state)
+    q, k = (x.astype(jnp.float32) for x in (q, k))
+    if rate is not None:
+        q, k = _unit(q) / math.sqrt(q.shape[-1]), _unit(k)
+    q, k = (x[:, :, None, None] for x in (q, k))
+    state = state * jnp.exp(log_decay).reshape(by_head)[..., None, None]
+    values = v.astype(jnp.float32).reshape(*by_head, 1, value_dim)
+    if rate is not None:
+        rate = rate.astype(jnp.float32).reshape(by_head)[..., None, None]
+        values = rate * (values - k @ state)
     state = state + jnp.swapaxes(k, -1, -2) * values
-    out = (q / math.sqrt(q.shape[-1])) @ state
+    out = q @ state
     return out.reshape(v.shape).astype(v.dtype), state
 
 

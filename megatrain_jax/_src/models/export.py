@@ -29,6 +29,7 @@ from megatrain_jax._src.models.names import (
 from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
+from megatrain_jax._src.models.with_reference import policy_of
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
@@ -127,13 +128,11 @@ def save_pretrained(
         NamedTensor(name=n, array=a, code=codes.get(n, _CODES[dtype])) for n, a in arrays.items()
     ]
     tensors += _kept(config, source)
-    copied = _companions(source or config.source)
+    copied = companions(source or config.source)
     with unfinished(folder) as at:
         write_tensors(at, tensors, max_shard_bytes)
-        _write_config(at, config, dtype)
-        for name, path in copied.items():
-            (at / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, at / name)
+        write_config(at, json.loads(config.original), dtype)
+        copy_companions(at, copied)
         if chat_template is not None:
             # Transformers prefers this file to a template in tokenizer_config.json.
             (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -151,7 +150,7 @@ def decoder_of(trainer: Trainer | Decoder) -> Decoder:
     if not isinstance(trainer, Trainer):
         hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
         raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
-    model = trainer.model
+    model = policy_of(trainer.model)
     if not isinstance(model, Decoder):
         raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
     return model
@@ -250,9 +249,8 @@ def _check_family(
         )
 
 
-def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
-    assert config.original is not None
-    values = json.loads(config.original)
+def write_config(folder: Path, values: dict[str, Any], dtype: str) -> None:
+    """Writes the config.json of decoded weights; `values` are the original file's."""
     names = [name for name in ("torch_dtype", "dtype") if name in values]
     values |= dict.fromkeys(names or ["dtype"], dtype)
     values.pop("auto_map", None)  # names code, which isn't copied
@@ -261,7 +259,7 @@ def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _companions(source: str | PathLike[str] | None) -> dict[str, Path]:
+def companions(source: str | PathLike[str] | None) -> dict[str, Path]:
     """The names of the files beside a checkpoint's weights that are copied, and their real paths.
 
     Raises:
@@ -279,3 +277,10 @@ def _companions(source: str | PathLike[str] | None) -> dict[str, Path]:
     names = [*_COMPANIONS, *(f"{_TEMPLATES}/{name}" for name in templates)]
     found = {name: own_file(folder, name) for name in names}
     return {name: path for name, path in found.items() if path is not None}
+
+
+def copy_companions(folder: Path, found: Mapping[str, Path]) -> None:
+    """Copies files to a folder, under their names from `companions`."""
+    for name, path in found.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -114,6 +114,7 @@ def text_part(
         renames=texts[0].renames,
         body=body,
         head=head,
+        stacked=texts[0].stacked,
         joined_experts=texts[0].joined_experts,
         kept=kept,
         multimodal=True,

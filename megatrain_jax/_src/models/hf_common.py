@@ -49,6 +49,7 @@ def sizes(
     eps_name: str = "rms_norm_eps",
     tied: bool = False,
     activation: str | None = None,
+    inside: int | None = None,
     **others: int,
 ) -> dict[str, Any]:
     """Returns the arguments that every family has.
@@ -61,6 +62,7 @@ def sizes(
         eps_name: The field with that number.
         tied: Default of `tie_word_embeddings`.
         activation: The MLPs' activation, from `read_activation`; None to read `hidden_act`.
+        inside: The width inside an MLP; None to read `intermediate_size`.
         **others: Defaults of further sizes, in a family with configurations that may omit them.
     """
 
@@ -71,7 +73,7 @@ def sizes(
     return {
         "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": size("intermediate_size"),
+        "intermediate_size": inside or size("intermediate_size"),
         "num_layers": size("num_hidden_layers"),
         "num_heads": heads,
         # Null means as many as there are heads.

@@ -274,8 +274,9 @@ class MixtureOfExperts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = self.route(tokens)
         mixed = mix(tokens, chosen, shares, self.weights(), self.expert)
-        packed = segments is not None and not isinstance(segments, Past)
-        counted = segments.reshape(-1) != 0 if packed else None
+        counted = None
+        if segments is not None and not isinstance(segments, Past):
+            counted = segments.reshape(-1) != 0
         if self.biased:
             _, chosen = jax.lax.top_k(probabilities, self.settings.per_token)
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)

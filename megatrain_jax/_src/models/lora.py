@@ -5,8 +5,8 @@ are frozen: no gradient, no optimizer state, and transfers in one direction only
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatrain_jax._src.models.low_rank import (
     name_of,
     remove_adapters,
 )
+from megatrain_jax._src.models.saved_modules import saved_modules
 from megatrain_jax._src.models.tensors import some
 
 TRAINABLE = r"(^|/)lora_[AB]$"
@@ -41,8 +42,8 @@ class Lora:
         model: The given model, or the given function that builds it, with adapters added.
         params: The given parameters with fresh adapters added; None if none were given.
         trainable: Pattern that matches the adapters' parameters: `lora_A` (..., rank, in) and
-            `lora_B` (..., out, rank) beside the matrices. Make it part of a larger pattern to train
-            more.
+            `lora_B` (..., out, rank) beside the matrices, and all parameters of `modules_to_save`.
+            Make it part of a larger pattern to train more.
         targets: Paths of the matrices that have adapters.
     """
 
@@ -60,6 +61,7 @@ def lora(
     alpha: float = 32.0,
     dropout: float = 0.0,
     rslora: bool = False,
+    modules_to_save: Sequence[str] = (),
     seed: int = 0,
     params: Any = None,
 ) -> Lora:
@@ -82,6 +84,8 @@ def lora(
         alpha: The scale is `alpha / rank`.
         dropout: Fraction of a module's inputs hidden from its adapter, below 1; not for experts.
         rslora: Whether the scale is `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732).
+        modules_to_save: Modules that are trained whole beside the adapters and saved with them, as
+            by PEFT: their paths, or the ends of these, such as `["embed_tokens", "lm_head"]`.
         seed: Seed of the initial numbers and of dropout.
         params: Parameters to start from, a tree of arrays under the model's own paths as for `fit`,
             such as those of `load_pretrained`.
@@ -89,12 +93,16 @@ def lora(
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If a number is out of range, `targets` selects no matrix or a parameter that
-            can't have adapters, or the model already has adapters.
+            can't have adapters, `modules_to_save` has a name without a module or a module that
+            can't be saved, or the model already has adapters.
     """
     settings = _settings(rank, alpha, dropout, rslora, seed)
+    if isinstance(modules_to_save, str) or not all(isinstance(n, str) for n in modules_to_save):
+        raise TypeError(checks.refused("modules_to_save", "a list of names", modules_to_save))
     chooses = _chooser(targets)
     if isinstance(model, nnx.Module):
         built = given = _copy(model)
+        settings = replace(settings, saved=saved_modules(given, modules_to_save))
         _add(given, chooses, targets, settings)
     elif callable(model) and not isinstance(model, type):
 
@@ -104,7 +112,8 @@ def lora(
                 raise TypeError(
                     checks.refused("model", "a function that builds an nnx.Module", made)
                 )
-            _add(made, chooses, targets, settings)
+            own = replace(settings, saved=saved_modules(made, modules_to_save))
+            _add(made, chooses, targets, own)
             return made
 
         # Shapes are enough to select matrices; the model is built when a run begins.
@@ -114,10 +123,11 @@ def lora(
         raise TypeError(checks.refused("model", allowed, model))
     # Read from the model with adapters, not from `targets`, because a module may be shared.
     chosen = dict(adapted_modules(given))
+    saved = next(iter(chosen.values())).lora_settings.saved
     return Lora(
         model=built,
         params=None if params is None else _completed(params, chosen, settings),
-        trainable=TRAINABLE,
+        trainable="|".join([TRAINABLE, *(f"^{re.escape(path)}/" for path in saved)]),
         targets=tuple(_matrix_name(path, module) for path, module in chosen.items()),
     )
 
@@ -217,6 +227,9 @@ def _add(
             f"`targets`={targets!r} chooses no matrix; there are {some(list(matrices))}"
         )
     _check_chosen(model, chosen, settings)
+    both = [name_of(path) for path, _ in chosen if name_of(path) in settings.saved]
+    if both:
+        raise ValueError(f"`modules_to_save` and `targets` both choose {some(both)}")
     for path, module in chosen:
         add_adapters(path, module, settings)
 

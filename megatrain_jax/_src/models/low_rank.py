@@ -43,6 +43,7 @@ class Settings:
         dropout: Fraction of a module's inputs hidden from its adapter.
         rslora: Whether the scale is alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
         seed: Seed of `lora_A` and of dropout.
+        saved: Paths of modules that are trained whole and saved with the adapters.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Settings:
     dropout: float
     rslora: bool
     seed: int
+    saved: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:

@@ -1,15 +1,16 @@
 """`Past`: the texts so far; layers get it in place of `segments` while text is generated.
 
 All code that mixes tokens reads `segments`, or else packed documents would leak into each other. So
-this is also the place where generation adds its caches: `attention`, `gated_delta_rule` and
-`short_convolution` call the method of the same purpose here, and layers stay as they are. Any use
+this is also the place where generation adds its caches: `attention`, `gated_delta_rule`,
+`short_convolution` and `positions_in` call the method of the same purpose here, and layers stay as
+they are. Any use
 of a `Past` that has no method for it is refused.
 """
 
 from typing import Any, Never
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class Past:
@@ -21,8 +22,19 @@ class Past:
 
     kind: str
 
+    def positions(self, length: int) -> Int[Array, "rows length"]:
+        """Returns the positions of new tokens in their texts, perhaps as one row for all."""
+        self.refuse()
+
     def attend(
-        self, q: Array, k: Array, v: Array, *, window: int | None, **options: Any
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None,
+        chunk: int | None,
+        **options: Any,
     ) -> Float[Array, "rows length heads head_dim"]:
         """Computes `attention` of new tokens to the texts so far and to themselves."""
         self.refuse()
@@ -40,7 +52,7 @@ class Past:
         self.refuse()
 
     def delta_rule(
-        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array
+        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array | None
     ) -> Float[Array, "rows length heads value_dim"]:
         """Computes `gated_delta_rule` of new tokens, from the state after the texts so far."""
         self.refuse()

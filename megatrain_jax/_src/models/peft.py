@@ -12,8 +12,8 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import decoder_of
 from megatrain_jax._src.models.folders import new_folder, unfinished
-from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules
-from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
+from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules, name_of
+from megatrain_jax._src.models.names import ParameterTensors, family_of, leaves, parameter_tensors
 from megatrain_jax._src.models.tensors import DTYPES
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -29,8 +29,9 @@ def save_lora(
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
     It contains `adapter_config.json` and `adapter_model.safetensors`: only the adapters made by
-    `models.lora`, without further parameters that were trained. Adapters of experts have the names
-    of single experts; PEFT joins them as the base model in the installed Transformers requires.
+    `models.lora` and its `modules_to_save`, without further parameters that were trained. Adapters
+    of experts have the names of single experts; PEFT joins them as the base model in the installed
+    Transformers requires.
 
     Args:
         trainer: A trainer of a `Decoder` with adapters, or the decoder itself.
@@ -62,15 +63,24 @@ def save_lora(
             "adapters merged"
         )
     # Names of the configuration's own decoder, without adapters, as in the base model.
-    weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")
-    named = {parameter.path[:-1]: parameter for parameter in weights}
+    parameters = parameter_tensors(model.config)
+    named = {p.path[:-1]: p for p in parameters if p.path[-1] == "weight"}
     tensors = {
         f"base_model.model.{name}.{factor}.weight": array
         for path, module in modules.items()
         for factor in ("lora_A", "lora_B")
         for name, array in _arrays(named[path], getattr(module, factor)[...], _DTYPES[dtype])
     }
+    saved = next(iter(modules.values())).lora_settings.saved
+    whole = [p for p in parameters if p.trained and name_of(p.path[:-1]) in saved]
+    values = dict(leaves(model))
+    tensors |= {
+        f"base_model.model.{p.names[0]}": np.asarray(values[p.path]).astype(_DTYPES[dtype])
+        for p in whole
+    }
     config = _config(model, modules, named)
+    if whole:
+        config["modules_to_save"] = sorted({p.names[0].rpartition(".")[0] for p in whole})
     # Imported here, as in `load_pretrained`, because it is an optional dependency.
     from safetensors.numpy import save_file
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
-from megatrain_jax._src.common.hub import folder_or_download
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
@@ -29,8 +29,6 @@ from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, same, s
 
 # Two norms, attention's two matrices, and at least a router or an MLP.
 _LEAST_IN_A_LAYER = 5
-# The files of a Hub model that are downloaded: parameters, configuration, tokenizer.
-_FILES = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     """
     as_ignored(ignore)
     holds = "a checkpoint (config.json and *.safetensors)"
-    folder = folder_or_download("folder", folder, holds, _FILES)
+    folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
     config = _read_config(folder, ignore)
     tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False

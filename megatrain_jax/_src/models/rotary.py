@@ -8,11 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.past import Past
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
@@ -119,9 +121,9 @@ class Rope:
             raise ValueError(f"a Rope of kind {self.kind!r} needs `original_length`")
         if self.kind == "dynamic" and not (self.max_length and self.dim > 2):
             raise ValueError("a Rope of kind 'dynamic' needs `max_length`, and `dim` above 2")
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.kind == "llama3" and self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"`high_freq_factor` must be above `low_freq_factor`, {self.low_freq_factor}, "
+                f"`high_freq_factor` must be at least `low_freq_factor`, {self.low_freq_factor}, "
                 f"but is {self.high_freq_factor}"
             )
         if self.kind == "yarn" and self.base <= 1:
@@ -156,6 +158,23 @@ def rotation(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) 
         spans = jnp.floor(positions / rope.original_length)
         scale = 1 + rope.query_growth * jnp.log1p(spans.astype(jnp.float32))
     return Rotation(cos_sin_tables(rope, positions), scale)
+
+
+def positions_in(
+    length: int, segments: Integer[Array | np.ndarray, "rows length"] | Past | None
+) -> Integer[Array, "rows length"]:
+    """Returns positions that count from 0 in every document; one row if there are no segments.
+
+    For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0]. While text is
+    generated, positions count on from the `Past`.
+    """
+    if isinstance(segments, Past):
+        return segments.positions(length)
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    if segments is None:
+        return index
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
 def rotate(
@@ -230,6 +249,8 @@ def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray,
     assert rope.original_length
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_length * plain / (2 * math.pi)  # within the original length
+    if high == low:  # no pairs between the two
+        return np.where(turns < low, plain / rope.factor, plain).astype(np.float32)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)
 

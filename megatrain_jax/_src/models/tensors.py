@@ -132,7 +132,7 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     """
     single = regular_file(folder, SINGLE)
     if single is not None:
-        return _open_file(single)
+        return open_file(single)
     index = regular_file(folder, INDEX)
     if index is None:
         raise FileNotFoundError(
@@ -147,7 +147,7 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{INDEX} in {folder} names {some(absent)}, which isn't there")
     tensors: dict[str, Tensor] = {}
     for file in filter(None, files.values()):
-        tensors |= _open_file(file)
+        tensors |= open_file(file)
     # An interrupted download may leave files of an older version beside a new index.
     lost = [name for name in weight_map if name not in tensors]
     if lost:
@@ -164,7 +164,13 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _open_file(path: Path) -> dict[str, Tensor]:
+def open_file(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file, by name.
+
+    Raises:
+        ModuleNotFoundError: If safetensors is not installed.
+        ValueError: If the file is damaged.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:

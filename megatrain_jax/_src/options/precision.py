@@ -373,8 +373,8 @@ def _dtype(name: str, given: Any) -> Any:
             raise TypeError("NumPy takes None for float64")
         dtype = jnp.dtype(given)
     except Exception as error:  # NumPy reads strings of several kinds
-        more = {"state": " and 'int4'", "frozen": " and 'nf4'"}.get(name, "")
-        codes = f" or of codes, 'int8'{more}"
+        codes = " or of codes, 'int8'"
+        codes += {"state": " and 'int4'", "frozen": " and 'nf4'"}.get(name, "")
         known = f"such as 'float32' or 'bfloat16'{'' if name == 'compute' else codes}"
         raise ValueError(
             f"Precision({name}={given!r}) is no dtype: give the name of one {known}."

@@ -89,6 +89,11 @@ class ComputeCopy:
                 found |= {(group, place): x for place, x in zip(places, arrays, strict=True)}
         return [self._joined(parameter, found) for parameter in parameters]
 
+    def bytes_at_rest(self, parameters: Sequence[UnreadParameter]) -> int:
+        """Bytes of masters in the host that are copied when parameters are read together."""
+        groups = {group for p in parameters for _, group, _ in self._leaves[p.number]}
+        return sum(self._store.layouts[group].master.num_bytes for group in groups)
+
     def _group(self, group: int, places: tuple[int, ...]) -> list[jax.Array]:
         placement, layout = self._store.placement, self._store.layouts[group].master
         at_rest = self._store.host[Key(Kind.MASTERS, group)]

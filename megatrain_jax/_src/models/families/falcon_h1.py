@@ -114,6 +114,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.integer("num_logits_to_keep", 1, least=0, null=True)  # matters in generation only
     # Fields that only the original code reads.
     fields.neutral(attn_layer_indices=None, mamba_use_mlp=True)
+    for name in ("mlp_expansion_factor", "expansion_factor"):
+        fields.take(name, None)
     sizes = hf_common.sizes(fields, kv_heads=8, eps=1e-5)
     inside = fields.integer("mamba_d_ssm", 1024, null=True)
     expand = fields.integer("mamba_expand", 2)

@@ -41,11 +41,6 @@ def _read(fields: Fields) -> dict[str, Any]:
     windows = (*windows[:-1], None)  # for any `layer_types`, as in Transformers
     options = _options(fields, windows, local)
     full = _full_heads(fields, windows, local, shared=options.keys_are_values)
-    unread = [
-        f"layers.{i}.self_attn.{name}."
-        for i in range(options.first_shared, num_layers)
-        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
-    ]
     return {
         **local,
         **hf_common.attention_bias(fields),
@@ -59,15 +54,23 @@ def _read(fields: Fields) -> dict[str, Any]:
         "experts": _experts(fields, num_layers),
         "layer": Gemma4Layer,
         "memory": MemoryMaker,
-        "unread": tuple(unread),
+        "unread": unread_tensors(options.first_shared, num_layers),
         "options": options,
     }
 
 
-def _options(fields: Fields, windows: hf_common.Windows, local: dict[str, Any]) -> Gemma4Options:
-    shared = fields.integer("num_kv_shared_layers", 0, least=0)
+def shared_layers(
+    fields: Fields, windows: hf_common.Windows, default: int
+) -> tuple[int, tuple[int, ...]]:
+    """Returns the first layer without its own keys and values, and the layers that lend theirs.
+
+    Args:
+        fields: The configuration.
+        windows: The layers' windows.
+        default: Default of `num_kv_shared_layers`.
+    """
+    shared = fields.integer("num_kv_shared_layers", default, least=0)
     first = len(windows) - shared
-    wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     # The last layer of each kind with its own keys and values.
     lenders = {windows[i] is None: i for i in range(max(first, 0))} if shared else {}
     if shared and set(lenders) != {window is None for window in windows}:
@@ -75,12 +78,30 @@ def _options(fields: Fields, windows: hf_common.Windows, local: dict[str, Any]) 
             f"`num_kv_shared_layers` = {shared} of {len(windows)} layers leaves none of some kind "
             "in `layer_types` that has keys and values of its own"
         )
+    return first, tuple(sorted(lenders.values()))
+
+
+def unread_tensors(first: int, num_layers: int) -> tuple[str, ...]:
+    """Returns prefixes of the tensors of keys and values in layers that use those of earlier ones.
+
+    Args:
+        first: Number of the first such layer.
+        num_layers: Number of layers.
+    """
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    layers = range(first, num_layers)
+    return tuple(f"layers.{i}.self_attn.{name}." for i in layers for name in names)
+
+
+def _options(fields: Fields, windows: hf_common.Windows, local: dict[str, Any]) -> Gemma4Options:
+    first, lenders = shared_layers(fields, windows, 0)
+    wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     return Gemma4Options(
         local_head_dim=local["head_dim"],
         local_kv_heads=local["num_kv_heads"],
         keys_are_values=fields.flag("attention_k_eq_v", False),
         first_shared=first,
-        lenders=tuple(sorted(lenders.values())),
+        lenders=lenders,
         inputs_dim=fields.integer("hidden_size_per_layer_input", 256, least=0),
         inputs_vocab=fields.integer("vocab_size_per_layer_input", 262_144),
         shared_intermediate_size=wide * local["intermediate_size"],

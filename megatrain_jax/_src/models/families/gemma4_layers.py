@@ -69,11 +69,13 @@ class Memory(NamedTuple):
         inputs: For each layer, its own embeddings of the tokens (rows, length, inputs_dim).
         local: Keys and values of the last layer with a window that has its own.
         full: The same for the last layer without a window.
+        streams: Hidden states beside the layers' own (num, rows, length, width), in Gemma 3n.
     """
 
     inputs: tuple[Array, ...] = ()
     local: tuple[Array, Array] | None = None
     full: tuple[Array, Array] | None = None
+    streams: Array | None = None
 
 
 class MemoryMaker(nnx.Module):
@@ -100,8 +102,21 @@ class MemoryMaker(nnx.Module):
         both = (self.per_layer_projection_norm(projected.reshape(by_layer)) + own) * 2**-0.5
         return Memory(inputs=tuple(both[:, :, i] for i in range(self.num_layers)))
 
+    def finish(self, x: Tokens, memory: Memory) -> Tokens:
+        """Returns the hidden states for the last norm; here those of the last layer."""
+        return x
 
-def _unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
+
+def lender_of(config: "DecoderConfig", layer: int) -> int | None:
+    """Returns the layer with the keys and values that a layer attends to; None for its own."""
+    options: Gemma4Options = config.options
+    if layer < options.first_shared:
+        return None
+    local = config.window(layer) is not None
+    return next(i for i in options.lenders if (config.window(i) is not None) == local)
+
+
+def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
     """Normalises the last axis in fp32, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
@@ -160,7 +175,7 @@ class Gemma4Attention(Attention):
             (q, _), (k, v) = self.rotate(q, q, rotation), lent
         else:
             k = heads(self.k_proj(x))
-            v = _unit(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
+            v = unit(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
             q, k = self.rotate(q, self.k_norm(k), rotation)
         mixed = self.attend(q, k, v, segments)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), (k, v)
@@ -180,7 +195,7 @@ class Gemma4Router(nnx.Module):
         self, tokens: Float[Array, "tokens width"]
     ) -> tuple[Integer[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
         """Returns each token's experts, and their shares in fp32."""
-        x = _unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
+        x = unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
         chosen, shares, _ = route(self.proj(x), self.settings)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
 
@@ -201,10 +216,8 @@ class Gemma4Layer(Layer):
         self.self_attn = Gemma4Attention(config, layer, make)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
-        shared = layer >= options.first_shared
-        alike = [i for i in options.lenders if (config.window(i) is not None) == self.local]
-        # The layer with the keys and values that this one attends to; None for its own.
-        self.borrows = alike[0] if shared else None
+        self.borrows = lender_of(config, layer)
+        shared = self.borrows is not None
         self.mlp = MLP(config, make, options.shared_intermediate_size if shared else None)
         self.post_feedforward_layernorm = norm()
         self.has_inputs = options.inputs_dim > 0

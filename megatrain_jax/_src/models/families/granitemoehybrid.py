@@ -218,7 +218,7 @@ class GraniteHybridLayer(HybridLayer):
         )
         x = x + y * self.residual_scale
         y, tally = self.post_attention_layernorm(x), None
-        mixed = self.mlp(y)
+        mixed, _ = self.feed_forward(y, segments)
         if self.block_sparse_moe is not None:
             routed, tally = self.block_sparse_moe(y, segments)
             mixed = routed + mixed

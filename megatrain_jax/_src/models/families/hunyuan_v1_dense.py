@@ -13,6 +13,14 @@ from megatrain_jax._src.models.rotary import Rotation
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
 
+# Fields of the released configurations that Transformers doesn't read: the original code's own, and
+# identifiers of tokens.
+_UNREAD = (
+    *("attention_head_dim", "cla_share_factor", "class_num", "dense_list", "org_vocab_size"),
+    *("pool_type", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "mask_init_id"),
+    *("pad_id", "text_end_id", "text_start_id"),
+)
+
 
 class HunyuanAttention(Attention):
     """Attention that normalises each head's queries and keys after they are rotated."""
@@ -57,7 +65,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.neutral(use_qk_norm=True, use_cla=False, mlp_bias=False, pretraining_tp=1)
     fields.neutral(use_mixed_mlp_moe=False, position_embedding_xdrope=False, num_experts=1)
     fields.neutral(use_rotary_pos_emb=True, norm_type="rms", add_classification_head=False)
-    fields.take("eod_token_id", None)
+    for name in _UNREAD:
+        fields.take(name, None)
     sizes = hf_common.sizes(fields, eps=1e-5)
     parameters = _rope_parameters(fields, sizes["head_dim"])
     return {

@@ -18,6 +18,7 @@ from megatrain_jax._src.models.families.falcon_h1 import FALCON_H1
 from megatrain_jax._src.models.families.gemma import GEMMA
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
+from megatrain_jax._src.models.families.gemma3n import GEMMA3N, GEMMA3N_MULTIMODAL
 from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
@@ -28,6 +29,7 @@ from megatrain_jax._src.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from megatrain_jax._src.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from megatrain_jax._src.models.families.lfm2 import LFM2
 from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.llama4 import LLAMA4, LLAMA4_MULTIMODAL
 from megatrain_jax._src.models.families.minimax_m2 import MINIMAX_M2
 from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from megatrain_jax._src.models.families.mistral import MISTRAL
@@ -71,6 +73,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        GEMMA3N,
+        GEMMA3N_MULTIMODAL,
         GEMMA3_MULTIMODAL,
         GEMMA4,
         GEMMA4_MULTIMODAL,
@@ -83,6 +87,8 @@ FAMILIES: dict[str, Family] = {
         HUNYUAN_V1_DENSE,
         LFM2,
         LLAMA,
+        LLAMA4,
+        LLAMA4_MULTIMODAL,
         MINIMAX_M2,
         MINISTRAL3,
         MISTRAL,

@@ -8,8 +8,11 @@ A cache has one row per text. Two forms of `Past` stand in the place of `segment
     layers                  cache of a row
     attention               keys and values (kv_heads, size, head_dim)
     attention, window W     the same with at most W places, as a ring: position p is in place p % W
+    attention, chunks of C  the same with at most C places
     latent attention        latents and rotated keys (size, latent_rank + rotated_dim)
     linear attention        the state, and the last inputs of the convolution
+    state space             the same
+    convolution             its last inputs
 """
 
 from typing import Any, NamedTuple
@@ -24,46 +27,49 @@ from megatrain_jax._src.models.low_rank import is_adapted
 from megatrain_jax._src.models.past import Past
 
 
-class KeysAndValues(NamedTuple):
-    """The cache of attention; places before the heads' width, so that a row's are contiguous.
+class LayerCache(NamedTuple):
+    """The cache of a layer; an array is None if the layer has no such part.
 
     Attributes:
-        keys: Rotated keys (rows, kv_heads, size, head_dim).
+        keys: Rotated keys (rows, kv_heads, size, head_dim); a row's places are contiguous.
         values: Values (rows, kv_heads, size, head_dim).
-    """
-
-    keys: Array
-    values: Array
-
-
-class Latents(NamedTuple):
-    """The cache of latent attention.
-
-    Attributes:
         latents: Normalised latents and rotated keys (rows, size, latent_rank + rotated_dim).
+        state: The state of linear attention (rows, key_heads, group, key_dim, value_dim), in fp32.
+        inputs: The last inputs of its convolution (rows, taps - 1, channels).
     """
 
-    latents: Array
+    keys: Any = None
+    values: Any = None
+    latents: Any = None
+    state: Any = None
+    inputs: Any = None
 
 
-class Recurrence(NamedTuple):
-    """The cache of linear attention.
+class _Keeping(Past):
+    """A layer's past that collects the parts of its cache.
 
     Attributes:
-        state: The state (rows, key_heads, group, key_dim, value_dim), in fp32.
-        inputs: The last inputs of the convolution (rows, taps - 1, channels).
+        kept: The layer's cache after its call; empty if it has none of its own.
     """
 
-    state: Array | None = None
-    inputs: Array | None = None
+    def __init__(self, kind: str, *, borrows: bool):
+        """Starts with an empty cache.
+
+        Args:
+            kind: The name of the layer's class.
+            borrows: Whether the layer uses another layer's keys and values.
+        """
+        self.kind, self.kept, self._borrows = kind, LayerCache(), borrows
+
+    def _keep(self, **parts: Array) -> None:
+        """Adds parts to the cache; a layer with two parts of one kind has no cache yet."""
+        if any(getattr(self.kept, name) is not None for name in parts):
+            self.refuse()
+        self.kept = self.kept._replace(**parts)
 
 
-class Beginning(Past):
-    """Prompts, each from its first token.
-
-    Attributes:
-        kept: The layer's cache after its call; None if it has none of its own.
-    """
+class Beginning(_Keeping):
+    """Prompts, each from its first token."""
 
     def __init__(self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool):
         """Starts without a cache.
@@ -73,21 +79,35 @@ class Beginning(Past):
             lengths: Number of tokens of each row; later ones are padding.
             borrows: Whether the layer uses another layer's keys and values.
         """
-        self.kind, self.kept = kind, None
-        self._lengths, self._borrows = lengths, borrows
+        super().__init__(kind, borrows=borrows)
+        self._lengths = lengths
 
-    def attend(self, q: Array, k: Array, v: Array, *, window: int | None, **options: Any) -> Array:
+    def positions(self, length: int) -> Int[Array, "1 length"]:
+        """See `Past`."""
+        return jnp.arange(length, dtype=jnp.int32)[None]
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None,
+        chunk: int | None,
+        **options: Any,
+    ) -> Array:
         """See `Past`. Padding needs no mask: it comes after all tokens."""
         if not self._borrows:
-            size = k.shape[1] if window is None else min(window, k.shape[1])
-            self.kept = KeysAndValues(*(jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v)))
-        return attention(q, k, v, window=window, **options)
+            size = min(window or k.shape[1], chunk or k.shape[1], k.shape[1])
+            keys, values = (jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v))
+            self._keep(keys=keys, values=values)
+        return attention(q, k, v, window=window, chunk=chunk, **options)
 
     def attend_latent(
         self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
     ) -> Array:
         """See `Past`."""
-        self.kept = Latents(jnp.concatenate([latent, k_rotated[:, :, 0]], axis=-1))
+        self._keep(latents=jnp.concatenate([latent, k_rotated[:, :, 0]], axis=-1))
         return attention.attend(q, q_rotated, latent, k_rotated, None)
 
     def convolve(self, x: Array, weight: Array) -> Array:
@@ -95,16 +115,18 @@ class Beginning(Past):
         taps = weight.shape[-1]
         padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
         at = self._lengths[:, None] + jnp.arange(taps - 1)
-        inputs = jnp.take_along_axis(padded, at[..., None], axis=1)
-        self.kept = (self.kept or Recurrence())._replace(inputs=inputs)
+        self._keep(inputs=jnp.take_along_axis(padded, at[..., None], axis=1))
         return short_convolution(x, weight)
 
-    def delta_rule(self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> Array:
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array | None
+    ) -> Array:
         """See `Past`. Padding writes nothing and keeps the state."""
         inside = (jnp.arange(q.shape[1]) < self._lengths[:, None])[..., None]
-        log_decay, rate = (jnp.where(inside, x, 0) for x in (log_decay, rate))
+        k, log_decay = jnp.where(inside[..., None], k, 0), jnp.where(inside, log_decay, 0)
+        rate = None if rate is None else jnp.where(inside, rate, 0)
         out, state = delta_rule_and_state(q, k, v, log_decay, rate)
-        self.kept = (self.kept or Recurrence())._replace(state=state)
+        self._keep(state=state)
         return out
 
     def _last(self, x: Array, size: int) -> Array:
@@ -116,17 +138,13 @@ class Beginning(Past):
         return jnp.take_along_axis(x, at[..., None, None], axis=1)
 
 
-class Continuing(Past):
-    """Texts that get one more token each.
-
-    Attributes:
-        kept: The layer's cache after its call; None if it has none of its own.
-    """
+class Continuing(_Keeping):
+    """Texts that get one more token each."""
 
     def __init__(
         self,
         kind: str,
-        cache: Any,
+        cache: LayerCache,
         positions: Int[Array, " rows"],
         active: Bool[Array, " rows"],
         *,
@@ -141,9 +159,12 @@ class Continuing(Past):
             active: Whether the row is continued; the caches of the remaining rows stay unchanged.
             borrows: Whether the layer uses another layer's keys and values.
         """
-        self.kind, self.kept = kind, None
+        super().__init__(kind, borrows=borrows)
         self._cache, self._positions, self._active = cache, positions, active
-        self._borrows = borrows
+
+    def positions(self, length: int) -> Int[Array, "rows length"]:
+        """See `Past`."""
+        return self._positions[:, None]
 
     def attend(
         self,
@@ -152,15 +173,16 @@ class Continuing(Past):
         v: Array,
         *,
         window: int | None,
+        chunk: int | None,
         softcap: float | None,
         scale: float | None,
         sinks: Array | None,
     ) -> Array:
         """See `Past`."""
-        keys, values = self._cache
+        keys, values = self._cache.keys, self._cache.values
         if not self._borrows:
             keys, values = (self._written(x, new[:, 0]) for x, new in ((keys, k), (values, v)))
-            self.kept = KeysAndValues(keys, values)
+            self._keep(keys=keys, values=values)
         rows, kv_heads, size, head_dim = keys.shape
         grouped = q.reshape(rows, kv_heads, -1, head_dim)
         scores = jnp.einsum("bkgh,bkjh->bkgj", grouped, keys, preferred_element_type=jnp.float32)
@@ -169,7 +191,7 @@ class Continuing(Past):
             scores = softcap * jnp.tanh(scores / softcap)
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1)
-        weights = _softmax(scores, self._seen(size, window)[:, None, None], sinks)
+        weights = _softmax(scores, self._seen(size, chunk)[:, None, None], sinks)
         mixed = jnp.einsum("bkgj,bkjh->bkgh", weights.astype(values.dtype), values)
         return mixed.reshape(q.shape)
 
@@ -180,7 +202,7 @@ class Continuing(Past):
         sizes, heads = attention.sizes, q.shape[2]
         new = jnp.concatenate([latent[:, 0], k_rotated[:, 0, 0]], axis=-1)
         latents = self._written(self._cache.latents, new)
-        self.kept = Latents(latents)
+        self._keep(latents=latents)
         matrix = _matrix_of(attention.kv_b_proj).reshape(heads, -1, sizes.latent_rank)
         to_keys, to_values = jnp.split(matrix, [sizes.plain_dim], axis=1)
         q = jnp.einsum("bhp,hpr->bhr", q[:, 0], to_keys)
@@ -188,7 +210,7 @@ class Continuing(Past):
         scores = jnp.einsum("bhr,bjr->bhj", q, latents, preferred_element_type=jnp.float32)
         width = sizes.plain_dim + sizes.rotated_dim
         scores = scores * (width**-0.5 if attention.scale is None else attention.scale)
-        seen = self._seen(latents.shape[1], None)[:, None]
+        seen = self._seen(latents.shape[1])[:, None]
         weights = _softmax(scores, seen, None).astype(latents.dtype)
         mixed = jnp.einsum("bhj,bjr->bhr", weights, latents[..., : sizes.latent_rank])
         return jnp.einsum("bhr,hvr->bhv", mixed, to_values)[:, None]
@@ -197,16 +219,19 @@ class Continuing(Past):
         """See `Past`."""
         inputs = jnp.concatenate([self._cache.inputs, x], axis=1)
         kept = jnp.where(self._active[:, None, None], inputs[:, 1:], self._cache.inputs)
-        self.kept = (self.kept or self._cache)._replace(inputs=kept)
+        self._keep(inputs=kept)
         factors = weight[:, 0].T.astype(jnp.float32)
         return jnp.sum(inputs.astype(jnp.float32) * factors, axis=1, keepdims=True).astype(x.dtype)
 
-    def delta_rule(self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> Array:
+    def delta_rule(
+        self, q: Array, k: Array, v: Array, log_decay: Array, rate: Array | None
+    ) -> Array:
         """See `Past`."""
-        old = self._cache.state
-        out, state = one_token(old, *(x[:, 0] for x in (q, k, v, log_decay, rate)))
+        old, rate = self._cache.state, None if rate is None else rate[:, 0]
+        q, k, v, log_decay = (x[:, 0] for x in (q, k, v, log_decay))
+        out, state = one_token(old, q, k, v, log_decay, rate)
         state = jnp.where(self._active[:, None, None, None, None], state, old)
-        self.kept = (self.kept or self._cache)._replace(state=state)
+        self._keep(state=state)
         return out[:, None]
 
     def _written(self, cache: Array, new: Array) -> Array:
@@ -217,11 +242,14 @@ class Continuing(Past):
         index = (jnp.arange(rows), *(slice(None),) * (cache.ndim - 3), at)
         return cache.at[index].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
-    def _seen(self, size: int, window: int | None) -> Bool[Array, "rows size"]:
-        """Returns the places of a ring with the tokens that the new token attends to."""
-        back = (self._positions[:, None] - jnp.arange(size)) % size
-        seen = back <= self._positions[:, None]
-        return seen if window is None else seen & (back < window)
+    def _seen(self, size: int, chunk: int | None = None) -> Bool[Array, "rows size"]:
+        """Returns the places of a ring that hold tokens of the text, or of its current chunk.
+
+        A ring has no more places than its window or its chunk.
+        """
+        positions = self._positions[:, None]
+        back = (positions - jnp.arange(size)) % size
+        return back <= (positions if chunk is None else positions % chunk)
 
 
 def _softmax(scores: Array, seen: Array, sinks: Array | None) -> Float[Array, "*rows size"]:

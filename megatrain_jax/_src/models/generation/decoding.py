@@ -88,7 +88,7 @@ class StreamedDecoding:
         self._ropes = tuple(layer.rope for layer in source.form.layers)
         self._ahead: Any = None  # the weights of the next layer
         # Weights that are not in pinned memory are copied there once, in the dtype of the device.
-        self._pinned = [] if source.at_rest else [self._rest(part) for part in source.layers]
+        self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `Decoding`."""
@@ -125,7 +125,8 @@ class StreamedDecoding:
                 lent = caches[layer.borrows]
                 x, handed = _borrowing(layer)(lent, weights, x, turn, handed, rows)
             del weights
-        rows, written = _choosing(self._form, warping)(rows, self._ends, x, dials, stops)
+        choose = _choosing(self._form, warping)
+        rows, written = choose(rows, self._ends, x, handed, dials, stops)
         return caches, rows, written
 
     def _weights(self, i: int, x: Any) -> Any:
@@ -144,7 +145,7 @@ class StreamedDecoding:
         return weights
 
     def _fetch(self, i: int) -> Any:
-        if self._source.at_rest:
+        if self._source.bytes_at_rest:
             return self._source.weights(self._source.layers[i])
         return jax.device_put(self._pinned[i], _memory(self._source.device, "device"))
 
@@ -202,8 +203,8 @@ def _borrowing(layer: programs.LayerForm) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=32)
 def _choosing(form: programs.ModelForm, warping: Warping) -> Callable[..., Any]:
-    def one(rows, ends, x, dials, stops):
-        logits = programs.finish(form, ends, x)
+    def one(rows, ends, x, handed, dials, stops):
+        logits = programs.finish(form, ends, x, handed)
         chosen = choose(logits, dials, (rows.prompts, rows.samples, rows.written), warping)
         return programs.advanced(rows, chosen, stops), Written(*(y[None] for y in chosen))
 

@@ -81,7 +81,7 @@ class DeviceRoom:
             resident: Whether all weights stay on the device.
         """
         config, itemsize = self._source.config, jnp.dtype(self._source.dtype).itemsize
-        each = _num_bytes(self._caches(1, size))
+        each = self.cache_bytes(size)
         # A row's logits, in fp32, with the sorted ones of sampling.
         logits = 6 * 4 * config.vocab_size
         # Prompts that are read: hidden states, the MLP's, and their caches.
@@ -89,6 +89,20 @@ class DeviceRoom:
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
         reading = tokens * (wide * itemsize + -(-each // size))
         return self._weights(resident=resident) + rows * (each + logits) + reading
+
+    def cache_bytes(self, size: int) -> int:
+        """Returns the bytes of the caches of one text with this number of tokens."""
+        return _num_bytes(self._caches(1, size))
+
+    def read_bytes(self, *, resident: bool) -> int:
+        """Returns the bytes of weights that are read for each token of all texts.
+
+        Args:
+            resident: Whether they are read on the device, or from the host in their form there.
+        """
+        layers = sum(part.num_bytes for part in self._source.layers)
+        at_rest = self._source.bytes_at_rest
+        return self._source.ends.num_bytes + layers if resident else at_rest or layers
 
     def _weights(self, *, resident: bool) -> int:
         """Bytes of the weights that are on the device at a time."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
@@ -16,6 +17,7 @@ from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
+from megatrain_jax._src.models.generation.generation_plan import GenerationPlan, plan_of
 from megatrain_jax._src.models.generation.sampling import Dials, Warping
 from megatrain_jax._src.models.generation.weight_source import open_source
 
@@ -98,6 +100,22 @@ class Generator:
     def close(self) -> None:
         """Frees the device's memory; another call reads the weights again."""
         self._decoding = None
+
+    def plan(self, length: int, num_texts: int, hardware: Hardware) -> GenerationPlan:
+        """Plans a decode: its form, its bytes, and its rate at best.
+
+        Args:
+            length: Number of tokens of each text, prompt included.
+            num_texts: Number of texts to write at a time, if they fit.
+            hardware: The machine whose rates count, such as `H100`.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If a number is below 1.
+            MemoryError: If not even one text fits on the device.
+        """
+        length = checks.integer("length", length)
+        return plan_of(self._room, hardware, length, checks.integer("num_texts", num_texts))
 
     def generate(
         self,

@@ -124,10 +124,12 @@ def begin(
     return x, [] if model.config.memory is None else [model.memory(tokens, x)]
 
 
-def finish(form: ModelForm, ends: Any, x: Float[Array, "rows length width"]) -> Array:
-    """Returns the logits at the first token of each row."""
+def finish(
+    form: ModelForm, ends: Any, x: Float[Array, "rows 1 width"], handed: list[Any]
+) -> Float[Array, "rows vocab_size"]:
+    """Returns the logits of one token per row, from the last layer's results."""
     model = nnx.merge(form.ends, ends)
-    return model.logits_of(model.finish(x[:, :1]))[:, 0]
+    return model.logits_of(model.finish(x, *handed))[:, 0]
 
 
 def read_layer(
@@ -162,7 +164,7 @@ def write_layer(
 
 
 def _check_kept(layer: LayerForm, kept: Any) -> None:
-    if kept is None and layer.borrows is None:
+    if layer.borrows is None and not jax.tree.leaves(kept):
         raise ValueError(f"generation knows no cache for layers of kind {layer.kind} yet")
 
 
@@ -206,7 +208,7 @@ def write_token(
         turn = turns[layer.rope]
         x, handed, kept = write_layer(layer, weights, x, turn, handed, cache, rows)
         caches[i] = kept
-    return finish(form, ends, x), caches
+    return finish(form, ends, x, handed), caches
 
 
 def advanced(rows: TextRows, chosen: Chosen, stops: Int[Array, " stops"]) -> TextRows:

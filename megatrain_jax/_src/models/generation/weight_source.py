@@ -16,6 +16,7 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.generation.programs import LayerForm, ModelForm
 from megatrain_jax._src.models.pretrained import Pretrained
 from megatrain_jax._src.models.tensors import some
+from megatrain_jax._src.models.with_reference import policy_of
 
 _ALLOWED = "a Trainer, a result of fit, a models.Pretrained, a models.Decoder, or (model, params)"
 Read = Callable[[Sequence[Any]], list[jax.Array]]
@@ -48,7 +49,8 @@ class WeightSource:
         layers: The weights of its layers.
         dtype: The dtype that is computed with.
         device: The device that it is computed on.
-        at_rest: Whether each read copies from pinned memory, so that weights can be streamed.
+        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there, so that
+            they can be streamed; or else None.
         read: Reads some leaves.
     """
 
@@ -58,7 +60,7 @@ class WeightSource:
     layers: tuple[WeightsPart, ...]
     dtype: Any
     device: Any
-    at_rest: bool
+    bytes_at_rest: int | None
     read: Read
 
     def weights(self, part: WeightsPart) -> Any:
@@ -100,8 +102,9 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
             "save the run, and generate from its parameters in one process"
         )
     copy = trainer.compute_copy()
-    if not isinstance(copy.model, Decoder):
-        name = type(copy.model).__qualname__
+    model = policy_of(copy.model)
+    if not isinstance(model, Decoder):
+        name = type(model).__qualname__
         raise TypeError(f"`source` trains a {name}, not a models.Decoder")
     if dtype not in (None, copy.dtype):
         raise ValueError(
@@ -113,7 +116,10 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
         arrays = iter(copy.read(unread))
         return [next(arrays) if hasattr(leaf, "number") else leaf for leaf in leaves]
 
-    return _source(copy.model, copy.dtype, copy.device, read, at_rest=True)
+    def at_rest(leaves: Sequence[Any]) -> int:
+        return copy.bytes_at_rest([leaf for leaf in leaves if hasattr(leaf, "number")])
+
+    return _source(model, copy.dtype, copy.device, read, at_rest)
 
 
 def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
@@ -130,10 +136,16 @@ def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
             for leaf in leaves
         ]
 
-    return _source(model, dtype, jnp.zeros(()).device, read, at_rest=False)
+    return _source(model, dtype, jnp.zeros(()).device, read, None)
 
 
-def _source(model: Decoder, dtype: Any, device: Any, read: Read, *, at_rest: bool) -> WeightSource:
+def _source(
+    model: Decoder,
+    dtype: Any,
+    device: Any,
+    read: Read,
+    at_rest: Callable[[Sequence[Any]], int] | None,
+) -> WeightSource:
     """Takes a model apart; its layers become parts of their own."""
     model = _without_dropout(model)
     config, layers, forms = model.config, list(model.layers), []
@@ -154,7 +166,7 @@ def _source(model: Decoder, dtype: Any, device: Any, read: Read, *, at_rest: boo
         layers=tuple(parts),
         dtype=dtype,
         device=device,
-        at_rest=at_rest,
+        bytes_at_rest=at_rest and sum(at_rest(part.leaves) for part in parts),
         read=read,
     )
 

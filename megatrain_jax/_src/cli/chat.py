@@ -1,0 +1,193 @@
+"""`megatrain-jax chat`: a conversation with an exported model through Transformers."""
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.cli.chat_settings import ChatSettings
+from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+
+_ADAPTER, _CONFIG = "adapter_config.json", "config.json"
+_HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
+Messages = list[dict[str, str]]
+
+
+def run(settings: ChatSettings) -> int:
+    """Answers one question, or the questions that are typed; returns the exit status.
+
+    Raises:
+        AskedWronglyError: If the model can't be loaded, or has no chat template for `system`.
+    """
+    with checking():
+        speaker = open_speaker(settings)
+    system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    if settings.prompt is not None:
+        with checking():
+            speaker.answer([*system, {"role": "user", "content": settings.prompt}])
+        return 0
+    _converse(speaker, system)
+    return 0
+
+
+def _converse(speaker: "Speaker", messages: Messages) -> None:
+    """Reads questions until the input ends; an interrupted answer is forgotten."""
+    while True:
+        try:
+            question = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not question.strip():
+            continue
+        asked = [*messages, {"role": "user", "content": question}]
+        try:
+            answer = speaker.answer(asked)
+        except KeyboardInterrupt:
+            print("\n(interrupted)", flush=True)
+            continue
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            continue
+        if speaker.has_turns:
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model of Transformers that answers on the terminal, word by word.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        options: Options of the model's `generate`.
+    """
+
+    model: Any
+    tokenizer: Any
+    options: Mapping[str, Any]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether messages are formatted by a chat template; if not, prompts are continued."""
+        return self.tokenizer.chat_template is not None
+
+    def answer(self, messages: Messages) -> str:
+        """Prints an answer to messages while it is written, and returns it.
+
+        Raises:
+            ValueError: If the chat template fails on them, or they are too long for the model.
+        """
+        import transformers
+
+        inputs = self._inputs(messages).to(self.model.device)
+        length = inputs["input_ids"].shape[-1]
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if most is not None and length >= most:
+            raise ValueError(
+                f"the conversation has {length:,} tokens, but the model's maximum is {most:,}: "
+                "begin a new chat"
+            )
+        streamer = transformers.TextStreamer(
+            self.tokenizer, skip_prompt=True, skip_special_tokens=True
+        )
+        found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        return self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
+
+    def _inputs(self, messages: Messages) -> Any:
+        if not self.has_turns:
+            return self.tokenizer(messages[-1]["content"], return_tensors="pt")
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template may raise any error
+            why = " ".join(str(error).split())[:500]
+            raise ValueError(f"the chat template fails on these messages: {why}") from error
+
+
+def open_speaker(settings: ChatSettings) -> Speaker:
+    """Loads the model, with its adapters if the folder has some.
+
+    Raises:
+        FileNotFoundError: If a folder is missing.
+        ImportError: If PyTorch, or PEFT for adapters, is not installed.
+        ValueError: If Transformers can't load the model or its tokenizer.
+    """
+    torch = _imported("torch", "chat needs PyTorch: pip install torch")
+    transformers = _imported("transformers", 'chat needs pip install "megatrain-jax[finetune]"')
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = _folder(settings.model)
+    has_adapters = (folder / _ADAPTER).is_file()
+    base = folder
+    if has_adapters:
+        about = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
+        named = settings.base or about.get("base_model_name_or_path")
+        if not named:
+            raise ValueError(f"{folder / _ADAPTER} names no base model: set `base`")
+        base = folder_or_download("base", named, "the base model", CHECKPOINT_FILES)
+    elif settings.base is not None:
+        raise ValueError(f"`base` is for adapters, but {folder} is a whole model")
+    with_tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
+    tokenizer = _loaded(transformers.AutoTokenizer, with_tokenizer)
+    if settings.system is not None and tokenizer.chat_template is None:
+        raise ValueError(
+            f"`system` needs a chat template, but the tokenizer in {with_tokenizer} has none"
+        )
+    model = _loaded(transformers.AutoModelForCausalLM, base, dtype="auto")
+    if has_adapters:
+        peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
+        model = peft.PeftModel.from_pretrained(model, str(folder))
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(settings.seed)
+    return Speaker(model.to(device).eval(), tokenizer, _options(settings, model, tokenizer))
+
+
+def _folder(given: str) -> Path:
+    """The folder of the model or the adapters, which may be in the folder of a run."""
+    folder = folder_or_download("model", given, _HOLDS, (*CHECKPOINT_FILES, "adapter_model.*"))
+    for found in (folder, folder / "model", folder / "adapter"):
+        if any((found / name).is_file() for name in (_CONFIG, _ADAPTER)):
+            return found
+    raise FileNotFoundError(f"`model` = {given} must be a folder that holds {_HOLDS}")
+
+
+def _options(settings: ChatSettings, model: Any, tokenizer: Any) -> dict[str, Any]:
+    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+    options: dict[str, Any] = {"max_new_tokens": settings.max_tokens}
+    if ends:
+        pad = tokenizer.pad_token_id
+        options["eos_token_id"] = sorted(ends)
+        options["pad_token_id"] = min(ends) if pad is None else pad
+    if settings.temperature == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif settings.temperature is not None:
+        options |= {"do_sample": True, "temperature": settings.temperature}
+    return options
+
+
+def _listed(ids: int | Sequence[int] | None) -> Sequence[int]:
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else ids
+
+
+def _imported(name: str, otherwise: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(otherwise) from error
+
+
+def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as error:  # Transformers' errors for damaged files have no common type
+        why = " ".join(str(error).split())[:500]
+        raise ValueError(f"Transformers can't load {folder}: {why}") from error

@@ -1,0 +1,201 @@
+"""`megatrain-jax grpo`: from a checkpoint, prompts and reward functions to a new checkpoint."""
+
+import hashlib
+import json
+import resource
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import megatrain_jax as mt
+from megatrain_jax import callbacks, data, models
+from megatrain_jax._src.cli.devices import peak_device_bytes
+from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.grpo_settings import GrpoSettings
+from megatrain_jax._src.cli.logs import make_logs
+from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
+from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.reward_functions import load_rewards
+from megatrain_jax._src.cli.run_data import called
+from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.tokenizers import load_tokenizer
+from megatrain_jax._src.cli.training_settings import listed
+
+# As in a shell: 128 plus the number of SIGINT.
+_INTERRUPTED = 130
+
+
+def run(settings: GrpoSettings) -> int:
+    """Does a run, or the rest of it.
+
+    Returns:
+        The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
+
+    Raises:
+        AskedWronglyError: If the request is invalid; raised before training begins.
+    """
+    folder = RunFolder(Path(settings.out).expanduser())
+    with checking():
+        folder.check(settings)
+        if folder.is_done(settings):
+            print(f"{folder.path} is done. See {folder.path}")
+            return 0
+        arguments = _arguments(settings, folder)
+    result = models.grpo(arguments.pop("model"), **arguments)
+    steps = result.trainer.num_steps
+    if result.interrupted:
+        goes_on = "goes on from there" if settings.checkpoints else "begins anew"
+        print(f"interrupted after step {steps} of {settings.steps}: the same command {goes_on}")
+        return _INTERRUPTED
+    _finish(settings, folder, result)
+    print(f"finished after {steps} step{'s' * (steps != 1)}: {folder.path}")
+    return 0
+
+
+def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
+    """The arguments of `models.grpo`; begins the run's folder once they are known to be valid."""
+    options = _options(settings)
+    rewards = load_rewards(listed(settings.rewards))
+    with called("data"):
+        rows = data.prompts(settings.data, invalid=settings.invalid)
+    tokenizer = load_tokenizer("model", settings.model)
+    model = _model(settings)
+    identity = folder.note("identity") or uuid.uuid4().hex
+    logs = make_logs(settings, folder, identity)
+    rates = settings.warmup, settings.decay, settings.final_rate
+    schedule = schedule_of(settings.learning_rate, settings.steps, *rates)
+    optimizer = optimizer_of(
+        settings.optimizer,
+        schedule,
+        b1=settings.b1,
+        b2=settings.b2,
+        weight_decay=settings.weight_decay,
+        clip=settings.clip,
+    )
+    fingerprint = _fingerprint(rows)
+    folder.check_data(fingerprint)
+    folder.begin(settings)
+    # External logs identify a run that continues in a second process by this.
+    folder.take_note("identity", identity)
+    folder.take_note("data", fingerprint)
+    print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
+    lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
+    return {
+        "rows": rows,
+        "rewards": rewards,
+        "optimizer": optimizer,
+        "steps": settings.steps,
+        "tokenizer": tokenizer,
+        "options": options,
+        **_saving(settings, folder),
+        "callbacks": [_Plan(), lines, *logs],
+        "progress": sys.stderr.isatty(),
+        "microbatches": settings.microbatches,
+        "device_budget": settings.device_budget,
+        "host_budget": settings.host_budget,
+        "seed": settings.seed,
+        **model,
+    }
+
+
+class _Plan(callbacks.Callback):
+    """A callback that prints the plan of the run."""
+
+    def begin(self, trainer: mt.Trainer) -> None:
+        """Prints the plan before the first step."""
+        print(trainer.plan, flush=True)
+
+
+def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
+    if not settings.checkpoints:
+        return {}
+    return {
+        "checkpoint_dir": folder.checkpoints,
+        "checkpoint_every": settings.checkpoint_every,
+        "keep": settings.keep,
+    }
+
+
+def _options(settings: GrpoSettings) -> models.GrpoOptions:
+    """The options of GRPO, which have the same names."""
+    names = {field.name for field in fields(models.GrpoOptions)}
+    given = {name: value for name, value in asdict(settings).items() if name in names}
+    return models.GrpoOptions(**given)
+
+
+def _model(settings: GrpoSettings) -> dict[str, Any]:
+    """The arguments of `models.grpo` for the model and its precision."""
+    if not Path(settings.model).expanduser().is_dir():
+        raise ValueError(f"`model` = {settings.model} must be the folder of a checkpoint")
+    pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
+    model, params, trainable = pretrained.model, pretrained.params, settings.trainable
+    if settings.lora_rank is not None:
+        model, params, trainable = with_adapters(
+            model,
+            None,
+            targets=settings.lora_targets,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            seed=settings.seed,
+            params=params,
+        )
+    here = mt.this_machine()
+    frozen = frozen_of(settings.frozen, settings.lora_rank, pretrained.config.saved_dtype)
+    compute = settings.compute or ("float32" if here is None else None)
+    precision = precision_of(
+        settings.state, settings.master, frozen, compute, products=settings.products
+    )
+    return {
+        "model": model,
+        "params": params,
+        "trainable": trainable,
+        "precision": precision,
+        "hardware": here,
+    }
+
+
+def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> None:
+    """Exports the model and writes the report."""
+    if settings.export != "never":
+        for name in settings.exports:
+            to = folder.path / name
+            if not to.exists():
+                print(f"exported to {_export(settings, result.trainer, name, to)}", flush=True)
+    history, peak = result.history, peak_device_bytes()
+    result.history.plot().savefig(folder.path / "loss.png")
+    seconds = {
+        name: [record.get(f"{name}/seconds", 0.0) for record in history]
+        for name in ("generation", "training")
+    }
+    written = sum(record["weight"] for record in history)
+    report: dict[str, Any] = {
+        "ended": result.ended,
+        "reason": result.reason,
+        "steps": result.trainer.num_steps,
+        "num_parameters": result.trainer.plan.num_parameters,
+        "first_reward": history[0].get("reward"),
+        "last_reward": history[-1].get("reward"),
+        "completion_tokens_per_second": written / max(sum(map(sum, seconds.values())), 1e-9),
+        "seconds": {name: sum(each) for name, each in seconds.items()},
+        "peak_device_gib": peak and peak / 2**30,
+        "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "history": list(history),
+    }
+    folder.finish(report)
+
+
+def _export(settings: GrpoSettings, trainer: mt.Trainer, name: str, folder: Path) -> Path:
+    if name == "adapter":
+        return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
+    return models.save_pretrained(trainer, folder, dtype=settings.export_dtype)

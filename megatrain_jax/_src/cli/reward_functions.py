@@ -1,0 +1,53 @@
+"""Finds reward functions by their names on the command line."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def load_rewards(given: Sequence[str]) -> list[Callable[..., Any]]:
+    """Imports reward functions.
+
+    Args:
+        given: Names such as "rewards.py:short" (a file) or "package.module:short" (a module that
+            Python finds).
+
+    Raises:
+        ValueError: If a name has another form, its module can't be imported, or lacks the function.
+    """
+    return [_loaded(name) for name in given]
+
+
+def _loaded(given: str) -> Callable[..., Any]:
+    place, _, name = given.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(
+            f"`rewards` = {given} must be a file and a function, such as rewards.py:short, or a "
+            "module and a function, such as package.module:short"
+        )
+    try:
+        module = _of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # the module is the user's, and may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"`rewards` = {given}: {place} can't be imported: {why}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"`rewards` = {given}: {place} has no function {name}")
+    return function
+
+
+def _of_file(place: str) -> Any:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"megatrain_jax_rewards_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs, because dataclasses look their module up.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,44 @@
+"""`prompts`: rows with a prompt each, for training on a model's own completions."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatrain_jax._src.data.documents import read_rows
+from megatrain_jax._src.data.finish import INVALID, check_choices
+from megatrain_jax._src.data.report import InvalidRow, Report
+from megatrain_jax._src.data.sources import Source, resolve
+
+
+def prompts(source: Source, *, invalid: Literal["error", "drop"] = "error") -> list[dict[str, Any]]:
+    """Reads rows with a prompt each, and all their columns.
+
+    Args:
+        source: See `chat`. The column `prompt` is a text or a list of messages; a reward function
+            gets all further columns.
+        invalid: Whether a row without a prompt is an error, or left out.
+
+    Returns:
+        The rows, for `models.grpo`.
+
+    Raises:
+        DataError: If a row has no prompt, or a file can't be read.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If `invalid` is unknown, or `source` is empty.
+
+    Examples:
+        >>> prompts([{"prompt": "2 + 2 =", "answer": "4"}])
+        [{'prompt': '2 + 2 =', 'answer': '4'}]
+    """
+    check_choices(invalid=(invalid, INVALID))
+    parts = resolve(source, texts=False)
+    found = read_rows(parts, _checked, Report(), invalid == "error")
+    return [row for _, row in found]
+
+
+def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str | list) or not prompt:
+        kind = type(prompt).__name__
+        raise InvalidRow("a row has no `prompt`", f"it must be a text or messages, but is {kind}")
+    return dict(row)

@@ -1,0 +1,1 @@
+"""Reinforcement learning on a model's own completions: group relative policy optimisation."""

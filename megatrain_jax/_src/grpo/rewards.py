@@ -1,0 +1,124 @@
+"""Reward functions: called as TRL calls them, and checked."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.common import checks
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+class Rewards:
+    """Reward functions and their weights.
+
+    Attributes:
+        names: The name of each function; functions of equal names are numbered.
+        weights: The weight of each.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+    ):
+        """Checks the functions.
+
+        Args:
+            functions: One or several functions, each called as ``function(prompts=...,
+                completions=..., completion_ids=..., **columns)``, without the arguments that its
+                signature lacks. It returns one number per completion; None where it does not apply.
+            weights: The weight of each function; None for 1 each.
+
+        Raises:
+            TypeError: If one is no function.
+            ValueError: If there is none, or the number of weights differs.
+        """
+        given = [functions] if callable(functions) else list(functions)
+        for function in given:
+            if not callable(function):
+                raise TypeError(checks.refused("rewards", "a function or several", function))
+        if not given:
+            raise ValueError(checks.refused("rewards", "one function at least", functions))
+        if weights is not None and len(weights) != len(given):
+            raise ValueError(
+                f"`reward_weights` has {len(weights)} weights for {len(given)} reward functions"
+            )
+        self._functions = given
+        self.names = _different([getattr(f, "__name__", type(f).__name__) for f in given])
+        self.weights = np.array([1.0] * len(given) if weights is None else weights, np.float64)
+
+    def __call__(self, **columns: Sequence[Any]) -> np.ndarray:
+        """Calls all functions.
+
+        Args:
+            columns: `prompts`, `completions` and further columns, with an entry per completion.
+
+        Returns:
+            The rewards (completions, functions); NaN where a function does not apply.
+
+        Raises:
+            TypeError: If a function does not return numbers.
+            ValueError: If it returns a wrong number of them, or one is not finite.
+        """
+        size = len(columns["completions"])
+        found = [
+            _checked(name, function(**_accepted(function, columns)), size)
+            for name, function in zip(self.names, self._functions, strict=True)
+        ]
+        return np.array(found, np.float64).T
+
+    def total(self, rewards: np.ndarray) -> np.ndarray:
+        """The weighted sums (completions,) of rewards; NaN where no function applies."""
+        sums = np.nansum(rewards * self.weights, axis=1)
+        return np.where(np.isnan(rewards).all(axis=1), np.nan, sums)
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: i + 1].count(name)}"
+        for i, name in enumerate(names)
+    ]
+
+
+def _accepted(function: RewardFunction, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function's signature has."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return dict(columns)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return dict(columns)
+    names = {p.name for p in parameters}
+    return {name: value for name, value in columns.items() if name in names}
+
+
+def _checked(name: str, found: Any, size: int) -> list[float]:
+    if isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
+        raise TypeError(f"the reward function {name} must return a list of numbers, not {found!r}")
+    if len(found) != size:
+        raise ValueError(
+            f"the reward function {name} returned {len(found)} rewards for {size} completions"
+        )
+    return [_number(name, i, value) for i, value in enumerate(found)]
+
+
+def _number(name: str, row: int, value: Any) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the reward function {name} returned {value!r} for completion {row} (counted from 0), "
+            "which is no number"
+        ) from error
+    if not math.isfinite(number):
+        raise ValueError(
+            f"the reward function {name} returned {number} for completion {row} (counted from 0): "
+            "rewards must be finite; return None where the function does not apply"
+        )
+    return number

@@ -1,0 +1,268 @@
+"""Batches of completions that the model in training writes itself, with their advantages.
+
+A batch is drawn right after the step before it has been dispatched, so completions are always
+written by the newest parameters.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax import Trainer, losses
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.prompts import is_messages, prompt_ids, shown_prompt
+from megatrain_jax._src.grpo.grpo_options import GrpoOptions
+from megatrain_jax._src.grpo.policy_batch import policy_batch
+from megatrain_jax._src.grpo.rewards import Rewards
+from megatrain_jax._src.models.generation.generate import Completion, generate
+
+# Rows have lengths that are multiples of this.
+_LENGTH_UNIT = 16
+# Number of steps whose notes are kept: records are read one step late.
+_NOTES_KEPT = 4
+
+
+class Prompts:
+    """Rows with a prompt each, in a random order for each epoch.
+
+    Attributes:
+        ids: Token ids of each row's prompt.
+        length: Number of tokens of the longest.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, options: GrpoOptions):
+        """Encodes all prompts.
+
+        Args:
+            rows: The rows: `prompt`, a text, messages or token ids, and columns for rewards.
+            tokenizer: The tokenizer.
+            options: The options of the order.
+
+        Raises:
+            TypeError: If a row is no mapping, or its prompt has a wrong type.
+            ValueError: If there is no row, a row lacks `prompt`, or rows have different columns.
+        """
+        if not rows:
+            raise ValueError(checks.refused("rows", "one row at least", rows))
+        for i, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(checks.refused("rows", "mappings with a `prompt` each", row))
+            if "prompt" not in row:
+                raise ValueError(f"row {i} (counted from 0) has no `prompt`, but {list(row)}")
+            if row.keys() != rows[0].keys():
+                raise ValueError(
+                    f"row {i} (counted from 0) has the columns {list(row)}, but row 0 has "
+                    f"{list(rows[0])}: reward functions need the same columns of all rows"
+                )
+        if taken := {"prompts", "completions", "completion_ids"} & rows[0].keys():
+            raise ValueError(
+                f"rows have the column `{min(taken)}`, which is the name of another argument of "
+                "reward functions: rename it"
+            )
+        self._rows, self._options = rows, options
+        self.ids = [prompt_ids(row["prompt"], tokenizer) for row in rows]
+        self.length = max(map(len, self.ids))
+        self.columns = [name for name in rows[0] if name != "prompt"]
+
+    def of_generation(self, number: int) -> list[int]:
+        """The numbers of the rows of a generation, numbered from 0."""
+        size = self._options.prompts_per_step
+        return [self._at(i) for i in range(number * size, (number + 1) * size)]
+
+    def _at(self, place: int) -> int:
+        epoch, place = divmod(place, len(self._rows))
+        if not self._options.shuffle:
+            return place
+        order = np.random.default_rng([self._options.seed, epoch]).permutation(len(self._rows))
+        return int(order[place])
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """A row."""
+        return self._rows[number]
+
+
+class Rollouts(Iterator[dict[str, np.ndarray]]):
+    """The batches of a run, endless; an iterator with a state, as `train` saves it.
+
+    Attributes:
+        notes: Numbers of the completions of the last few steps, by step.
+        num_rows: Number of rows of a batch.
+        length: Number of tokens of a row.
+    """
+
+    def __init__(self, prompts: Prompts, rewards: Rewards, options: GrpoOptions, *, tokenizer: Any):
+        """Generates nothing yet; `trainer` must be set before.
+
+        Args:
+            prompts: The prompts.
+            rewards: The reward functions.
+            options: The options.
+            tokenizer: The tokenizer.
+        """
+        self._prompts, self._rewards, self._options = prompts, rewards, options
+        self._tokenizer = tokenizer
+        self.num_rows = options.prompts_per_step * options.num_generations
+        longest = prompts.length + options.max_completion_length
+        self.length = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
+        self.trainer: Trainer | None = None
+        self.notes: dict[int, dict[str, Any]] = {}
+        # Seconds of training of the last few steps, by step.
+        self.seconds: dict[int, float] = {}
+        self._num_generations = self._num_updates = 0
+        self._batch: dict[str, np.ndarray] | None = None
+        self._shared: dict[str, float] = {}
+        self._returned: float | None = None
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch: new completions, or the last ones once more."""
+        step = (self._num_generations - 1) * self._options.num_iterations + self._num_updates + 1
+        if self._batch is None or self._num_updates == self._options.num_iterations:
+            step = self._num_generations * self._options.num_iterations + 1
+            self._generate(step)
+            self._num_updates = 0
+        else:
+            self.notes[step] = dict(self._shared)
+        self._num_updates += 1
+        for kept in (self.notes, self.seconds):
+            kept.pop(step - _NOTES_KEPT, None)
+        self._returned = time.perf_counter()
+        assert self._batch is not None
+        return self._batch
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch; with the completions, if they are used once more."""
+        is_used_up = self._num_updates == self._options.num_iterations
+        return {
+            "generations": self._num_generations,
+            "updates": self._num_updates,
+            "batch": None if is_used_up else self._batch,
+            "notes": self._shared,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position."""
+        self._num_generations, self._num_updates = state["generations"], state["updates"]
+        self._batch, self._shared = state["batch"], dict(state["notes"])
+
+    def _generate(self, step: int) -> None:
+        """Writes completions and rewards them."""
+        assert self.trainer is not None
+        options, number = self._options, self._num_generations
+        # Otherwise the time of generation would include the rest of the step in flight.
+        self.trainer.flush()
+        began = time.perf_counter()
+        if self._returned is not None and options.num_iterations == 1:
+            self.seconds[step - 1] = began - self._returned
+        rows = self._prompts.of_generation(number)
+        found = generate(
+            self.trainer,
+            [self._prompts.ids[i] for i in rows],
+            max_tokens=options.max_completion_length,
+            temperature=options.temperature,
+            stop=options.stop,
+            seed=int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]),
+            num_samples=options.num_generations,
+            tokenizer=self._tokenizer,
+        )
+        seconds = time.perf_counter() - began
+        each = self._rewarded(rows, found)
+        total = self._rewards.total(each)
+        size = options.num_generations
+        advantages = losses.group_advantages(total, size, scale_rewards=options.scale_rewards)
+        self._batch = policy_batch(
+            found,
+            advantages,
+            length=self.length,
+            mask_truncated=options.mask_truncated_completions,
+        )
+        self._num_generations += 1
+        self._shared = self._numbers(found, each, total)
+        tokens = sum(len(one.ids) for one in found)
+        self.notes[step] = self._shared | {
+            "generation/seconds": seconds,
+            "generation/tokens_per_second": tokens / seconds,
+        }
+        if options.log_completions and step % options.log_completions == 0:
+            self.notes[step]["completions"] = self._table(rows, found, each, advantages)
+
+    def _rewarded(self, rows: Sequence[int], found: Sequence[Completion]) -> np.ndarray:
+        """The rewards of completions (completions, functions)."""
+        of = [self._prompts.row(rows[one.prompt]) for one in found]
+        # As TRL passes them: a completion of messages is a message.
+        said = [
+            [{"role": "assistant", "content": one.text}] if is_messages(row["prompt"]) else one.text
+            for row, one in zip(of, found, strict=True)
+        ]
+        columns = {name: [row[name] for row in of] for name in self._prompts.columns}
+        return self._rewards(
+            **columns,
+            prompts=[row["prompt"] for row in of],
+            completions=said,
+            completion_ids=[one.ids.tolist() for one in found],
+        )
+
+    def _numbers(
+        self, found: Sequence[Completion], each: np.ndarray, total: np.ndarray
+    ) -> dict[str, float]:
+        """The numbers for the record, with TRL's names."""
+        groups = total.reshape(-1, self._options.num_generations)
+        spreads = np.array([_spread(group) for group in groups])
+        lengths = [len(one.ids) for one in found]
+        numbers = {
+            "tokens": float(sum(len(one.prompt_ids) + len(one.ids) for one in found)),
+            "reward": _mean(total),
+            "reward_std": float(spreads.mean()),
+            "frac_reward_zero_std": float(np.isclose(spreads, 0).mean()),
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/clipped_ratio": float(np.mean([o.finish == "length" for o in found])),
+        }
+        for name, column in zip(self._rewards.names, each.T, strict=True):
+            numbers[f"rewards/{name}/mean"] = _mean(column)
+            numbers[f"rewards/{name}/std"] = _spread(column)
+        return numbers
+
+    def _table(
+        self,
+        rows: Sequence[int],
+        found: Sequence[Completion],
+        each: np.ndarray,
+        advantages: np.ndarray,
+    ) -> list[dict[str, Any]]:
+        """The completions of the first prompt, with their rewards."""
+        prompt = shown_prompt(self._prompts.row(rows[0])["prompt"], self._tokenizer)
+        return [
+            {"prompt": prompt, "completion": found[i].text}
+            | {name: float(x) for name, x in zip(self._rewards.names, each[i], strict=True)}
+            | {"advantage": float(advantages[i])}
+            for i in range(self._options.num_generations)
+        ]
+
+
+class RolloutNotes:
+    """A callback that adds the numbers of completions, and the rate of training, to records."""
+
+    def __init__(self, rollouts: Rollouts):
+        """Reads from the batches of the run."""
+        self._rollouts = rollouts
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Adds to a record."""
+        step = record["step"]
+        record.update(self._rollouts.notes.get(step, {}))
+        # The record's seconds include the generation of the next batch.
+        seconds = self._rollouts.seconds.get(step, record["seconds"])
+        record["training/seconds"] = seconds
+        record["training/tokens_per_second"] = record["weight"] / seconds
+
+
+def _mean(values: np.ndarray) -> float:
+    there = values[np.isfinite(values)]
+    return float(there.mean()) if len(there) else 0.0
+
+
+def _spread(values: np.ndarray) -> float:
+    """The unbiased standard deviation of rewards; 0 of a single one."""
+    there = values[np.isfinite(values)]
+    return float(there.std(ddof=1)) if len(there) > 1 else 0.0

@@ -1,0 +1,66 @@
+"""`GenerationPlan`: the form of a decode, its bytes, and its rate at best."""
+
+from dataclasses import dataclass
+
+from megatrain_jax import Hardware
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.models.generation.device_room import DeviceRoom
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """The form of a decode, by bytes.
+
+    Attributes:
+        resident: Whether all weights stay on the device; otherwise they are streamed through it.
+        num_texts: Number of texts that are written at a time.
+        length: Number of tokens of each text, prompt included.
+        weight_bytes: Bytes of weights that are read for a token of all texts: from device memory,
+            or through the link to the host in their form there.
+        cache_bytes: Bytes of the caches of all texts.
+        tokens_per_s: Tokens of all texts per second, if nothing but these bytes takes time; caches
+            count in full.
+    """
+
+    resident: bool
+    num_texts: int
+    length: int
+    weight_bytes: int
+    cache_bytes: int
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        """Returns the plan as a sentence."""
+        form = "stay on the device" if self.resident else "are streamed for each token"
+        return (
+            f"weights, {sized(self.weight_bytes)}, {form}, and {self.num_texts:,} texts of "
+            f"{self.length:,} tokens, with caches of {sized(self.cache_bytes)}, are written at a "
+            f"time: at most {self.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+def plan_of(room: DeviceRoom, hardware: Hardware, length: int, num_texts: int) -> GenerationPlan:
+    """Returns the plan of a decode.
+
+    Args:
+        room: The bytes of weights and caches, and of the device.
+        hardware: The machine whose rates count.
+        length: Number of tokens of each text, prompt included.
+        num_texts: Number of texts to write at a time, if they fit.
+    """
+    if not isinstance(hardware, Hardware):
+        raise TypeError(checks.refused("hardware", "a Hardware, such as H100", hardware))
+    resident, number = room.choose(length, num_texts)
+    weights, caches = room.read_bytes(resident=resident), number * room.cache_bytes(length)
+    seconds = caches / hardware.memory_bytes_per_s
+    rate = hardware.memory_bytes_per_s if resident else hardware.link_bytes_per_s
+    seconds += weights / rate
+    return GenerationPlan(
+        resident=resident,
+        num_texts=number,
+        length=length,
+        weight_bytes=weights,
+        cache_bytes=caches,
+        tokens_per_s=number / seconds,
+    )

@@ -1,0 +1,291 @@
+"""Merges the adapters in a PEFT folder into a checkpoint, one matrix at a time.
+
+This works on names and matrices alone, so the base may be of any architecture, as long as the
+tensors in its files have the names that its modules have in Transformers.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
+from megatrain_jax._src.models.export import companions, copy_companions, write_config
+from megatrain_jax._src.models.families.registry import FAMILIES
+from megatrain_jax._src.models.folders import new_folder, unfinished
+from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
+from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, LazyArray, Tensor, open_file, some
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
+# Options of PEFT that change what adapters compute, and the value with which they don't.
+_PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    "bias": (None, "none"),
+    "fan_in_fan_out": (None, False),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "lora_bias": (None, False),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedTensor:
+    """A matrix with its adapter, computed when it is converted to an array, in fp32.
+
+    Attributes:
+        base: The matrix, of shape (out, in).
+        a: The factor of shape (rank, in).
+        b: The factor of shape (out, rank).
+        scale: The factor of their product.
+        magnitude: The norm of each row of the merged matrix, for DoRA; None without.
+    """
+
+    base: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape."""
+        return self.base.shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Computes the numbers; nothing is kept here."""
+        if copy is False:
+            raise ValueError("a merged matrix can't be had without computing it")
+        a, b = (factor.read().astype(np.float32) for factor in (self.a, self.b))
+        total = (b @ a) * np.float32(self.scale)
+        total += self.base.read()
+        if self.magnitude is not None:
+            norms = np.linalg.norm(total, axis=1)
+            total *= (self.magnitude.read().astype(np.float32).reshape(-1) / norms)[:, None]
+        return total if dtype is None else total.astype(dtype)
+
+
+def merge_adapter(
+    adapter: str | PathLike[str],
+    folder: str | PathLike[str],
+    *,
+    base: str | PathLike[str] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a checkpoint with the adapters of a PEFT folder merged into their base.
+
+    Each matrix is computed in fp32 and rounded once, to its dtype in the base. A quantised base is
+    written with decoded weights. Host memory holds one matrix at a time.
+
+    Args:
+        adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`, as `save_lora`
+            and PEFT write them, or its name on the Hugging Face Hub. It has LoRA (also rsLoRA, and
+            ranks and scales by pattern), DoRA, or whole matrices (`modules_to_save`).
+        folder: Folder to write; it must not exist, or be empty.
+        base: Folder or name of the base; None for the base that the adapter names.
+        max_shard_bytes: Maximum bytes of a file, unless one tensor is larger.
+        overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If the adapters don't fit the base, are not LoRA or DoRA, or a file is damaged.
+        FileNotFoundError: If a folder or a file is missing, and can't be downloaded.
+        FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
+            no export has written.
+    """
+    max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
+    folder = new_folder(folder, overwrite=overwrite)
+    holds = f"adapters ({_CONFIG} and {_TENSORS})"
+    source = folder_or_download("adapter", adapter, holds, _ADAPTER_FILES)
+    about = read_json(_required(source, _CONFIG))
+    factors, whole = _read_adapter(source, about)
+    at_base = _open_base(source, about, base)
+    values = read_json(_required(at_base, "config.json"))
+    tensors = open_weights(at_base, _required(at_base, "config.json").read_text(encoding="utf-8"))
+    single, was_stacked = _split_like(factors, tensors, values)
+    fault = f"the adapters in {source} don't fit the base {at_base}: "
+    _check_tied(values, single, (*factors, *whole), fault)
+    # A tensor of a single expert is a part of the base's, which are assembled again.
+    arrays: dict[str, Any] = {
+        name: tensor if name in tensors else LazyArray((tensor,), stacked=False)
+        for name, tensor in single.items()
+    }
+    arrays |= _adapted(single, factors, about, fault)
+    arrays |= _replaced(single, whole, fault)
+    arrays = stack_experts(arrays) if was_stacked else arrays
+    codes = {name: tensors[name].dtype for name in arrays}
+    if unknown := [name for name in arrays if codes[name] not in ITEM_BYTES]:
+        raise ValueError(f"tensors in {at_base} have a dtype that isn't known: {some(unknown)}")
+    named = [NamedTensor(name=n, array=a, code=codes[n]) for n, a in arrays.items()]
+    # A tokenizer beside the adapters has the tokens and the template that they were trained with.
+    copied = companions(at_base) | companions(source)
+    most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
+    with unfinished(folder) as at:
+        write_tensors(at, named, max_shard_bytes)
+        write_config(at, values, DTYPES[most].name)
+        copy_companions(at, copied)
+    return folder
+
+
+def _required(folder: Path, name: str) -> Path:
+    path = regular_file(folder, name)
+    if path is None:
+        raise FileNotFoundError(f"there is no {name} in {folder}")
+    return path
+
+
+def _open_base(source: Path, about: Mapping[str, Any], base: Any) -> Path:
+    named = about.get("base_model_name_or_path")
+    if base is None and (not isinstance(named, str) or not named):
+        raise ValueError(f"{source / _CONFIG} names no base model: pass its folder as `base`")
+    holds = "the checkpoint that the adapters belong to"
+    return folder_or_download("base", named if base is None else base, holds, CHECKPOINT_FILES)
+
+
+def _read_adapter(
+    source: Path, about: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """The factors of each module, and the whole tensors, by names as in the base.
+
+    Raises:
+        ValueError: If the adapters are of a kind that can't be merged.
+    """
+    path = source / _CONFIG
+    if (kind := about.get("peft_type")) != "LORA":
+        raise ValueError(f"{path} is of the type {kind!r}, but only LORA can be merged")
+    for name, plain in _PLAIN_VALUES.items():
+        if (given := about.get(name)) not in plain:
+            raise ValueError(
+                f"{path} has `{name}` = {given!r}, which can't be merged here; PEFT's "
+                "`merge_and_unload` can"
+            )
+    factors: dict[str, dict[str, Tensor]] = {}
+    whole, strange = {}, []
+    for key, tensor in open_file(_required(source, _TENSORS)).items():
+        name = key.removeprefix(_PREFIX)
+        if (match := _FACTOR.fullmatch(name)) is not None:
+            factors.setdefault(match[1], {})[match[2]] = tensor
+        elif name != key and "lora_" not in name and "token_adapter" not in name:
+            whole[name] = tensor
+        else:
+            strange.append(key)
+    if strange:
+        raise ValueError(f"{source / _TENSORS} has tensors that can't be merged: {some(strange)}")
+    return factors, whole
+
+
+def _split_like(
+    factors: Mapping[str, Any], tensors: dict[str, Tensor], values: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], bool]:
+    """The base's tensors, with single experts if the adapters have single ones."""
+    family = FAMILIES.get(str(values.get("model_type")))
+    single = any(re.search(r"\.experts\.\d+\.", name) for name in factors)
+    if not single or family is None or family.stacked:
+        return tensors, False
+    return split_experts(tensors, lambda name: False)
+
+
+def _check_tied(
+    values: Mapping[str, Any], tensors: Mapping[str, Any], names: Iterable[str], fault: str
+) -> None:
+    """Refuses changes of one matrix that serves as embeddings and as head."""
+    changed = [name for name in names if re.search(r"(^|\.)(embed_tokens|lm_head)\b", name)]
+    has_head = any(name.endswith("lm_head.weight") for name in tensors)
+    if changed and (values.get("tie_word_embeddings") or not has_head):
+        raise ValueError(
+            f"{fault}{some(changed)} can't be merged, because the base has one matrix for its "
+            "embeddings and its head (`tie_word_embeddings`)"
+        )
+
+
+def _adapted(
+    tensors: Mapping[str, Tensor],
+    factors: Mapping[str, Mapping[str, Tensor]],
+    about: Mapping[str, Any],
+    fault: str,
+) -> dict[str, MergedTensor]:
+    """The merged matrices by name.
+
+    Raises:
+        ValueError: If the base lacks a matrix, or it has another shape.
+    """
+    scale_of = _scales(about)
+    found, absent, misshapen = {}, [], []
+    for module, parts in factors.items():
+        name = f"{module}.weight"
+        base, a, b = tensors.get(name), parts.get("lora_A"), parts.get("lora_B")
+        if base is None or a is None or b is None:
+            absent.append(name if base is None else f"{module}.lora_A and lora_B")
+            continue
+        magnitude = parts.get("lora_magnitude_vector")
+        rows = None if magnitude is None else math.prod(magnitude.shape)
+        shapes = [base.shape, a.shape, b.shape]
+        fits = all(len(shape) == 2 for shape in shapes) and (
+            (b.shape[0], a.shape[1]) == base.shape and a.shape[0] == b.shape[1]
+        )
+        if not fits or rows not in (None, base.shape[0]) or base.dtype not in DTYPES:
+            misshapen.append(f"{name} (adapters {b.shape} and {a.shape}, matrix {base.shape})")
+            continue
+        found[name] = MergedTensor(
+            base=base, a=a, b=b, scale=scale_of(module, a.shape[0]), magnitude=magnitude
+        )
+    if absent:
+        raise ValueError(f"{fault}there is no {some(absent)}")
+    if misshapen:
+        raise ValueError(f"{fault}other shapes or dtypes: {some(misshapen)}")
+    return found
+
+
+def _scales(about: Mapping[str, Any]) -> Callable[[str, int], float]:
+    """The scale of a module's adapter by its name and rank, as PEFT chooses it."""
+    patterns = about.get("alpha_pattern") or {}
+
+    def scale_of(module: str, rank: int) -> float:
+        matches = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
+        alpha = patterns.get(next(matches, None), about.get("lora_alpha", 8))
+        return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
+
+    return scale_of
+
+
+def _replaced(
+    tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], fault: str
+) -> dict[str, LazyArray]:
+    """The whole tensors that the adapters' folder has in place of the base's.
+
+    Raises:
+        ValueError: If the base has no such tensor, or one of another shape.
+    """
+    wrong = [
+        name
+        for name, tensor in whole.items()
+        if name not in tensors
+        or tensors[name].shape != tensor.shape
+        or not {tensors[name].dtype, tensor.dtype} <= DTYPES.keys()
+    ]
+    if wrong:
+        raise ValueError(f"{fault}the base has no tensor of that shape for {some(wrong)}")
+    return {name: LazyArray((tensor,), stacked=False) for name, tensor in whole.items()}

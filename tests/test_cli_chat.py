@@ -1,0 +1,135 @@
+"""The commands `megatrain-jax chat` and `merge`, against Transformers and PEFT themselves."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+from megatrain_jax import models
+from megatrain_jax._src.cli.main import main
+
+torch = pytest.importorskip("torch", reason='answers need PyTorch: pip install -e ".[torch]"')
+peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
+
+from families import make_torch  # noqa: E402
+from tiny_chats import make_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+QUESTION, TOKENS = "count from 3 to 7 please", 6
+GREEDY = ["--temperature", "0", "--max-tokens", str(TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """A run's folder with a model, and beside it adapters for the model."""
+    folder = tmp_path_factory.mktemp("chat")
+    make_checkpoint(folder / "run" / "model")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+    config.target_modules = {"q_proj", "down_proj"}
+    peft.get_peft_model(make_torch("qwen3"), config).save_pretrained(folder / "adapter")
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def answer(model: Any, tokenizer: Any, *contents: str, system: str | None = None) -> str:
+    """The most likely answer to contents of user and assistant in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = model.generate(
+        **inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id
+    )
+    return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_answers_are_those_of_transformers(given, capsys):
+    model, tokenizer = load(given / "run" / "model")
+    words = ["--prompt", QUESTION, *GREEDY]
+    assert main(["chat", str(given / "run" / "model"), *words]) == 0
+    plain = answer(model, tokenizer, QUESTION)
+    assert capsys.readouterr().out.split() == plain.split() and plain.strip()
+    assert main(["chat", str(given / "run"), "--system", "please", *words]) == 0
+    expected = answer(model, tokenizer, QUESTION, system="please")
+    assert capsys.readouterr().out.split() == expected.split() != plain.split()
+    base = ["--base", str(given / "run" / "model")]
+    assert main(["chat", str(given / "adapter"), *base, *words]) == 0
+    expected = answer(peft.PeftModel.from_pretrained(model, given / "adapter"), tokenizer, QUESTION)
+    assert capsys.readouterr().out.split() == expected.split() != plain.split()
+
+
+def test_a_conversation_goes_on(given, capsys, monkeypatch):
+    model, tokenizer = load(given / "run" / "model")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n\nfrom 5\n{'to ' * 200}\nto 9\n"))
+    assert main(["chat", str(given / "run"), *GREEDY]) == 0
+    turns = [QUESTION]
+    for question in ("from 5", "to 9"):
+        turns += [answer(model, tokenizer, *turns), question]
+    turns.append(answer(model, tokenizer, *turns))
+    printed = capsys.readouterr()
+    assert printed.out.split() == " ".join(turns[1::2]).split()
+    # A question that is too long is left out.
+    assert "the model's maximum is" in printed.err
+
+
+def test_a_model_without_a_template_continues_texts(given, tmp_path, capsys):
+    folder = make_checkpoint(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    model, tokenizer = load(folder)
+    assert main(["chat", str(folder), "--prompt", "count from", *GREEDY]) == 0
+    inputs = tokenizer("count from", return_tensors="pt")
+    found = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    expected = tokenizer.decode(found[0, 2:], skip_special_tokens=True)
+    assert capsys.readouterr().out.split() == expected.split()
+    assert main(["chat", str(folder), "--system", "please", "--prompt", "count"]) == 2
+    assert "`system` needs a chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "error"),
+    [
+        (["missing"], None, "no folder missing"),
+        (["/usr"], None, "`model` = /usr must be a folder that holds a model"),
+        (["adapter"], None, "names no base model: set `base`"),
+        (["run", "--base", "run/model"], None, "`base` is for adapters"),
+        (["run", "--temperature", "-1"], None, "`temperature` must be"),
+        (["run", "--prompt", " "], None, "`prompt` is empty"),
+        (["run"], "torch", "pip install torch"),
+        (["adapter", "--base", "run/model"], "peft", "pip install peft, or `megatrain-jax merge`"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words, without, error, given, capsys, monkeypatch):
+    monkeypatch.chdir(given)
+    if without is not None:
+        monkeypatch.setitem(sys.modules, without, None)
+    assert main(["chat", *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert error in told and told.startswith("megatrain-jax chat: error: ") and "\n" not in told
+
+
+def test_the_command_merges_once(given, tmp_path, capsys):
+    words = [str(given / "adapter"), "--base", str(given / "run" / "model")]
+    assert main(["merge", *words, "--out", str(tmp_path / "merged")]) == 0
+    expected = models.merge_adapter(words[0], tmp_path / "expected", base=words[2])
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "merged" / name).read_bytes() == (expected / name).read_bytes()
+    changed = load_file(expected / "model.safetensors")
+    before = load_file(given / "run" / "model" / "model.safetensors")
+    assert {n for n in before if (before[n] != changed[n]).any()}
+    capsys.readouterr()
+    assert main(["merge", *words, "--out", str(tmp_path / "merged")]) == 2
+    assert "there is something at `out` =" in capsys.readouterr().err

@@ -1,0 +1,202 @@
+"""The loop of generation and training: rewards, batches, records, and runs that continue."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import losses, models
+from megatrain_jax._src.grpo.rewards import Rewards
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "rope": models.Rope(dim=8, base=100.0),
+    "init_std": 0.1,
+}
+ROWS = [
+    {"prompt": [5, 7, 1], "wanted": 3},
+    {"prompt": [4], "wanted": 9},
+    {"prompt": [2, 2]} | {"wanted": 3},
+]
+OPTIONS: dict[str, Any] = {
+    "num_generations": 4,
+    "prompts_per_step": 2,
+    "max_completion_length": 6,
+    "temperature": 0.9,
+    "stop": [0],
+}
+
+
+def decoder() -> models.Decoder:
+    return models.Decoder(models.DecoderConfig(**SIZES), rngs=nnx.Rngs(3))
+
+
+def share_of_wanted(completion_ids: list[list[int]], wanted: list[int]) -> list[float]:
+    return [ids.count(token) / len(ids) for ids, token in zip(completion_ids, wanted, strict=True)]
+
+
+def run(steps: int, *, model: Any = decoder, options: Any = (), **settings: Any) -> mt.FitResult:
+    given = {"precision": "float32", "progress": False, "resume": True} | settings
+    return models.grpo(
+        model,
+        ROWS,
+        share_of_wanted,
+        optax.adam(3e-2),
+        steps=steps,
+        tokenizer=None,
+        options=models.GrpoOptions(**(OPTIONS | dict(options))),
+        **given,
+    )
+
+
+def equal(found: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+# Rewards and advantages
+
+
+def test_advantages_are_deviations_from_the_mean_of_the_group():
+    rewards = np.array([1.0, 2, 4, 5, 5, 5, math.nan, 3, 8])
+    found = losses.group_advantages(rewards, 3)
+    first = (rewards[:3] - rewards[:3].mean()) / (rewards[:3].std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(found[:3], first, rtol=1e-6)
+    assert not found[3:7].any() and found[7] == -found[8] < 0
+    plain = losses.group_advantages(rewards, 3, scale_rewards="none")
+    np.testing.assert_allclose(plain[7:], [-2.5, 2.5])
+    batch = losses.group_advantages(rewards[:6], 3, scale_rewards="batch")
+    np.testing.assert_allclose(batch[:3], (rewards[:3] - 7 / 3) / (rewards[:6].std(ddof=1) + 1e-4))
+    with pytest.raises(ValueError, match="one reward for each of 4 completions"):
+        losses.group_advantages(rewards, 4)
+
+
+def test_rewards_are_weighted_and_may_not_apply():
+    def short(completions):
+        return [-len(text) for text in completions]
+
+    def right(prompts, completions, answer, **columns):
+        assert set(columns) == {"completion_ids"}
+        pairs = zip(completions, answer, strict=True)
+        return [None if wanted is None else float(text == wanted) for text, wanted in pairs]
+
+    rewards = Rewards([short, right, right], [0.5, 2, 1])
+    assert rewards.names == ["short", "right_1", "right_2"]
+    columns: dict[str, Any] = {"prompts": ["p", "p"], "completions": ["ab", "c"]}
+    columns |= {"completion_ids": [[1], [2]], "answer": ["ab", None]}
+    each = rewards(**columns)
+    np.testing.assert_array_equal(each, [[-2, 1, 1], [-1, math.nan, math.nan]])
+    np.testing.assert_array_equal(rewards.total(each), [2, -0.5])
+    nothing = Rewards(lambda completions: [None, 1.0])
+    assert math.isnan(nothing.total(nothing(completions=["a", "b"]))[0])
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "words"),
+    [
+        ([1.0], ValueError, "the reward function bad returned 1 rewards for 2 completions"),
+        ([1.0, math.nan], ValueError, "returned nan for completion 1 .*must be finite"),
+        ([1.0, "x"], TypeError, "returned 'x' for completion 1 .*is no number"),
+        (1.0, TypeError, "must return a list of numbers, not 1.0"),
+    ],
+)
+def test_wrong_rewards_are_named(found: Any, error: type[Exception], words: str):
+    def bad(**columns):
+        return found
+
+    with pytest.raises(error, match=words):
+        Rewards(bad)(completions=["a", "b"])
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="`loss_type` must be"):
+        models.GrpoOptions(loss_type="ppo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`num_generations` must be"):
+        models.GrpoOptions(num_generations=1)
+    logs = jnp.zeros((2, 3))
+    with pytest.raises(ValueError, match="`beta`=0.1 needs `reference`"):
+        losses.grpo(logs, logs, logs, beta=0.1)
+    with pytest.raises(ValueError, match="needs `max_completion_length`"):
+        losses.grpo(logs, logs, logs, loss_type="dr_grpo")
+    with pytest.raises(ValueError, match="`old_logs` has shape"):
+        losses.grpo(logs, logs[:1], logs)
+
+
+# Runs
+
+
+def test_the_reward_rises_and_records_have_its_numbers():
+    result = run(30, options={"log_completions": 10})
+    first, last = (np.mean(result.history["reward"][part]) for part in (slice(5), slice(-5, None)))
+    assert last > first + 0.2
+    record = result.history[9]
+    assert record["rewards/share_of_wanted/mean"] == record["reward"]
+    assert 1 <= record["completions/mean_length"] <= 6
+    assert record["weight"] == 8 * record["completions/mean_length"]
+    assert record["generation/tokens_per_second"] > 0 < record["training/tokens_per_second"]
+    # Generation and training agree, so that a first update's ratios are 1 and none is clipped.
+    assert max(result.history["sampling/sampling_logp_difference/mean"]) < 1e-5
+    assert not any(result.history["clip_ratio/region_mean"])
+    table = record["completions"]
+    assert len(table) == 4 and {"prompt", "completion", "advantage"} <= table[0].keys()
+    assert "completions" not in result.history[8]
+
+
+def test_microbatches_and_a_small_device_change_nothing():
+    options = {"num_iterations": 2}
+    whole = run(4, options=options)
+    parts = run(4, options=options, microbatches=4)
+    small = run(4, options=options, device_budget="least")
+    for other in (parts, small):
+        for found, wanted in zip(other.history["loss"], whole.history["loss"], strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        pairs = zip(jax.tree.leaves(other.params), jax.tree.leaves(whole.params), strict=True)
+        for found, wanted in pairs:
+            np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
+    options = {"num_iterations": 2, "epsilon": 0.05}
+    folder = tmp_path / "whole"
+    whole = run(6, options=options, checkpoint_dir=folder, checkpoint_every=1, keep=9)
+    # Drift from the first update shows in the second one on the same completions.
+    assert whole.history[1]["sampling/sampling_logp_difference/mean"] > 1e-3
+    for step in (2, 3):  # after both updates on some completions, and between them
+        cut = tmp_path / f"cut {step}"
+        cut.mkdir()
+        shutil.copytree(folder / str(step), cut / str(step))
+        again = run(6, options=options, checkpoint_dir=cut)
+        assert equal(again.params, whole.params) and equal(
+            again.trainer.opt_state, whole.trainer.opt_state
+        )
+        for name in ("loss", "reward", "completions/mean_length"):
+            assert again.history[name] == whole.history[name]
+
+
+def test_a_stored_reference_is_that_of_adapters_that_are_off():
+    adapted = models.lora(decoder, targets="_proj", rank=4)
+    options = {"beta": 0.5}
+    settings = {"params": adapted.params, "trainable": adapted.trainable}
+    off = run(3, model=adapted.model, options=options, **settings)
+    assert off.history[0]["kl"] == pytest.approx(0, abs=1e-6) and off.history[2]["kl"] > 1e-5
+    stored = run(3, options=options, precision=mt.Precision(compute="float32", frozen="float32"))
+    assert stored.history[0]["kl"] == pytest.approx(0, abs=1e-6) and stored.history[2]["kl"] > 1e-4
+    before, after = decoder(), stored.trainer.model
+    assert equal(nnx.state(after.reference), nnx.state(before))
+    assert not equal(nnx.state(after.policy), nnx.state(before))
+    coded = run(2, options=options)
+    assert 0 < coded.history[0]["kl"] < 1e-3

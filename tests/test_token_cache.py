@@ -1,0 +1,164 @@
+"""Tokenised data on disk: equal to data in memory, made once, and made anew if it is damaged."""
+
+import json
+import os
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chats import conversations, openai, tokenizer
+from megatrain_jax import data
+from megatrain_jax._src.data import corpus as corpus_module
+from megatrain_jax._src.data import packing
+from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.report import Report, RowOrigin
+from megatrain_jax._src.data.token_cache import GrowingFiles
+
+OPTIONS: dict[str, Any] = {"length": 256, "batch_size": 2, "progress": False, "seed": 3}
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(openai(chat)) + "\n" for chat in conversations(12)))
+    return path
+
+
+def batches_of(dataset: data.Dataset) -> list[dict[str, Any]]:
+    return [{name: a.tolist() for name, a in batch.items()} for batch in dataset]
+
+
+def both(dataset: data.Dataset) -> list[Any]:
+    """Everything that training reads, also after a split."""
+    train, held = dataset.split(0.3, seed=1)
+    parts = (dataset, train, held)
+    return [[part.fingerprint, part.num_tokens, batches_of(part)] for part in parts]
+
+
+@pytest.mark.parametrize("spilled", [1, corpus_module._SPILLED])
+@pytest.mark.parametrize("kind", ["chat", "text", "preferences", "unpaired", "distillation"])
+def test_mapped_data_is_the_data_in_memory(kind, spilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_SPILLED", spilled)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "chat": [openai(chat) for chat in conversations(12)],
+        "text": [{"text": f"number {n} " * (n + 1) * 9} for n in range(9)],
+        "preferences": [
+            {"prompt": f"say {n}", "chosen": f"it is {n}", "rejected": "no"} for n in range(9)
+        ],
+        "unpaired": [
+            {"prompt": f"say {n}", "completion": f"it is {n}", "label": n % 2 == 0}
+            for n in range(9)
+        ],
+        "distillation": [
+            {
+                "input_ids": [5, 6, 7 + n],
+                "topk_token_ids": [[1, 2], [3, 4], [n, 9]],
+                "topk_logprobs": [[-0.5, -1.0], [-0.25, -2.0], [-1.5, -3.0]],
+            }
+            for n in range(9)
+        ],
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[kind]))
+    options = OPTIONS | ({"topk": 2, "length": 8} if kind == "distillation" else {})
+    read = getattr(data, kind)
+    plain = read(path, tokenizer(), **options)
+    made, found = (read(path, tokenizer(), cache=tmp_path / "c", **options) for _ in range(2))
+    assert both(plain) == both(made) == both(found)
+    assert made.chat_template == found.chat_template == plain.chat_template
+    assert (made.summary.is_reused, found.summary.is_reused) == (False, True)
+    assert "on disk" in str(made.summary) and "kept for the next start in" in str(made.summary)
+    assert "tokenised data is read from" in str(found.summary)
+    # A saved position is the same place in all of them.
+    iterator = iter(plain)
+    next(iterator)
+    state, expected = iterator.get_state(), next(iterator)
+    for dataset in (made, found):
+        other = iter(dataset)
+        other.set_state(state)
+        np.testing.assert_array_equal(next(other)["tokens"], expected["tokens"])
+
+
+def test_only_equal_requests_share_data(chats, tmp_path):
+    cache = tmp_path / "cache"
+
+    def read(**changes: Any) -> bool:
+        given = {"source": chats, "tokenizer": tokenizer(), **OPTIONS, "cache": cache, **changes}
+        return data.chat(given.pop("source"), given.pop("tokenizer"), **given).summary.is_reused
+
+    assert not read() and read()
+    # The order of batches doesn't affect the tokens.
+    assert read(batch_size=1, seed=9, epochs=None)
+    assert not read(length=512) and not read(train_on="all") and not read(leading="drop")
+    template = str(tokenizer().chat_template).replace("Be kind.", "Be good.")
+    assert not read(chat_template=template) and read(chat_template=template)
+    larger = tokenizer()
+    larger.add_special_tokens({"additional_special_tokens": ["<new>"]})
+    assert not read(tokenizer=larger)
+    status = chats.stat()
+    os.utime(chats, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert not read() and read()
+    # Rows in memory have no name on disk.
+    count = len(list(cache.iterdir()))
+    rows = [json.loads(line) for line in chats.read_text().splitlines()]
+    assert not read(source=rows) and not read(source=rows) and len(list(cache.iterdir())) == count
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "learned.npy", "starts.npy", "corpus.json"])
+def test_damaged_data_is_made_anew(name, chats, tmp_path):
+    def read() -> data.Dataset:
+        return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
+
+    wanted = both(read())
+    (folder,) = (tmp_path / "cache").iterdir()
+    content = (folder / name).read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], None):
+        (folder / name).unlink()
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        with pytest.warns(UserWarning, match="is damaged and is made anew"):
+            made = read()
+        assert not made.summary.is_reused and both(made) == wanted and read().summary.is_reused
+
+
+def test_starts_at_the_same_time_make_the_same_data(chats, tmp_path):
+    def read(_: int) -> data.Dataset:
+        return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, range(4)))
+    wanted = both(data.chat(chats, tokenizer(), **OPTIONS))
+    assert all(both(dataset) == wanted for dataset in found)
+    # Nothing else is left behind, also not by data with faults.
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    with pytest.raises(data.DataError):
+        data.chat(chats, tokenizer(), cache=tmp_path / "cache", length=8, batch_size=1)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_memory_holds_a_part_of_the_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_SPILLED", 10_000)
+    document, peaks = np.arange(1000, dtype=np.int32), {}
+    entries = {"topk_logprobs": np.ones((1000, 2), np.float32)}
+    total = 0
+    for name in ("memory", "files"):
+        files = GrowingFiles(tmp_path) if name == "files" else None
+        tracemalloc.start()
+        try:
+            builder = CorpusBuilder(1000, "error", True, Report(), lambda _: None, files=files)
+            for _ in range(500):
+                builder.extend(document, document > 0, entries)
+                builder.end(RowOrigin("a"))
+            corpus = builder.finish()
+            # Rows are read by index.
+            pieces = packing.batch(corpus, [np.array([3]), np.array([499])], 1000)
+            assert pieces["tokens"].tolist() == [document.tolist()] * 2
+            peaks[name] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        total = corpus.num_bytes
+    assert total > 6_000_000 and peaks["memory"] > total > 10 * peaks["files"]
