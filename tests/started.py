@@ -51,9 +51,11 @@ class Started:
             self._specs[key] = spec
         return _with_budget(dataclasses.replace(self._specs[key], adapted=adapted), options)
 
-    def kernels(self, compiler_options: Mapping[str, str] | None = None) -> KernelCache:
+    def kernels(
+        self, compiler_options: Mapping[str, str] | None = None, platform: str = "cpu"
+    ) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options."""
-        assert not compiler_options
+        assert not compiler_options and platform == "cpu"
         return self._newest
 
     @contextmanager

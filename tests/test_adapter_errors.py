@@ -205,6 +205,8 @@ def test_precision_checks_its_dtypes():
         Precision(master=np.float64)
     with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype"):
         Precision(master="fp32")
+    with pytest.raises(ValueError, match=r"frozen='NF4'\) is no dtype.* codes, 'int8' and 'nf4'"):
+        Precision(frozen="NF4")
     with pytest.raises(ValueError, match=r"master=float16\) must be one of bfloat16, float32"):
         Precision(master=jnp.float16)
     with pytest.raises(ValueError, match=r"state=float16\) must be one of bfloat16, float32"):

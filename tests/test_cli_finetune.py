@@ -288,6 +288,7 @@ def test_a_longer_run_is_told_where_to_begin(tmp_path):
     longer = replace(settings, steps=12)
     with pytest.raises(ValueError, match="steps was 10 and is 12. Choose another `out`, or go on"):
         folder.check(longer)
+    folder.check(replace(settings, out="moved"))
     folder.finish({})
     folder.check(settings)
     with pytest.raises(ValueError, match="writes with `export`=finished and `export_as`=model$"):

@@ -362,6 +362,7 @@ FINETUNE = [
     option("lora_alpha", 8.0, "lora.alpha", lora_rank=2),
     option("lora_dropout", 0.25, "lora.dropout", lora_rank=2),
     option("lora_rslora", True, "lora.rslora", lora_rank=2),
+    option("lora_dora", True, "lora.dora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
     option("lora_modules_to_save", ["lm_head"], "lora.modules_to_save", lora_rank=2),
     option(
@@ -440,6 +441,7 @@ PLAN = [
         At(place="plan.trainable", expected="lora"),
         precision("frozen", "bfloat16")[1],
     ),
+    option("lora_dora", True, "lora.dora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
     option(
         "lora_modules_to_save",

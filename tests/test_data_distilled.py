@@ -82,6 +82,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a length": ({"topk_token_ids": [[1]]}, "`topk_token_ids` that is no list of lists as long"),
     "entries": ({"topk_logprobs": [[0.0], [0.0, 0.0]]}, "`topk_logprobs` that is no list of num"),
     "ids": ({"topk_token_ids": [[1], [0.5]]}, "`topk_token_ids` that is no list of token ids"),
+    "alike": (
+        {"topk_token_ids": [[1], [3, 3]], "topk_logprobs": [[-1.0], [-1.0, -2.0]]},
+        "`topk_token_ids` with an id twice at one position",
+    ),
     "tokens": ({"input_ids": [1, -1]}, "`input_ids` that is no list of token ids"),
     "a mask": ({"completion_mask": [1]}, "`completion_mask` that is no list of numbers"),
 }

@@ -137,3 +137,12 @@ def test_a_tokenizer_without_a_folder_has_no_model(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(save(tmp_path / "model", {"vocab_size": 3}))
     path = write(tmp_path / "a.jsonl", rows_with([[]]))
     assert load(path, tokenizer()).num_documents == 1
+
+
+def test_an_id_that_is_no_token_is_named_by_its_number(tmp_path: Path):
+    folder = save(tmp_path / "model", {"vocab_size": FIRST})
+    row = {"input_ids": [1, 2], "topk_token_ids": [[1], [9999]], "topk_logprobs": [[-1.0]] * 2}
+    options: Any = {"length": 8, "batch_size": 1, "topk": 1, "progress": False}
+    with pytest.warns(UserWarning, match="beyond"):
+        with pytest.raises(data.DataError, match="1 of 2, the first id 9999"):
+            data.distillation([row], folder, **options)

@@ -56,7 +56,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         namespace |= {name: program[name] for name in shared}
     if page.name in FOR_LONG:
         options = {"xla_backend_optimization_level": "1"}
-        monkeypatch.setattr(start, "KernelCache", lambda own: KernelCache({**own, **options}))
+        monkeypatch.setattr(
+            start, "KernelCache", lambda own, on: KernelCache({**own, **options}, on)
+        )
     if page.name in WITH_CHECKPOINT:
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())

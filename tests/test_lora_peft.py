@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import transformers
+from flax import nnx
 from safetensors.numpy import load_file
 
 import megatrain_jax as mt
@@ -80,12 +81,12 @@ def curves(trainer, theirs, steps):
     return ours, expected
 
 
-def check_files(ours, theirs):
+def check_files(ours, theirs, most=2e-5):
     """Compares the tensors in the folders of both, name by name."""
     found, expected = (load_file(f / "adapter_model.safetensors") for f in (ours, theirs))
     assert set(found) == set(expected)
     for key, array in expected.items():
-        limit = 2e-5 * np.abs(array).max()
+        limit = most * np.abs(array).max()
         np.testing.assert_allclose(found[key], array, atol=limit, err_msg=key)
     return found
 
@@ -197,6 +198,52 @@ def test_training_goes_on_from_adapters_of_peft(saved, tmp_path):
         tokens = random_tokens()
         ours = jax.tree.map(jnp.asarray, trainer.model)(tokens)
         np.testing.assert_allclose(ours, logits_of(again, tokens), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_dora_is_that_of_peft(tmp_path):
+    base = save(make_torch("qwen2"), tmp_path / "base")  # its projections have biases
+    targets = r"self_attn/(q|v)_proj|down_proj"
+    trainer = make_trainer(base, targets, rank=3, alpha=5.0, dora=True)
+    models.save_lora(trainer, tmp_path / "fresh")
+    theirs = peft.PeftModel.from_pretrained(
+        make_torch("qwen2"), tmp_path / "fresh", is_trainable=True
+    )
+    curve, expected = curves(trainer, theirs, 5)
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
+    models.save_lora(trainer, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    # A row's factor is near 1, and its difference from 1 is rounded.
+    found = check_files(tmp_path / "ours", tmp_path / "theirs", most=6e-5)
+    assert sum("magnitude" in name for name in found) == len(found) / 3
+    # Read again, it has the same loss; and merged, the same logits.
+    again = trainer_of(models.load_lora(models.load_pretrained(base), tmp_path / "theirs"))
+    batch = next(batches())
+    losses = [one.read(one.step(batch))["loss"] for one in (trainer, again)]
+    np.testing.assert_allclose(*losses, rtol=4e-6)
+    tokens = random_tokens()
+    exported = models.save_pretrained(again, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    ours = jax.tree.map(jnp.asarray, again.model)(tokens)
+    np.testing.assert_allclose(logits_of(merged, tokens), ours, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dora_of_any_module_is_its_merged_matrix(dropout):
+    model = nnx.LinearGeneral((2, 3), (4, 5), axis=(-2, -1), rngs=nnx.Rngs(0))
+    options: dict[str, Any] = {"targets": "kernel", "rank": 2, "dropout": dropout}
+    adapted = models.lora(model, dora=True, **options).model
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 2, 3)), jnp.float32)
+    still = nnx.view(adapted, deterministic=True) if dropout else adapted
+    np.testing.assert_allclose(still(x), model(x), atol=1e-5)
+    adapted.lora_B.set_value(jnp.full((20, 2), 0.3))
+    adapted.lora_magnitude.set_value(jnp.arange(1.0, 21.0))
+    adapted.bias.set_value(jnp.ones((4, 5)))
+    merged: Any = models.merge_lora(adapted)
+    expected = merged(x)
+    np.testing.assert_allclose(still(x), expected, atol=2e-5 * np.abs(expected).max())
+    norms = np.linalg.norm(np.reshape(merged.kernel[...], (6, 20)), axis=0)
+    np.testing.assert_allclose(norms, np.arange(1.0, 21.0), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

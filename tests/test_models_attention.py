@@ -29,7 +29,7 @@ def arrays(length: int = 21, rows: int = 2, heads: int = 4, kv_heads: int = 2):
     return [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
 
 
-def defined(q, k, v, *, segments=None, window=None, softcap=None, scale=None):
+def defined(q, k, v, *, segments=None, window=None, chunk=None, softcap=None, scale=None):
     """Attention as its definition has it, with a mask for all pairs of tokens."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bmhd,bnhd->bhmn", q, k) * (scale or q.shape[3] ** -0.5)
@@ -39,6 +39,9 @@ def defined(q, k, v, *, segments=None, window=None, softcap=None, scale=None):
     mask = there <= here
     if window:
         mask &= here - there < window
+    if chunk:
+        first = np.argmax(segments[:, :, None] == segments[:, None, :], axis=-1)[:, :, None]
+        mask = mask & ((here - first) // chunk == (there - first) // chunk)[:, None]
     if segments is not None:
         mask = mask & (segments[:, :, None] == segments[:, None, :])[:, None]
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
@@ -52,6 +55,7 @@ OPTIONS = {
     "causal": {},
     "window": {"window": 6, "scale": 0.5},
     "documents": {"segments": SEGMENTS},
+    "chunks": {"segments": SEGMENTS, "chunk": 4},
     "everything": {"segments": SEGMENTS, "window": 3, "softcap": 1.5},
 }
 

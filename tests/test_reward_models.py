@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from megatrain_jax import models
+from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.models.families.registry import FAMILIES, scorer_of
 from test_models_training import SMALL
 
@@ -64,4 +65,25 @@ def test_mistakes_are_named(tmp_path):
     decoder = models.Decoder(SMALL, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`model` has no score head"):
         models.conversation_scores(decoder, {}, segments=1)
-    assert dataclasses.replace(SMALL, scores=True).scores
+    scorer = models.Decoder(dataclasses.replace(SMALL, scores=True), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="`source` is a reward model, whose head scores tokens"):
+        models.generate(scorer, [[1, 2]], max_tokens=2)
+    batch = {"tokens": np.ones((1, 3), np.int32), "labels": np.ones((1, 3), np.int32)}
+    with pytest.raises(ValueError, match="`model` is a reward model, whose head has no logits"):
+        models.next_token_loss(scorer, batch)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_reward_model_learns_scores_only(objective, tmp_path, capsys):
+    base = models.load_pretrained(save(make_torch("qwen2"), tmp_path / "base"))
+    scorer = models.reward_model(base)
+    model = scorer.model()
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, scorer.params))
+    nnx.update(model, state)
+    models.save_pretrained(model, tmp_path / "scorer")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    given = {"model": tmp_path / "scorer", "data": tmp_path / "rows.jsonl", "out": tmp_path / "out"}
+    given |= {"objective": objective, "length": 16, "batch": 2}
+    assert main(["finetune", *(str(x) for k, v in given.items() for x in (f"--{k}", v))]) == 2
+    assert "is a reward model: it has scores in place of the logits" in capsys.readouterr().err

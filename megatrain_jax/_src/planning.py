@@ -144,7 +144,7 @@ def plan(
             lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
         )
         usable = machine and machine.usable_bytes
-        kernels = KernelCache()
+        kernels = KernelCache(platform="gpu")
         spec = fit_with_parts(
             run,
             lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),

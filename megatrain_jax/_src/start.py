@@ -153,7 +153,8 @@ def with_parts(
     usable = run.machine and run.machine.usable_bytes
     processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
     # Uses estimates, so that nothing is compiled for rejected numbers.
-    planned, kernels = placed_on(AbstractMesh((run.num_devices,), ("data",))), KernelCache()
+    planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    kernels = KernelCache(platform="gpu")
 
     def to_host(spec: RunSpec) -> RunSpec | None:
         return fit_to_host(spec, *processes.spread)
@@ -248,7 +249,10 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = KernelCache(_compiler_options(spec, placement)), placement.processes
+    kernels, processes = (
+        KernelCache(_compiler_options(spec, placement), placement.platform),
+        placement.processes,
+    )
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count

@@ -42,6 +42,11 @@ def prepare(settings: FinetuneSettings) -> Job:
         # A fresh head is always trained.
         if trainable is not None or settings.has_adapters:
             trainable = [*listed(trainable), "^score/"]
+    elif pretrained.config.scores:
+        raise ValueError(
+            f"`model` = {settings.model} is a reward model: it has scores in place of the logits "
+            f"that `objective`={settings.objective} needs. Pass the model that it was made from"
+        )
     model, params = pretrained.model, pretrained.params
     if settings.has_adapters:
         _check_exports(settings, pretrained.config)
@@ -57,6 +62,7 @@ def prepare(settings: FinetuneSettings) -> Job:
             alpha=settings.lora_alpha,
             dropout=settings.lora_dropout,
             rslora=settings.lora_rslora,
+            dora=settings.lora_dora,
             modules_to_save=listed(settings.lora_modules_to_save),
             seed=settings.seed,
             params=params,

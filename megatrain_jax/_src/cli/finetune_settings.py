@@ -59,6 +59,7 @@ class FinetuneSettings(TrainingSettings):
         lora_alpha: Scale of adapters, divided by the rank.
         lora_dropout: Fraction of a module's inputs hidden from its adapter.
         lora_rslora: Whether to divide by the square root of the rank instead.
+        lora_dora: Whether to train the norms of matrices' rows, too (DoRA).
         lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside fresh adapters and to save with them,
             such as embed_tokens and lm_head, one or several.
@@ -93,6 +94,7 @@ class FinetuneSettings(TrainingSettings):
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     lora_rslora: bool = False
+    lora_dora: bool = False
     lora_targets: str = "layers/.*_proj"
     lora_modules_to_save: list[str] | str | None = None
     export_as: Literal["model", "adapter", "both"] | None = None
@@ -160,7 +162,8 @@ class FinetuneSettings(TrainingSettings):
     def _check_needed(self) -> None:
         check_needed(
             self,
-            "lora_alpha lora_dropout lora_rslora lora_targets lora_modules_to_save".split(),
+            ("lora_alpha", "lora_dropout", "lora_rslora", "lora_dora")
+            + ("lora_targets", "lora_modules_to_save"),
             is_there=self.lora_rank is not None,
             needed="fresh adapters: set `lora_rank`",
         )

@@ -46,6 +46,7 @@ class PlanSettings:
             dtype.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
+        lora_dora: Whether to train the norms of matrices' rows, too (DoRA).
         lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside adapters, such as embed_tokens and
             lm_head, one or several.
@@ -72,6 +73,7 @@ class PlanSettings:
     trainable: list[str] | str | None = None
     frozen: Frozen | None = None
     lora_rank: int | None = None
+    lora_dora: bool = False
     lora_targets: str = "layers/.*_proj"
     lora_modules_to_save: list[str] | str | None = None
     device_budget: int | str | None = None
@@ -102,7 +104,7 @@ class PlanSettings:
             checks.integer("lora_rank", self.lora_rank)
         check_needed(
             self,
-            ("lora_targets", "lora_modules_to_save"),
+            ("lora_dora", "lora_targets", "lora_modules_to_save"),
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )

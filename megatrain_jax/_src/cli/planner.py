@@ -93,7 +93,7 @@ class Planner:
     def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
         """The function that builds a model, and the patterns of the trained parameters."""
         rank, targets = self.settings.lora_rank, self.settings.lora_targets
-        saved = tuple(listed(self.settings.lora_modules_to_save))
+        saved, dora = tuple(listed(self.settings.lora_modules_to_save)), self.settings.lora_dora
         given = self.settings.trainable
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
@@ -102,11 +102,11 @@ class Planner:
             if rank is None:
                 return build, trainable
             adapted = with_adapters(
-                build, trainable, rank=rank, targets=targets, modules_to_save=saved
+                build, trainable, rank=rank, targets=targets, modules_to_save=saved, dora=dora
             )
             return adapted.model, adapted.trainable
 
-        return remembered("build", lambda: (config, rank, targets, saved, trainable), make)
+        return remembered("build", lambda: (config, rank, targets, saved, dora, trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""

@@ -18,11 +18,12 @@ from megatrain_jax._src.common import checks
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 
-# Options that may change while a run continues, because they affect neither batches nor updates.
+# Options that may change while a run continues, because they affect neither batches nor updates;
+# `out`, because a folder may be moved, or named in another way.
 FREE = frozenset(
     "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
-    "export_dtype host_budget keep log_every logs mlflow push push_private sample_temperatures "
-    "sample_tokens samples wandb workers".split()
+    "export_dtype host_budget keep log_every logs mlflow out push push_private "
+    "sample_temperatures sample_tokens samples wandb workers".split()
 )
 _POSITIVE = ("length", "batch", "microbatches", "keep", "log_every", "sample_tokens")
 _POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")

@@ -55,6 +55,8 @@ def to_distilled(row: Row, topk: int) -> DistilledRow:
     found_logs = np.full((size, topk), -np.inf, np.float32)
     for place, (some, values) in enumerate(zip(ids, logs, strict=True)):
         own = _numbers("topk_token_ids", some, len(some), np.int32)
+        if len(set(own.tolist())) < len(own):
+            raise InvalidRow("`topk_token_ids` with an id twice at one position")
         # JSON has no infinity: null stands for a token that can't follow.
         scores = [-np.inf if value is None else value for value in values]
         own_logs = _numbers("topk_logprobs", scores, len(own), np.float32)

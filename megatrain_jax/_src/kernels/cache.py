@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
@@ -22,13 +23,19 @@ _LARGE_TEMPORARIES = 4 * 2**30
 class KernelCache:
     """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
 
-    def __init__(self, compiler_options: Mapping[str, str | bool] | None = None):
+    def __init__(
+        self,
+        compiler_options: Mapping[str, str | bool] | None = None,
+        platform: str = "cpu",
+    ):
         """Makes an empty cache.
 
         Args:
             compiler_options: XLA options for all kernels.
+            platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
         """
         self._options = dict(compiler_options or {})
+        self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
         self._temporaries: dict[tuple[str, Hashable], int] = {}
@@ -88,21 +95,20 @@ class KernelCache:
     def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
         key = kernel.name, kernel.key
         if key not in self._estimates:
-            self._estimates[key] = _temporary_bytes(function(kernel), kernel)
+            self._estimates[key] = self._estimated_bytes(function(kernel), kernel)
         # Equal kernels of different steps may run beside different bytes.
         return self._estimates[key] + kernel.beside_bytes
 
-
-def _temporary_bytes(function: Any, kernel: Kernel) -> int:
-    """Estimates the bytes of a kernel's temporaries on each device."""
-    takes = kernel.takes or ()
-    jaxpr = jx.opened(function.trace(*takes).jaxpr)
-    shardings = [x.sharding for x in jax.tree.leaves(takes)]
-    rows = zip(jaxpr.invars, shardings, strict=True)
-    # Slabs and examples are divided along their first axis.
-    divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
-    num_devices = max((sharding.num_devices for sharding in shardings), default=1)
-    return temporary_bytes(jaxpr, divided, num_devices)
+    def _estimated_bytes(self, function: Any, kernel: Kernel) -> int:
+        """Estimates the bytes of a kernel's temporaries on each device."""
+        takes = kernel.takes or ()
+        jaxpr = jx.opened(function.trace(*takes).jaxpr)
+        shardings = [x.sharding for x in jax.tree.leaves(takes)]
+        rows = zip(jaxpr.invars, shardings, strict=True)
+        # Slabs and examples are divided along their first axis.
+        divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
+        num_devices = max((sharding.num_devices for sharding in shardings), default=1)
+        return self._temporary_bytes(jaxpr, divided, num_devices)
 
 
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:

@@ -165,7 +165,8 @@ def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
     adapted: dict[ParameterPath, Any] = {
         (*path, "weight"): module for path, module in adapted_modules(model)
     }
-    added = {(*path[:-1], name) for path in adapted for name in ("lora_A", "lora_B")}
+    names = ("lora_A", "lora_B", "lora_magnitude")
+    added = {(*path[:-1], name) for path in adapted for name in names}
     arrays = {path: np.asarray(value) for path, value in leaves(model) if path not in added}
     wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)

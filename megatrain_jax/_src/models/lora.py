@@ -18,6 +18,7 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.layers import ExpertMatrix
 from megatrain_jax._src.models.low_rank import (
     KNOWN,
+    Matrix,
     MergedMatrix,
     ModulePath,
     Settings,
@@ -32,6 +33,7 @@ from megatrain_jax._src.models.saved_modules import saved_modules
 from megatrain_jax._src.models.tensors import some
 
 TRAINABLE = r"(^|/)lora_[AB]$"
+DORA = r"(^|/)lora_([AB]|magnitude)$"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,7 @@ def lora(
     dropout: float = 0.0,
     rslora: bool = False,
     modules_to_save: Sequence[str] = (),
+    dora: bool = False,
     seed: int = 0,
     params: Any = None,
 ) -> Lora:
@@ -86,6 +89,9 @@ def lora(
         rslora: Whether the scale is `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732).
         modules_to_save: Modules that are trained whole beside the adapters and saved with them, as
             by PEFT: their paths, or the ends of these, such as `["embed_tokens", "lm_head"]`.
+        dora: Whether the norm of each row of `W + scale * B A` is trained, too, as `lora_magnitude`
+            (out,), in place of the norm that it has (DoRA, https://arxiv.org/abs/2402.09353); not
+            for experts.
         seed: Seed of the initial numbers and of dropout.
         params: Parameters to start from, a tree of arrays under the model's own paths as for `fit`,
             such as those of `load_pretrained`.
@@ -97,6 +103,7 @@ def lora(
             can't be saved, or the model already has adapters.
     """
     settings = _settings(rank, alpha, dropout, rslora, seed)
+    settings = replace(settings, dora=checks.boolean("dora", dora))
     if isinstance(modules_to_save, str) or not all(isinstance(n, str) for n in modules_to_save):
         raise TypeError(checks.refused("modules_to_save", "a list of names", modules_to_save))
     chooses = _chooser(targets)
@@ -124,10 +131,11 @@ def lora(
     # Read from the model with adapters, not from `targets`, because a module may be shared.
     chosen = dict(adapted_modules(given))
     saved = next(iter(chosen.values())).lora_settings.saved
+    pattern = DORA if dora else TRAINABLE
     return Lora(
         model=built,
         params=None if params is None else _completed(params, chosen, settings),
-        trainable="|".join([TRAINABLE, *(f"^{re.escape(path)}/" for path in saved)]),
+        trainable="|".join([pattern, *(f"^{re.escape(path)}/" for path in saved)]),
         targets=tuple(_matrix_name(path, module) for path, module in chosen.items()),
     )
 
@@ -243,11 +251,12 @@ def _check_chosen(
             "`trainable` that finds lm_head, too"
         )
     experts = [name_of(path) for path, module in chosen if isinstance(module, ExpertMatrix)]
-    if settings.dropout and experts:
-        raise ValueError(
-            f"`dropout` is not for adapters of experts, such as {experts[0]}; pass 0.0, or choose "
-            "`targets` without them"
-        )
+    for name, value, off in (("dropout", settings.dropout, 0.0), ("dora", settings.dora, False)):
+        if value and experts:
+            raise ValueError(
+                f"`{name}` is not for adapters of experts, such as {experts[0]}; pass {off}, or "
+                "choose `targets` without them"
+            )
 
 
 def _matrix_name(path: ModulePath, module: Any) -> str:
@@ -290,6 +299,21 @@ class _Fresh:
         return np.asarray(self._settings.initial_a(self._path, self.shape), dtype or self.dtype)
 
 
+class _Norms:
+    """The norms of a matrix's rows, computed when they are converted to an array."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, weight: Any, matrix: Matrix, shape: tuple[int, ...]):
+        self._weight, self._matrix, self.shape = weight, matrix, shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("norms can't be had without computing them")
+        rows = self._matrix.rows(np.asarray(self._weight).astype(np.float32))
+        return np.linalg.norm(rows, axis=1).astype(dtype or self.dtype)
+
+
 def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings) -> dict[str, Any]:
     """Returns the given parameters with the model's fresh adapters added."""
     tree = _as_dicts(params)
@@ -301,6 +325,10 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
         for key in path:
             # Any further missing parameters are reported when a run starts from these.
             at = at.setdefault(str(key), {})
+        if settings.dora:
+            matrix = matrix_of(module)
+            assert matrix is not None
+            at["lora_magnitude"] = _Norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
         # Zeros of any shape in four bytes, read one by one and never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)

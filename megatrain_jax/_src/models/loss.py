@@ -33,7 +33,8 @@ def next_token_loss(
 
     Raises:
         TypeError: If `model` is not a decoder, `batch` not a mapping or an option not a number.
-        ValueError: If `batch` lacks `tokens` or `labels`, or shapes don't match.
+        ValueError: If `batch` lacks `tokens` or `labels`, shapes don't match, or the model has a
+            score head.
     """
     _check(model, batch)
     checks.number("z_loss", z_loss, least=0)
@@ -61,6 +62,8 @@ def next_token_loss(
 def _check(model: Decoder, batch: Mapping[str, Any]) -> None:
     if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
         raise TypeError(checks.refused("model", "a models.Decoder", model))
+    if getattr(getattr(model, "config", None), "scores", False):
+        raise ValueError("`model` is a reward model, whose head has no logits of next tokens")
     if not isinstance(batch, Mapping):
         raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
     missing = [name for name in ("tokens", "labels") if name not in batch]

@@ -44,6 +44,8 @@ class Settings:
         rslora: Whether the scale is alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
         seed: Seed of `lora_A` and of dropout.
         saved: Paths of modules that are trained whole and saved with the adapters.
+        dora: Whether each row of a merged matrix has a trained norm
+            (https://arxiv.org/abs/2402.09353).
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Settings:
     rslora: bool
     seed: int
     saved: tuple[str, ...] = ()
+    dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -97,6 +100,12 @@ class Matrix:
         size_out, size_in = sizes if self.out_first else sizes[::-1]
         return (*stack, rank, size_in), (*stack, size_out, rank)
 
+    def rows(self, weight: Any) -> Any:
+        """Returns a matrix as (out, in), with each side's axes flattened to one."""
+        if self.out_first:
+            return weight.reshape(math.prod(weight.shape[: self.num_out]), -1)
+        return weight.reshape(math.prod(weight.shape[: self.num_in]), -1).T
+
 
 def matrix_of(module: Any) -> Matrix | None:
     """Returns the matrix of a module that can have adapters, or None."""
@@ -128,7 +137,30 @@ def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = self.lora_dropout(x)
     a, b = self.lora_A[...], self.lora_B[...]
     added = self.lora_settings.scale * ((x.astype(a.dtype) @ a.T) @ b.T)
+    if self.lora_settings.dora:
+        added = _with_norms(self, x, y.reshape(added.shape), added, a, b)
     return y + added.reshape(y.shape).astype(y.dtype)
+
+
+def _with_norms(self: Any, x: Any, y: Any, added: Any, a: Any, b: Any) -> Any:
+    """The term of adapters with DoRA: the output is that of a matrix with other norms of rows.
+
+    With the factor m of each row, the trained norm divided by that of `W + scale * B A`, it is
+    `(m - 1) W x + m scale B A x`. As in PEFT, the divisor has no gradient, and dropout hides inputs
+    of both products.
+    """
+    matrix = matrix_of(self)
+    assert matrix is not None
+    rows = matrix.rows(getattr(self, matrix.name)[...]).astype(a.dtype)
+    norms = jnp.linalg.norm(rows + self.lora_settings.scale * (b @ a), axis=1)
+    factor = self.lora_magnitude[...] / jax.lax.stop_gradient(norms)
+    if self.lora_settings.dropout:
+        plain = x.astype(a.dtype) @ rows.T
+    else:
+        bias = getattr(self, "bias", None)
+        plain = y.astype(a.dtype)
+        plain = plain if bias is None else plain - bias[...].astype(a.dtype).reshape(-1)
+    return (factor - 1) * plain + factor * added
 
 
 def _adapted_experts(self: Any) -> LowRank:
@@ -166,6 +198,9 @@ def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
     module.__class__ = _adapted_class(type(module))
     module.lora_A = nnx.Param(settings.initial_a(path, shapes[0]))
     module.lora_B = nnx.Param(jnp.zeros(shapes[1], jnp.float32))
+    if settings.dora:
+        rows = matrix.rows(getattr(module, matrix.name)[...])
+        module.lora_magnitude = nnx.Param(jnp.linalg.norm(rows.astype(jnp.float32), axis=1))
     module.lora_settings = settings
     if settings.dropout:
         module.lora_dropout = nnx.Dropout(settings.dropout, rngs=settings.dropout_rngs(path))
@@ -227,4 +262,11 @@ class MergedMatrix:
         # Added in at least fp32: an adapter's change may be smaller than a bfloat16 weight's
         # resolution.
         total = weight + added.reshape(weight.shape).astype(wide)
+        if self._module.lora_settings.dora:
+            norms = np.linalg.norm(self._matrix.rows(total), axis=1)
+            factor = np.asarray(self._module.lora_magnitude[...]).astype(wide) / norms
+            # One row of the merged matrix for each output, wherever its axes are.
+            last = total.shape[total.ndim - self._matrix.num_out :]
+            shape = (-1, *([1] * self._matrix.num_in)) if self._matrix.out_first else last
+            total = total * factor.reshape(shape)
         return total if dtype is None else total.astype(dtype)

@@ -71,7 +71,14 @@ def save_lora(
         for factor in ("lora_A", "lora_B")
         for name, array in _arrays(named[path], getattr(module, factor)[...], _DTYPES[dtype])
     }
-    saved = next(iter(modules.values())).lora_settings.saved
+    settings = next(iter(modules.values())).lora_settings
+    saved = settings.saved
+    if settings.dora:
+        tensors |= {
+            f"base_model.model.{name}.lora_magnitude_vector": array
+            for path, module in modules.items()
+            for name, array in _arrays(named[path], module.lora_magnitude[...], _DTYPES[dtype])
+        }
     whole = [p for p in parameters if p.trained and name_of(p.path[:-1]) in saved]
     values = dict(leaves(model))
     tensors |= {
@@ -133,6 +140,7 @@ def _config(
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
         "target_modules": sorted(targets),
         "bias": "none",
         "fan_in_fan_out": False,

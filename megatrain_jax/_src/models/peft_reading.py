@@ -16,11 +16,13 @@ from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_fi
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-FACTORS = ("lora_A", "lora_B")
+# The ends of tensors' names for each parameter of an adapted module.
+ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
+DORA_ENDS = ENDS | {"lora_magnitude": "lora_magnitude_vector"}
 # Fields of adapter_config.json that are read here, and fields that don't change the computation.
 # The tensors in the file tell the modules with adapters.
 _READ = frozenset(
-    "peft_type r lora_alpha lora_dropout use_rslora bias init_lora_weights target_modules "
+    "peft_type r lora_alpha lora_dropout use_rslora use_dora bias init_lora_weights target_modules "
     "modules_to_save".split()
 )
 _WITHOUT_EFFECT = frozenset(
@@ -60,8 +62,8 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     values = _config(folder)
     parameters = _parameters(pretrained, folder)
     found = _found(parameters, _tensors(folder), values, pretrained, folder)
-    chosen = {name_of(p.path) for p, arrays in found if arrays.keys() == set(FACTORS)}
-    whole = {name_of(p.path[:-1]) for p, arrays in found if arrays.keys() != set(FACTORS)}
+    chosen = {name_of(p.path) for p, arrays in found if "lora_A" in arrays}
+    whole = {name_of(p.path[:-1]) for p, arrays in found if "lora_A" not in arrays}
     adapted = lora(
         pretrained.model,
         targets=lambda path: path in chosen,
@@ -70,6 +72,7 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
         dropout=values.get("lora_dropout", 0.0),
         rslora=values.get("use_rslora", False),
         modules_to_save=sorted(whole),
+        dora=values.get("use_dora", False),
         seed=seed,
         params=pretrained.params,
     )
@@ -147,11 +150,11 @@ def _found(
     Raises:
         ValueError: If tensors are missing, unknown, or of another shape or dtype than expected.
     """
-    left = dict(tensors)
+    left, ends = dict(tensors), DORA_ENDS if values.get("use_dora") else ENDS
     found, missing, misshapen = [], [], []
     for parameter in parameters:
         modules = [name.removesuffix(".weight") for name in parameter.names]
-        names = {f: [f"{module}.{f}.weight" for module in modules] for f in FACTORS}
+        names = {f: [f"{module}.{end}" for module in modules] for f, end in ends.items()}
         every = [name for part in names.values() for name in part]
         if not any(name in left for name in every):
             if values.get("modules_to_save") and parameter.names[0] in left:
@@ -168,7 +171,8 @@ def _found(
             continue
         out, *inside = parameter.tensor_shape
         shapes = {"lora_A": (values["r"], *inside), "lora_B": (out, values["r"])}
-        parts = {f: tuple(left.pop(name) for name in names[f]) for f in FACTORS}
+        shapes["lora_magnitude"] = (out,)
+        parts = {f: tuple(left.pop(name) for name in names[f]) for f in ends}
         wrong = [
             f"{t.name} {t.shape} {t.dtype}, not {shapes[f]}"
             for f, factors in parts.items()
@@ -178,7 +182,7 @@ def _found(
         if wrong:
             misshapen += wrong
             continue
-        arrays = {f: LazyArray(parts[f], stacked=parameter.stacked) for f in FACTORS}
+        arrays = {f: LazyArray(parts[f], stacked=parameter.stacked) for f in ends}
         found.append((parameter, arrays))
     faults = {
         "not part of it": list(left),

@@ -121,11 +121,12 @@ FAMILIES: dict[str, Family] = {
 # families without one. The rest are named as LlamaForSequenceClassification is.
 _SCORERS: dict[str, str | None] = {
     "gemma3_text": "Gemma3TextForSequenceClassification",
-    "gemma4_text": None,
-    "glm4_moe": None,
-    "granite": None,
-    "qwen3_5_moe_text": None,
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+    **dict.fromkeys(
+        "apertus cohere2 ernie4_5 ernie4_5_moe falcon_h1 gemma3n_text gemma4_text glm4_moe "
+        "glm4_moe_lite granite granitemoehybrid lfm2 llama4_text minimax_m2 olmoe "
+        "qwen3_5_moe_text".split()
+    ),
 }
 # The arguments of `DecoderConfig` that such a class has in place of the model's own.
 AS_SCORES: dict[str, Any] = {

@@ -271,6 +271,10 @@ def _matrix_of(linear: Any) -> Float[Array, "out in"]:
     if not is_adapted(linear):
         return weight
     added = linear.lora_settings.scale * (linear.lora_B[...] @ linear.lora_A[...])
+    if linear.lora_settings.dora:
+        rows = weight.astype(added.dtype) + added
+        factor = linear.lora_magnitude[...] / jnp.linalg.norm(rows, axis=1)
+        return (factor[:, None] * rows).astype(weight.dtype)
     return (weight + added.astype(weight.dtype)).astype(weight.dtype)
 
 

@@ -149,6 +149,8 @@ def _source(
     """Takes a model apart; its layers become parts of their own."""
     model = _without_dropout(model)
     config, layers, forms = model.config, list(model.layers), []
+    if config.scores:
+        raise ValueError("`source` is a reward model, whose head scores tokens and writes none")
     parts = []
     for i, layer in enumerate(layers):
         graph, part = _part(layer, dtype)
