@@ -39,22 +39,21 @@ def batches():
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def make_trainer(folder, targets, **options):
+def make_trainer(folder, targets, run=None, **options):
     pretrained = models.load_pretrained(folder)
-    return trainer_of(
-        models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
-    )
+    adapted = models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
+    return trainer_of(adapted, **(run or {}))
 
 
-def trainer_of(adapted, trainable=None):
+def trainer_of(adapted, **run):
+    settings = {"trainable": adapted.trainable, "precision": mt.Precision(compute=jnp.float32)}
     return mt.Trainer(
         adapted.model,
         models.next_token_loss,
         optax.adamw(1e-2, eps=1e-3, weight_decay=0.01),
         next(batches()),
         params=adapted.params,
-        trainable=trainable or adapted.trainable,
-        precision=mt.Precision(compute=jnp.float32),
+        **(settings | run),
     )
 
 

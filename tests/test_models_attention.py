@@ -39,7 +39,7 @@ def defined(q, k, v, *, segments=None, window=None, chunk=None, softcap=None, sc
     mask = there <= here
     if window:
         mask &= here - there < window
-    if chunk:
+    if chunk and segments is not None:
         first = np.argmax(segments[:, :, None] == segments[:, None, :], axis=-1)[:, :, None]
         mask = mask & ((here - first) // chunk == (there - first) // chunk)[:, None]
     if segments is not None:
