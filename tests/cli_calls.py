@@ -134,7 +134,9 @@ class _Library:
         pretrained = SimpleNamespace(
             model=lambda: None,
             params="those of the checkpoint",
-            config=SimpleNamespace(family="llama", original="{}", saved_dtype="bfloat16"),
+            config=SimpleNamespace(
+                family="llama", original="{}", saved_dtype="bfloat16", scores=False
+            ),
         )
         adapted = SimpleNamespace(
             model=lambda: "with adapters", params="with adapters", trainable="lora"
