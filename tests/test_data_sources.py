@@ -395,5 +395,5 @@ def test_datasets_that_cant_be_mixed_are_named():
             data.mix([one, one], [1, weight])
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     preferred = data.preferences(pairs, tokenizer(), length=256, batch_size=2, progress=False)
-    with pytest.raises(ValueError, match="must all be preferences, all labelled answers, .* or none"):
+    with pytest.raises(ValueError, match="must all be preferences, .* or none of these"):
         data.mix([one, preferred])
