@@ -13,11 +13,15 @@ from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.model_and_batch import frozen_of, trained_with, with_adapters
+from megatrain_jax._src.cli.model_and_batch import (
+    checkpoint_folder,
+    frozen_of,
+    trained_with,
+    with_adapters,
+)
 from megatrain_jax._src.cli.new_tokens import exported_tokenizer, tokenizer_of
 from megatrain_jax._src.cli.tokenizers import Asking
 from megatrain_jax._src.cli.training_settings import listed
-from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -31,7 +35,7 @@ def prepare(settings: FinetuneSettings) -> Job:
     Raises:
         ValueError: If the checkpoint, or a setting for it, can't be used.
     """
-    settings = _with_folder(settings)
+    settings = replace(settings, model=checkpoint_folder(settings.model))
     pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
     if settings.new_tokens is not None:
         tokenizer = tokenizer_of(settings)
@@ -79,17 +83,6 @@ def prepare(settings: FinetuneSettings) -> Job:
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
-
-
-def _with_folder(settings: FinetuneSettings) -> FinetuneSettings:
-    """The settings with the folder of the checkpoint, which is downloaded if it has a Hub name."""
-    given = settings.model
-    if is_hub_model(given):
-        folder = folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES)
-        return replace(settings, model=str(folder))
-    if not Path(given).expanduser().is_dir():
-        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
-    return settings
 
 
 def _reference(settings: FinetuneSettings) -> tuple[str, ...]:

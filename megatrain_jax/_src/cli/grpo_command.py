@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.devices import peak_device_bytes
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
-from megatrain_jax._src.cli.model_and_batch import frozen_of, with_adapters
+from megatrain_jax._src.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
 from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
 from megatrain_jax._src.cli.recipe import precision_of, schedule_of
@@ -25,7 +25,6 @@ from megatrain_jax._src.cli.run_data import called
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 from megatrain_jax._src.cli.training_settings import listed
-from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 # As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130
@@ -64,7 +63,7 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
     rewards = load_rewards(listed(settings.rewards))
     with called("data"):
         rows = data.prompts(settings.data, invalid=settings.invalid)
-    checkpoint = _checkpoint(settings.model)
+    checkpoint = checkpoint_folder(settings.model)
     tokenizer = load_tokenizer("model", checkpoint)
     model = _model(settings, checkpoint)
     identity = folder.note("identity") or uuid.uuid4().hex
@@ -129,15 +128,6 @@ def _options(settings: GrpoSettings) -> models.GrpoOptions:
     names = {field.name for field in fields(models.GrpoOptions)}
     given = {name: value for name, value in asdict(settings).items() if name in names}
     return models.GrpoOptions(**given)
-
-
-def _checkpoint(given: str) -> str:
-    """The folder of the checkpoint, downloaded if it has a name on the Hub."""
-    if is_hub_model(given):
-        return str(folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES))
-    if not Path(given).expanduser().is_dir():
-        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
-    return given
 
 
 def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:

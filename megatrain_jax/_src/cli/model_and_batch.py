@@ -1,6 +1,7 @@
 """A run's model and batch as its settings describe them, for plans and for runs."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,24 @@ import jax.numpy as jnp
 from megatrain_jax import models
 from megatrain_jax._src.cli.setting_rules import Frozen
 from megatrain_jax._src.cli.training_settings import listed
+from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
+
+
+def checkpoint_folder(given: str) -> str:
+    """The folder of a checkpoint, which is downloaded if it has a name on the Hub.
+
+    Args:
+        given: The setting `model`.
+
+    Raises:
+        FileNotFoundError: If the download fails.
+        ValueError: If there is no such folder.
+    """
+    if is_hub_model(given):
+        return str(folder_or_download("model", given, "a checkpoint", CHECKPOINT_FILES))
+    if not Path(given).expanduser().is_dir():
+        raise ValueError(f"`model` = {given} must be the folder of a checkpoint")
+    return given
 
 
 class Adapted(NamedTuple):
