@@ -1,14 +1,14 @@
-"""Shared by all dataset calls: checks options first, and makes the dataset at the end."""
+"""Shared by all dataset calls: checks options first, and finds the dataset or builds it."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.data.batches import DatasetOptions
-from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.report import (
     DataError,
@@ -19,6 +19,7 @@ from megatrain_jax._src.data.report import (
     Unclear,
 )
 from megatrain_jax._src.data.token_cache import Cached, GrowingFiles, TokenCache
+from megatrain_jax._src.data.tokens import Tokens
 from megatrain_jax._src.data.turns import Leading, TurnRules
 from megatrain_jax._src.data.vocabulary import BeyondVocabulary
 
@@ -117,18 +118,59 @@ def check_template(chat_template: Any, template_variables: Any) -> None:
         raise TypeError(checks.refused("template_variables", allowed, template_variables))
 
 
+def find_or_build(
+    cache: TokenCache | None,
+    options: DatasetOptions,
+    progress: bool,
+    fill: Callable[[CorpusBuilder, Report], None],
+    *,
+    too_long: WhenTooLong,
+    invalid: Invalid,
+    tokens: Tokens,
+    chat_template: str | None = None,
+    num_parts: int = 1,
+) -> Dataset:
+    """The dataset from a cache, or else built from rows.
+
+    Args:
+        cache: The dataset's place in the cache, if any.
+        options: Options of the dataset.
+        progress: Whether to print the summary.
+        fill: Function that reads the rows and adds their documents to a builder, and faults to a
+            report.
+        too_long: Treatment of documents longer than a row.
+        invalid: Treatment of unusable rows.
+        tokens: The tokenizer.
+        chat_template: The Jinja template that renders conversations.
+        num_parts: Parts of each document: 2 if documents are pairs.
+
+    Raises:
+        DataError: If there was a fault that the user did not allow, or there is no document.
+    """
+    if cache is not None and (found := cache.find()) is not None:
+        return _to_dataset(found, options, progress)
+    report, fault_of = Report(), tokens.vocabulary.fault
+    errors = invalid == "error"
+    with _files_of(cache) as files:
+        builder = CorpusBuilder(
+            options.length, too_long, errors, report, fault_of, num_parts, files
+        )
+        fill(builder, report)
+        return _finish(builder, report, options, progress, chat_template, cache)
+
+
 def shown(items: Iterable[T], progress: bool) -> Iterable[T]:
     """The items, with a progress bar if requested."""
     return tqdm(items, "tokenising", unit=" rows", disable=not progress)
 
 
-def finish(
+def _finish(
     builder: CorpusBuilder,
     report: Report,
     options: DatasetOptions,
     progress: bool,
-    chat_template: str | None = None,
-    cache: TokenCache | None = None,
+    chat_template: str | None,
+    cache: TokenCache | None,
 ) -> Dataset:
     """Makes the dataset from all documents that were read.
 
@@ -182,10 +224,10 @@ def finish(
     if cache is not None:
         assert isinstance(builder.files, GrowingFiles)
         cache.keep(builder.files, made)
-    return to_dataset(made, options, progress)
+    return _to_dataset(made, options, progress)
 
 
-def to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Dataset:
+def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Dataset:
     """The dataset of a corpus; prints its summary if `progress` is set."""
     if progress:
         print(made.summary, file=sys.stderr, flush=True)
@@ -193,7 +235,7 @@ def to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Dataset
 
 
 @contextmanager
-def files_of(cache: TokenCache | None) -> Iterator[GrowingFiles | None]:
+def _files_of(cache: TokenCache | None) -> Iterator[GrowingFiles | None]:
     """New files for the tokens of a dataset, deleted if the body fails; None without a cache."""
     if cache is None:
         yield None

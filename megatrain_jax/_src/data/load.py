@@ -14,10 +14,8 @@ from megatrain_jax._src.data.finish import (
     Invalid,
     check_choices,
     check_template,
-    files_of,
-    finish,
+    find_or_build,
     shown,
-    to_dataset,
     to_options,
     to_rules,
 )
@@ -54,11 +52,11 @@ def chat(
     """Makes packed batches of conversations.
 
     All tokens are computed here, once, and kept in host memory, or on disk with `cache`: five bytes
-    per token. Each row is a
-    conversation in the format of OpenAI (``{"messages": [{"role", "content"}]}``), ShareGPT
-    (``{"conversations": [{"from", "value"}]}``) or Alpaca (``{"instruction", "input", "output"}``),
-    or ``{"question", "answer"}`` or ``{"prompt", "completion"}``; formats may be mixed. A prompt
-    and a completion may be lists of messages; only the completion is learned.
+    per token. Each row is a conversation in the format of OpenAI (``{"messages": [{"role",
+    "content"}]}``), ShareGPT (``{"conversations": [{"from", "value"}]}``) or Alpaca
+    (``{"instruction", "input", "output"}``), or ``{"question", "answer"}`` or ``{"prompt",
+    "completion"}``; formats may be mixed. A prompt and a completion may be lists of messages; only
+    the completion is learned.
 
     Args:
         source: A file, a folder, a pattern with ``*``, a dataset on the Hugging Face Hub as
@@ -120,15 +118,22 @@ def chat(
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, train_on, rules, template_variables]
     place = open_cache(cache, "chat", parts, tokens, used, template.source)
-    if place is not None and (found := place.find()) is not None:
-        return to_dataset(found, options, progress)
-    report, errors = Report(), invalid == "error"
-    fault_of = tokens.vocabulary.fault
-    with files_of(place) as files:
-        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+    errors = invalid == "error"
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
         documents = shown(conversations(parts, rules, report, errors), progress)
         add_conversations(documents, template, tokens, train_on, errors, builder, report)
-        return finish(builder, report, options, progress, template.source, place)
+
+    return find_or_build(
+        place,
+        options,
+        progress,
+        fill,
+        too_long=too_long,
+        invalid=invalid,
+        tokens=tokens,
+        chat_template=template.source,
+    )
 
 
 def preferences(
@@ -324,12 +329,12 @@ def text(
     parts = resolve(source, texts=True)
     tokens = load_tokens(tokenizer)
     place = open_cache(cache, "text", parts, tokens, [options.length, too_long, invalid])
-    if place is not None and (found := place.find()) is not None:
-        return to_dataset(found, options, progress)
-    report, errors = Report(), invalid == "error"
-    fault_of = tokens.vocabulary.fault
-    with files_of(place) as files:
-        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+    errors = invalid == "error"
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
         texts = shown(text_parts(parts, report, errors), progress)
         add_texts(texts, tokens, errors, builder, report)
-        return finish(builder, report, options, progress, cache=place)
+
+    return find_or_build(
+        place, options, progress, fill, too_long=too_long, invalid=invalid, tokens=tokens
+    )

@@ -13,10 +13,8 @@ from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
-    files_of,
-    finish,
+    find_or_build,
     shown,
-    to_dataset,
     to_options,
 )
 from megatrain_jax._src.data.report import Report, RowOrigin
@@ -77,16 +75,16 @@ def distillation(
     tokens = load_tokens(tokenizer)
     used = [options.length, too_long, invalid, topk]
     place = open_cache(cache, "distillation", parts, tokens, used)
-    if place is not None and (found := place.find()) is not None:
-        return to_dataset(found, options, progress)
-    report, errors = Report(), invalid == "error"
-    fault_of = tokens.vocabulary.fault
-    with files_of(place) as files:
-        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, files=files)
+    errors = invalid == "error"
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
         read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(parts, topk, report, errors)
         for origin, row in shown(read, progress):
             entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
             builder.extend(row.tokens, row.learned, entries)
             builder.check_ids(row.topk_token_ids)
             builder.end(origin)
-        return finish(builder, report, options, progress, cache=place)
+
+    return find_or_build(
+        place, options, progress, fill, too_long=too_long, invalid=invalid, tokens=tokens
+    )

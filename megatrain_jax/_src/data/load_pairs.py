@@ -11,10 +11,8 @@ from megatrain_jax._src.data.finish import (
     Invalid,
     check_choices,
     check_template,
-    files_of,
-    finish,
+    find_or_build,
     shown,
-    to_dataset,
     to_rules,
 )
 from megatrain_jax._src.data.report import Report
@@ -75,12 +73,20 @@ def paired_dataset(
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, rules, template_variables]
     place = open_cache(cache, documents.__name__, parts, tokens, used, template.source)
-    if place is not None and (found := place.find()) is not None:
-        return to_dataset(found, options, progress)
-    report, errors = Report(), invalid == "error"
-    fault_of = tokens.vocabulary.fault
-    with files_of(place) as files:
-        builder = CorpusBuilder(options.length, too_long, errors, report, fault_of, 2, files)
+    errors = invalid == "error"
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
         read = shown(documents(parts, rules, report, errors), progress)
         add_conversations(read, template, tokens, "assistant", errors, builder, report)
-        return finish(builder, report, options, progress, template.source, place)
+
+    return find_or_build(
+        place,
+        options,
+        progress,
+        fill,
+        too_long=too_long,
+        invalid=invalid,
+        tokens=tokens,
+        chat_template=template.source,
+        num_parts=2,
+    )
