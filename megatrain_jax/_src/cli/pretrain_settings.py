@@ -1,4 +1,4 @@
-"""The settings of `megatrain-jax pretrain`, in addition to those of all training."""
+"""The settings of `megatrain-jax pretrain`, in addition to the common ones of training."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -7,7 +7,7 @@ from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import hub
 
 _FAILED = 1
-# The note of the repository to which a run's export was uploaded.
+# The name of the note that holds the repository of an uploaded export.
 _PUSHED = "pushed to"
 
 
@@ -26,7 +26,7 @@ def push(settings: TrainingSettings, folder: RunFolder) -> int:
     """Uploads the export, unless it was uploaded before or the settings name no repository.
 
     Returns:
-        The exit status: 1 if the upload failed, which leaves the export where it is.
+        The exit status: 1 if the upload failed; the export stays where it is.
     """
     name = settings.push
     if name is None or folder.note(_PUSHED) == name:

@@ -15,7 +15,7 @@ _TOKENS_SHOWN = 3
 
 
 class BeyondVocabulary(InvalidRow):
-    """A row with a token for which the model has no embedding."""
+    """A row with a token that has no embedding in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Vocabulary:
 
     @classmethod
     def beside(cls, tokenizer: Any) -> "Vocabulary":
-        """Reads the `config.json` in the folder from which a tokenizer was loaded."""
+        """Reads the `config.json` in the tokenizer's folder."""
         config = Path(tokenizer.name_or_path) / "config.json"
         size = _size(config) if tokenizer.name_or_path else None
         return cls(tokenizer=tokenizer, size=size, config=config)
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of tokens beyond the vocabulary, which the data may or may not contain.
+        """Warns of tokens beyond the vocabulary; the data may or may not contain them.
 
         Models with more rows than the tokenizer has tokens are common and fine.
         """

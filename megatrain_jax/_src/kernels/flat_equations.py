@@ -1,4 +1,4 @@
-"""A jaxpr as one list of equations, in the order in which a GPU's compiler is expected to run them.
+"""A jaxpr as one list of equations, in the order that a GPU's compiler is expected to run them.
 
 Calls, remats and loops of one iteration are opened, a split becomes slices, sums with zeros
 disappear, and equations that no result needs are left out. A call gets new values, so equations
@@ -59,7 +59,7 @@ class FlatEquations:
     """
 
     def __init__(self, jaxpr: Any):
-        """Opens a jaxpr, which may be closed."""
+        """Opens a jaxpr, closed or not."""
         jaxpr = jx.opened(jaxpr)
         self.eqns: list[Equation] = []
         self._zeros: set[FlatValue] = set()
@@ -108,7 +108,7 @@ class FlatEquations:
         return found
 
     def _only_iteration(self, eqn: Any, args: list[Any]) -> list[Any]:
-        """The equations of a loop's only iteration, which the compiler runs without a loop."""
+        """The equations of a loop's only iteration; the compiler runs it without a loop."""
         body = jx.loop_body(eqn).jaxpr
         num_consts, num_carry = jx.scan_parts(eqn)
         whole = num_consts + num_carry

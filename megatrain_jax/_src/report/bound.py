@@ -50,10 +50,10 @@ def find_bound(
         bytes_out: Bytes from each device to the host.
         collective_bytes: Bytes that each device receives from its peers.
         flops: Operations of all devices.
-        attention_flops: Attention's operations among them, which have a separate rate.
-        float8_flops: Operations of float8 products among them, which have a separate rate, too.
+        attention_flops: Attention's operations among them; they have a rate of their own.
+        float8_flops: Operations of float8 products among them; they have a rate of their own, too.
         float32_flops: Operations of float32 products among them, likewise.
-        dispatch_seconds: Seconds in which Python dispatches the step.
+        dispatch_seconds: Seconds that Python takes to dispatch the step.
         loop_seconds: Seconds that loops take on each device beyond their operations; the bottleneck
             if they exceed the operations' time.
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ErnieRouting:
-    """Options of expert routing beyond those of every mixture.
+    """Options of expert routing that not every mixture has.
 
     Attributes:
-        least: Lower bound of the sum by which shares are divided.
+        least: Lower bound of the divisor of shares, their sum.
     """
 
     least: float

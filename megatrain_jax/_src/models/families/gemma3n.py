@@ -1,4 +1,4 @@
-"""Gemma 3n: several streams of hidden states, of which each layer computes one (AltUp).
+"""Gemma 3n: several streams of hidden states; each layer computes one of them (AltUp).
 
 The remaining streams are predicted from it (https://arxiv.org/abs/2301.13310). Layers also have
 embeddings of their own and keys and values of an earlier layer, as in Gemma 4.
@@ -59,7 +59,7 @@ class Gemma3nOptions(Gemma4Options):
 
 
 def _resized(x: Float[Array, "... width"], like: Float[Array, "... width"]) -> Array:
-    """Returns vectors with the root mean squares of other ones."""
+    """Returns vectors scaled to the root mean squares of a second array of vectors."""
     size = jnp.sqrt(jnp.mean(like * like, axis=-1, keepdims=True))
     own = jnp.sqrt(jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True), 1e-5))
     return x * size / own
@@ -133,7 +133,7 @@ class Laurel(nnx.Module):
 
 
 class SparseMLP(MLP):
-    """A gated MLP of which a part of the gates, the smallest ones, are zero before the activation.
+    """A gated MLP with a share of the gates, the smallest ones, set to zero before the activation.
 
     The bound is that of a normal distribution with the gates' mean and deviation.
     """

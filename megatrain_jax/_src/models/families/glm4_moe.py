@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedRouting:
-    """Options of expert routing beyond those of every mixture.
+    """Options of expert routing that not every mixture has.
 
     Attributes:
         groups: Number of groups of experts, equally large.
@@ -40,7 +40,7 @@ class GroupedRouting:
 
 
 class BiasedRouter(nnx.Module):
-    """A router with a bias that affects which experts are chosen, but not their shares."""
+    """A router with a bias that affects the choice of experts, but not their shares."""
 
     def __init__(self, wide: int, num: int, make: Maker):
         """Makes the parameter, and the bias."""
@@ -115,7 +115,7 @@ def read_experts(
         options: Class of the family's options.
         per_token: Default of `num_experts_per_tok`.
         layers: Numbers of the layers with experts; None for all from `first_k_dense_replace` on.
-        **defaults: Defaults of the fields in which families differ.
+        **defaults: Defaults of the fields that differ between families.
     """
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         fields.take(name, None)  # multi-token prediction layers are kept unchanged
