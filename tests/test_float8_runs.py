@@ -201,6 +201,28 @@ def test_products_that_would_not_gain_or_are_sensitive_stay_as_they_are():
     assert not any(map(any, weights(spec_with(layers(), None))))
 
 
+def test_narrow_products_count_beside_a_wide_one_with_the_same_data():
+    def widths(*outputs):
+        def build():
+            layer = [jnp.ones((WIDE, n)) for n in outputs]
+            return {"first": jnp.ones((8, WIDE)), "layers": [layer] * 2, "last": jnp.ones((WIDE, 8))}
+
+        def loss_fn(model, batch):
+            x = batch["x"].astype(model["first"].dtype) @ model["first"]
+            for layer in model["layers"]:
+                x = x + sum((x @ w).mean(-1, keepdims=True) for w in layer)
+            return (x @ model["last"]).mean()
+
+        case = Case(
+            name="narrow", build=lambda: build, loss_fn=loss_fn, blocks=2, templates=1,
+            batch=lambda seed: {"x": np.zeros((4, 8), np.float32)},
+        )  # fmt: skip
+        return [shape[1] for row in weights(spec_with(case, "float8")) for shape in row]
+
+    assert widths(WIDE, 512, 256) == [WIDE, 512] * 2
+    assert not widths(512, 512)
+
+
 def test_a_mapping_names_exactly_the_products_in_float8():
     narrow = {"*/router": "float8", "layers/1/up": "float8", "last": "float8", "first": "float8"}
     last = (WIDE, 2 * WIDE)

@@ -47,6 +47,9 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 # Narrower weights have few operations: routers, adapters' factors, small heads.
 _LEAST_WIDTH = 1024
+# The same for the outputs of a weight beside a wide one with the same data, which is coded anyway:
+# keys and values of few heads beside queries. Ranks of adapters are below it.
+_LEAST_WIDTH_BESIDE = 512
 # Least `1 / (1 / inputs + 1 / outputs)` of a weight with many rows of data. Operations per number
 # to code are proportional to it, and below it coding takes the time that float8 saves: on an H100,
 # two products with weights of 2,048 x 2,560 (1,138) took as long as in bfloat16, by scales of rows
@@ -243,9 +246,10 @@ class ProductSearch:
                 groups.setdefault(origin.get(data, data), {})[number] = _widths(eqn, side)
         if self._choice.named is None:
             for widths in groups.values():
-                outputs = sum(outputs for _, outputs in widths.values())
+                outputs = [outputs for _, outputs in widths.values()]
+                total = sum(outputs) if max(outputs) >= _LEAST_WIDTH else 0
                 for number, (inputs, _) in widths.items():
-                    if inputs * outputs < _LEAST_SIZE * (inputs + outputs):
+                    if inputs * total < _LEAST_SIZE * (inputs + total):
                         del forms[number]
         return forms
 
@@ -260,7 +264,9 @@ class ProductSearch:
         if not all(self._named[i] for i in ins[side].laid_from or ()):
             return None
         if self._choice.named is None:
-            if min(_widths(eqn, side)) < _LEAST_WIDTH or not ins[1 - side].varies:
+            inputs, outputs = _widths(eqn, side)
+            is_wide = inputs >= _LEAST_WIDTH and outputs >= _LEAST_WIDTH_BESIDE
+            if not is_wide or not ins[1 - side].varies:
                 return None
         return side
 
