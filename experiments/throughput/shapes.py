@@ -66,6 +66,18 @@ SHAPES = {
         batch_size=16,
         seq_len=2048,
     ),
+    # https://huggingface.co/meta-llama/Meta-Llama-3-8B: 8.0B parameters, a head of its own.
+    "llama-3-8b": Shape(
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=14336,
+        vocab_size=128256,
+        batch_size=16,
+        seq_len=2048,
+    ),
     # https://huggingface.co/Qwen/Qwen2.5-14B: 14.8B parameters, a head of its own.
     "qwen2.5-14b": Shape(
         dim=5120,
