@@ -85,7 +85,9 @@ def coded(x: jax.Array) -> Codes:
     largest = jax.lax.reduce_max(jnp.abs(x), axes=tuple(range(x.ndim)))
     scale = _scale(largest.astype(jnp.float32))
     # The inverse of a power of two is exact, and a product takes fewer instructions.
-    return (x.astype(jnp.float32) * (1 / scale)).astype(CODE), scale
+    codes = (x.astype(jnp.float32) * (1 / scale)).astype(CODE)
+    # Transposes then read finished codes, for which XLA's kernels for a GPU are twice as fast.
+    return jax.lax.optimization_barrier(codes), scale
 
 
 def _scale(largest: jax.Array) -> jax.Array:
@@ -186,13 +188,8 @@ def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | Non
 
 def _of_codes(left: Codes, right: Codes, contracted: Any, batch: Any, dtype: Any) -> jax.Array:
     """The product of two coded arrays."""
-    # bf16 has fp32's range; float16 would overflow, because scales are multiplied afterwards.
-    is_bf16 = dtype == jnp.dtype(jnp.bfloat16)
-    sums = jax.lax.dot_general(
-        left[0],
-        right[0],
-        (contracted, batch),
-        preferred_element_type=jnp.bfloat16 if is_bf16 else jnp.float32,
-    )
+    # bf16 has fp32's range, and powers of two multiply exactly in it; float16 would overflow.
+    wide = dtype if dtype == jnp.dtype(jnp.bfloat16) else jnp.float32
+    sums = jax.lax.dot_general(left[0], right[0], (contracted, batch), preferred_element_type=wide)
     # One scale at a time, because the product of two small scales could be 0.
-    return (sums.astype(jnp.float32) * left[1] * right[1]).astype(dtype)
+    return (sums * left[1].astype(wide) * right[1].astype(wide)).astype(dtype)
