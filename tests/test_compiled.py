@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of
@@ -16,6 +16,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
 from megatrain_jax._src.spec.step_kernels import compile_ahead
+from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
 from workloads import all_resident_bytes
@@ -153,3 +154,13 @@ def test_the_least_budget_by_its_name():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
     schedule = spec_of(trainer).first.schedule
     assert trainer.plan.device_state_bytes == schedule.peak_bytes <= schedule.smallest_bytes
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_xla_knows_the_options_for_a_gpu(devices):
+    placement = placed_on(AbstractMesh((devices,), ("data",)))
+    options = dataclasses.replace(placement, platform="gpu").compiler_options
+    assert "xla_multiheap_size_constraint_per_heap" in options
+    jax.jit(jnp.sin, compiler_options=options).lower(1.0).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(jnp.sin, compiler_options={**options, "xla_multiheap": "1"}).lower(1.0).compile()

@@ -29,6 +29,8 @@ from megatrain_jax._src.state.processes import Processes
 _AXIS = "data"
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 _NO_LIMIT = str(2**40)
+# Temporaries of one function are allocated in parts of this size, in bytes.
+_PART = str(2**30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,18 @@ class Placement:
     def compiler_options(self) -> dict[str, str]:
         """XLA options for kernels on these devices.
 
+        XLA allocates a function's temporaries at once, up to 8 GiB of them. After some steps no gap
+        between other arrays was that large on an H100 with 18 GiB free, so it allocates parts.
+
         XLA combines collectives of one kind up to a threshold. A kernel sums each gradient over the
         devices where it is computed; without a threshold, they are combined into one collective.
         """
-        if self.platform != "gpu" or self.num_devices == 1:
+        if self.platform != "gpu":
             return {}
-        return {f"xla_gpu_{kind}_combine_threshold_bytes": _NO_LIMIT for kind in _COLLECTIVES}
+        options = {"xla_multiheap_size_constraint_per_heap": _PART}
+        if self.num_devices > 1:
+            options |= {f"xla_gpu_{k}_combine_threshold_bytes": _NO_LIMIT for k in _COLLECTIVES}
+        return options
 
     @contextmanager
     def outside_meshes(self) -> Iterator[None]:
