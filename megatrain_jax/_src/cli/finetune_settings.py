@@ -10,8 +10,9 @@ from megatrain_jax._src.cli.objective_kinds import (
     ObjectiveName,
     objectives_with,
 )
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
-from megatrain_jax._src.cli.training_settings import TrainingSettings, listed
+from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
 
 
