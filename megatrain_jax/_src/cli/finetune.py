@@ -71,6 +71,8 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
+    if (alpha := settings.neftune_noise_alpha) is not None:
+        model = models.neftune(model, alpha=alpha, seed=settings.seed)
     return Job(
         model=model,
         params=params,
