@@ -21,6 +21,7 @@ from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.merged_folder import merge_adapter
 from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.neftune import neftune
 from megatrain_jax._src.models.peft import save_lora
 from megatrain_jax._src.models.peft_reading import load_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
@@ -48,6 +49,7 @@ __all__ = [
     "lora",
     "merge_adapter",
     "merge_lora",
+    "neftune",
     "next_token_loss",
     "resize_vocabulary",
     "reward_model",

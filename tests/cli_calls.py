@@ -148,6 +148,7 @@ class _Library:
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
         for name in ("reward_model", "resize_vocabulary"):
             self.replace(models, name, lambda pretrained, *args, **options: pretrained)
+        self.replace(models, "neftune", lambda model, **options: model)
         for name in ("lora", "load_lora"):
             self.replace(models, name, lambda *args, **options: adapted)
         self.patch.setattr(models, "Decoder", self._decoder)

@@ -43,7 +43,10 @@ _LONG = {
     "partial_rotary_factor": 0.5,
 }
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
-_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+# With it, Transformers adds the balancing loss of experts.
+_BALANCED = {"output_router_logits": True}
+_MOE = _BALANCED | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MOE |= {"head_dim": 8}
 _SWA = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 _GEMMA = {
     "head_dim": 16,
@@ -218,7 +221,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "qwen2-moe": (
         "Qwen2Moe",
-        {
+        _BALANCED
+        | {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
@@ -370,7 +374,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "gpt-oss": (
         "GptOss",
-        {
+        _BALANCED
+        | {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "head_dim": 8,
@@ -415,7 +420,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "olmoe": (
         "Olmoe",
-        {
+        _BALANCED
+        | {
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
@@ -439,7 +445,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "nemotron": ("Nemotron", {"norm_eps": 1e-3, "mlp_bias": True}, 1),
     "minimax-m2": (
         "MiniMaxM2",
-        {
+        _BALANCED
+        | {
             "head_dim": 16,
             "intermediate_size": 16,
             "num_local_experts": 6,
@@ -451,7 +458,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
-        {
+        _BALANCED
+        | {
             "use_bias": True,
             "moe_num_experts": 6,
             "moe_k": 2,
@@ -528,6 +536,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "granite4": (
         "GraniteMoeHybrid",
         _MAMBA
+        | _BALANCED
         | {
             "layer_types": ["linear_attention", "full_attention"],
             "time_step_limit": (0.3, 2.0),

@@ -24,7 +24,7 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
-from megatrain_jax import losses
+from megatrain_jax import losses, models
 from megatrain_jax._src.cli.recipe import precision_of
 from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
 from misuses import (
@@ -284,6 +284,20 @@ def test_an_unknown_keyword_of_a_record_says_the_one_that_was_meant():
     # A help page shows the record's own keywords.
     shown = list(inspect.signature(mt.Precision).parameters)
     assert shown == [field.name for field in dataclasses.fields(mt.Precision)]
+
+
+def test_names_of_other_libraries_in_calls_of_models_say_the_ones_that_were_meant():
+    calls: list[tuple[Any, str, str]] = [
+        (models.generate, "max_new_tokens", "max_tokens"),
+        (models.Generator.generate, "num_return_sequences", "num_samples"),
+        (models.generate, "top", "top_p"),
+        (models.lora, "r", "rank"),
+        (models.lora, "target_modules", "targets"),
+    ]
+    for function, name, hint in calls:
+        with pytest.raises(TypeError, match=f"argument '{name}'; did you mean `{hint}`\\?$"):
+            function(None, **{name: 3})
+    assert "max_tokens" in inspect.signature(models.generate).parameters
 
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():

@@ -239,8 +239,8 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--master", "int4"], "--master: Does not validate"),
-        (["--state", "int3"], "--state: Expected a typing.Literal['float32', 'bfloat16', 'int8'"),
+        (["--master", "int4"], "--master takes float32, bfloat16, int8 or null, but is int4"),
+        (["--state", "int3"], "--state takes float32, bfloat16, int8, int4, compact or"),
         (
             ["--model", "there/is/none"],
             "`model` = there/is/none must be the folder of a checkpoint",
@@ -254,7 +254,13 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
         (["--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--trainable", "a", "--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
-        (["--learning-rate", "fast"], "--learning-rate: Expected a <class 'float'>"),
+        (["--learning-rate", "fast"], "--learning-rate takes a number, but is fast"),
+        (["--compute", "fp16"], "float32 or null, but is fp16; did you mean `float16`?"),
+        (["--clip", "none"], "--clip takes a number or null, but is none; did you mean `null`?"),
+        (["--logs", "[csv, foo]"], "mlflow, a list of them such as [a, b] or null, but is ['csv"),
+        (["--optimizer-options", "5"], "takes fields such as {name: value} or null, but is 5"),
+        (["--lr", "1"], "--lr is no option; did you mean `--learning-rate`?"),
+        (["--batch", ""], "--batch takes an integer, but is empty"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_trained(given, tmp_path, options, message, capfd):
@@ -263,6 +269,21 @@ def test_mistakes_are_told_before_anything_is_trained(given, tmp_path, options, 
     assert printed.startswith("megatrain-jax finetune: error: ")
     assert message in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_files_with_mistakes_are_told_in_the_commands_words(given, tmp_path, capsys):
+    (tmp_path / "typo.yaml").write_text("comput: float32\n")
+    assert tune(given, "--config", tmp_path / "typo.yaml", "--out", tmp_path / "out") == 2
+    assert "--comput is no option; did you mean `--compute`?" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps(conversation(1)) + "\n")
+    for name, options, hint in (
+        ("empty", (), "Repair them, or pass `--invalid drop` to leave them out."),
+        ("long", ("--length", 2), "or pass `--too-long cut` (drop their end)"),
+    ):
+        data = tmp_path / f"{name}.jsonl"
+        assert tune(given, "--data", data, "--out", tmp_path / "out", *options) == 2
+        assert hint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ def test_the_example_with_a_real_model_runs_with_a_tiny_one(
         (("--export-as", "adapter"), "needs adapters: set `lora_rank`"),
         (("--num-generations", 1), "`num_generations` must be at least 2"),
         (("--reward-weights", "[1.0]"), "1 weights for 2 reward functions"),
+        (("--optimizer", "sgd", "--b1", 0.5), "`b1`=0.5 counts only with `optimizer`=adamw, lion"),
+        (("--optimizer", "m:f", "--weight-decay", 0.1), "functions have `optimizer_options`"),
+        (("--final-rate", 0.5), "a rate that falls, but `decay` is constant"),
+        (("--wandb", "{project: mine}"), "`logs` has no wandb"),
+        (("--warmup", 2), "`warmup` must be a share from 0 to 1"),
     ],
 )
 def test_mistakes_are_told(given: Path, capsys: Any, options: Any, words: str):

@@ -293,6 +293,7 @@ FINETUNE = [
         objective="reward",
     ),
     option("objective", "distill", count("distillation", "source", 1), held_out=0),
+    option("neftune_noise_alpha", 5.0, "neftune.alpha"),
     option("distill_alpha", 0.25, "distill.distill_alpha", objective="distill"),
     option("temperature", 2.0, "distill.temperature", objective="distill", tail=False),
     option("tail", False, "distill.tail", objective="distill"),
@@ -378,6 +379,7 @@ FINETUNE = [
     ),
     option("export_dtype", "float16", "save_lora.dtype", lora_rank=2),
     option("seed", 7, "lora.seed", lora_rank=2),
+    option("seed", 7, "neftune.seed", neftune_noise_alpha=5.0),
 ]
 PRETRAIN = [
     option(

@@ -86,6 +86,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"topk_token_ids": [[1], [3, 3]], "topk_logprobs": [[-1.0], [-1.0, -2.0]]},
         "`topk_token_ids` with an id twice at one position",
     ),
+    "logits": (
+        {"topk_logprobs": [[-1.0], [0.5]]},
+        "no log-probabilities, which `tail=True` needs: at position 2, 0.5 is above 0",
+    ),
+    "a sum": (
+        {"topk_token_ids": [[1, 2], [2]], "topk_logprobs": [[-0.5, -0.6], [-1.0]]},
+        "at position 1, they sum to a probability of 1.155",
+    ),
     "tokens": ({"input_ids": [1, -1]}, "`input_ids` that is no list of token ids"),
     "a mask": ({"completion_mask": [1]}, "`completion_mask` that is no list of numbers"),
 }
@@ -99,6 +107,15 @@ def test_a_faulty_row_is_named(fault: str):
         load([good, good | change, good])
     left = load([good, good | change, good], invalid="drop")
     assert left.num_documents == 2
+
+
+def test_logits_and_rounded_log_probabilities_are_accepted_where_they_do():
+    logits = {"input_ids": [1, 2], "topk_token_ids": [[1], [2]], "topk_logprobs": [[3.5], [-1.0]]}
+    assert load([logits], tail=False, batch_size=1).num_documents == 1
+    logs = np.log(np.random.default_rng(0).dirichlet(np.ones(40), 9)).astype(jnp.bfloat16)
+    rounded = {"input_ids": [1] * 9, "topk_token_ids": [list(range(40))] * 9}
+    rounded["topk_logprobs"] = logs.astype(np.float32).tolist()
+    assert load([rounded], topk=40, batch_size=1).num_documents == 1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

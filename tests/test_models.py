@@ -1,5 +1,6 @@
 """The decoder against Transformers: logits, gradients, packed documents, in every family."""
 
+import json
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from megatrain_jax._src.models.names import parameter_tensors
-from megatrain_jax.models import Decoder, Pretrained, load_pretrained
+from megatrain_jax.models import Decoder, Pretrained, load_pretrained, next_token_loss
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
@@ -149,8 +150,27 @@ def test_balancing_loss(name, padding, tmp_path):
             output_router_logits=True,
         )
     assert float(balance) == pytest.approx(float(out.aux_loss), rel=1e-5)
-    assert model.config.experts is not None
-    assert model.config.experts.balance_weight == reference.config.router_aux_loss_coef
+
+
+@pytest.mark.parametrize("balanced", [False, True, None])
+def test_the_balancing_loss_is_added_where_transformers_adds_it(balanced, tmp_path):
+    reference = make_torch("qwen3-moe", output_router_logits=bool(balanced))
+    folder = save(reference, tmp_path / "m")
+    if balanced is None:
+        config = json.loads((folder / "config.json").read_text())
+        del config["output_router_logits"]
+        (folder / "config.json").write_text(json.dumps(config))
+    tokens = random_tokens()
+    labels = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "mask": labels * 0 + (np.arange(LENGTH) < LENGTH - 1),
+    }
+    loss, _ = nnx.jit(next_token_loss)(filled(load_pretrained(folder)), batch)
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens).long(), labels=torch.tensor(tokens).long()).loss
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [16, 17])

@@ -322,6 +322,10 @@ def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError, match=rf"of {name} don't fit.*\(48, 32\) F8_E4M3, .*\(5, 2\)"):
         load_pretrained(source)
 
+    rewritten(source, lambda t: t.pop(f"{name}_scale_inv"), about)
+    with pytest.raises(ValueError, match=rf"config.json. missing: {name}_scale_inv$"):
+        load_pretrained(source)
+
     about = {"quant_method": "bitsandbytes"}
     source = save(make_torch("llama"), tmp_path / "nf4", torch.bfloat16)
     state = f"{name}.quant_state.bitsandbytes__nf4"
@@ -352,3 +356,12 @@ def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
         rewritten(source, lambda t, changed=changed: nf4(t, **changed), about)
         with pytest.raises(ValueError, match=f"codes and scales of {name} don't fit"):
             load_pretrained(source)
+    for scale in (-1.0, float("nan"), float("inf")):
+        rewritten(
+            source, lambda t, scale=scale: (nf4(t), t[f"{name}.absmax"][3].fill_(scale)), about
+        )
+        with pytest.raises(ValueError, match=rf"{name}.absmax is damaged: 1 of its 24 scales are"):
+            numbers(load_pretrained(source).params, name)
+    rewritten(source, lambda t: (nf4(t), t.pop(state)), about)
+    with pytest.raises(ValueError, match=f"missing: {state}"):
+        load_pretrained(source)

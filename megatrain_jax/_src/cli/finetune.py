@@ -20,8 +20,8 @@ from megatrain_jax._src.cli.model_and_batch import (
     with_adapters,
 )
 from megatrain_jax._src.cli.new_tokens import exported_tokenizer, tokenizer_of
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import Asking
-from megatrain_jax._src.cli.training_settings import listed
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -71,6 +71,8 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
+    if (alpha := settings.neftune_noise_alpha) is not None:
+        model = models.neftune(model, alpha=alpha, seed=settings.seed)
     return Job(
         model=model,
         params=params,

@@ -89,7 +89,8 @@ def _unpaired(settings: FinetuneSettings, files: Any, common: Mapping[str, Any])
 
 
 def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.distillation(files, readable_tokenizer(settings), topk=settings.topk, **common)
+    options = {**common, "topk": settings.topk, "tail": settings.tail}
+    return data.distillation(files, readable_tokenizer(settings), **options)
 
 
 _READERS: dict[str, Callable[..., data.Dataset]] = {

@@ -10,8 +10,9 @@ from megatrain_jax._src.cli.objective_kinds import (
     ObjectiveName,
     objectives_with,
 )
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
-from megatrain_jax._src.cli.training_settings import TrainingSettings, listed
+from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
 
 
@@ -46,6 +47,8 @@ class FinetuneSettings(TrainingSettings):
         train_on: Tokens that the loss counts in conversations.
         chat_template: A Jinja template, its file or the name of one; default: the tokenizer's.
         template_variables: Further variables of the template, such as {enable_thinking: false}.
+        neftune_noise_alpha: Size of the noise on embeddings in training (NEFTune), such as 5; null
+            for none.
         merge: Text to put between consecutive turns of one role; without it, such rows are invalid.
         leading: Treatment of assistant turns before the first user turn.
         trainable: Regular expression on paths of the trained parameters, one or several; default:
@@ -85,6 +88,7 @@ class FinetuneSettings(TrainingSettings):
     train_on: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
     template_variables: dict[str, Any] | None = None
+    neftune_noise_alpha: float | None = None
     merge: str | None = None
     leading: Literal["error", "keep", "drop"] = "error"
     trainable: list[str] | str | None = None
@@ -115,6 +119,8 @@ class FinetuneSettings(TrainingSettings):
                 checks.refused("distill_alpha", "a share from 0 to 1", self.distill_alpha)
             )
         checks.integer("topk", self.topk)
+        if self.neftune_noise_alpha is not None:
+            checks.number("neftune_noise_alpha", self.neftune_noise_alpha, above=0)
         if checks.number("temperature", self.temperature, above=0) != 1 and self.tail:
             raise ValueError(
                 f"`temperature`={self.temperature} needs `tail`=false: the probability of tokens "
@@ -174,6 +180,12 @@ class FinetuneSettings(TrainingSettings):
                 is_there=name in self._kind.options,
                 needed=f"`objective`={' or '.join(objectives_with(name))}",
             )
+        check_needed(
+            self,
+            ("neftune_noise_alpha",),
+            is_there=self.objective == "sft",
+            needed="`objective`=sft, which compares with no other model",
+        )
         check_needed(
             self,
             ("frozen",),

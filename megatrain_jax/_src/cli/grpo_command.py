@@ -23,8 +23,8 @@ from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reward_functions import load_rewards
 from megatrain_jax._src.cli.run_data import called
 from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
-from megatrain_jax._src.cli.training_settings import listed
 
 # As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130

@@ -5,11 +5,12 @@ from typing import Any
 
 from megatrain_jax import Trainer, callbacks
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.run_folder import AnySettings, RunFolder
+from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.run_settings import RunSettings
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
 
-def make_logs(settings: AnySettings, folder: RunFolder, identity: str) -> list[callbacks.Callback]:
+def make_logs(settings: RunSettings, folder: RunFolder, identity: str) -> list[callbacks.Callback]:
     """Makes the logs named in the settings; nothing is written yet.
 
     Args:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax import models
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.setting_rules import Frozen
-from megatrain_jax._src.cli.training_settings import listed
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from typing import NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 try:
     import jsonargparse
@@ -14,23 +14,30 @@ except ImportError as caught:
         f'the command line needs {caught.name}: pip install "megatrain-jax[cli]"'
     ) from caught
 
+from megatrain_jax._src.cli.option_words import option, retold
+
 _Settings = TypeVar("_Settings")
 # The values that a flag may have.
 _TRUTHS = ("true", "false", "yes", "no")
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """A parser that reports errors in one line and then exits with status 2."""
+    """A parser that reports errors in one line and then exits with status 2.
+
+    Attributes:
+        kinds: The type of each setting.
+    """
+
+    kinds: dict[str, Any]
 
     def format_help(self) -> str:
         """Returns the help with hyphens in option names."""
         return re.sub(r"--\w+", lambda m: m[0].replace("_", "-"), super().format_help())
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Reports an error, with option names as on the command line."""
-        # jsonargparse names an option by its key in a configuration file.
-        text = re.sub(r'Parser key "(\w+)":', lambda m: f"{_option(m[1])}:", message)
-        print(f"{self.prog}: error: {' '.join(text.split())}", file=sys.stderr)
+        """Reports an error in the terms of the command line."""
+        text = " ".join(retold(message, self.kinds).split())
+        print(f"{self.prog}: error: {text}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -53,6 +60,7 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
     )
     parser.add_class_arguments(kind)
     known = fields(kind)  # type: ignore[arg-type]
+    parser.kinds = {field.name: field.type for field in known}
     flags = {field.name for field in known if field.type is bool}
     lists = {
         field.name for field in known if any(get_origin(t) is list for t in get_args(field.type))
@@ -63,10 +71,6 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         parser.error(str(error))
     read = parser.parse_args(spelled)
     return kind(**{field.name: read[field.name] for field in known})
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> list[str]:
@@ -99,9 +103,9 @@ def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> li
     if len(bare) > 1:
         raise ValueError(
             f"{bare[0]} and {bare[1]} are given without an option, but only one can be "
-            f"{_option(first)}: name the option of the second"
+            f"{option(first)}: name the option of the second"
         )
-    return [*(word for one in bare for word in (_option(first), one)), *words]
+    return [*(word for one in bare for word in (option(first), one)), *words]
 
 
 def _joined(words: Sequence[str], lists: Collection[str]) -> list[str]:

@@ -14,7 +14,7 @@ from megatrain_jax._src.cli.model_and_batch import batch_shapes, frozen_of, with
 from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import precision_of
-from megatrain_jax._src.cli.training_settings import listed
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from megatrain_jax import data
 from megatrain_jax._src.cli.errors import AskedWronglyError, told
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common.hub import hub_rows, is_hub_model
+
+# A keyword in a message of `megatrain_jax.data`: `length=`, `invalid="drop"` or `tail=True`.
+_KEYWORD = re.compile(r'`(\w+)=(?:"?(\w+)"?)?`')
 
 Read = Callable[[Sequence[str] | str, int | None], data.Dataset]
 
@@ -205,13 +209,18 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
 
 @contextmanager
 def called(option: str) -> Iterator[None]:
-    """Makes errors name the argument `source` of `megatrain_jax.data` as the user's option."""
+    """Makes errors name arguments of `megatrain_jax.data` as options of the command."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        if "`source`" not in (text := told(error)):
-            raise
-        raise AskedWronglyError(text.replace("`source`", f"`{option}`")) from error
+        text = re.sub(_KEYWORD, _as_option, told(error)).replace("`source`", f"`{option}`")
+        raise AskedWronglyError(text) from error
+
+
+def _as_option(keyword: re.Match[str]) -> str:
+    """A keyword of Python, such as `invalid="drop"`, as an option of the command."""
+    name, value = keyword.groups()
+    return " ".join([f"`--{name.replace('_', '-')}", *([value.lower()] if value else [])]) + "`"
 
 
 def _has_bar() -> bool:

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.cli.training_settings import FREE, TrainingSettings
+from megatrain_jax._src.cli.run_settings import RunSettings
+from megatrain_jax._src.cli.training_settings import FREE
 from megatrain_jax._src.common.settings import changes
-
-AnySettings = TrainingSettings | GrpoSettings
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
 # last.
@@ -49,7 +47,7 @@ class RunFolder:
         """Whether there is a step to continue from."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
-    def check(self, settings: AnySettings) -> None:
+    def check(self, settings: RunSettings) -> None:
         """Checks that the folder is new or belongs to a run with these settings.
 
         Raises:
@@ -91,7 +89,7 @@ class RunFolder:
             f"another `out` for `megatrain-jax {command}` with `model`={exported}{text}{missing}"
         )
 
-    def is_done(self, settings: AnySettings) -> bool:
+    def is_done(self, settings: RunSettings) -> bool:
         """Whether the run has finished, and everything is exported."""
         exported = all((self.path / name).exists() for name in settings.exports)
         return self.report is not None and (settings.export == "never" or exported)
@@ -121,7 +119,7 @@ class RunFolder:
         before = {option: self.note(f"files of {option}") for option in stamps}
         return [option for option in stamps if before[option] not in (None, stamps[option])]
 
-    def begin(self, settings: AnySettings) -> None:
+    def begin(self, settings: RunSettings) -> None:
         """Creates the folder and saves the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(_SETTINGS, _as_json(settings))
@@ -174,5 +172,5 @@ class RunFolder:
         os.replace(unfinished, self.path / name)
 
 
-def _as_json(settings: AnySettings) -> dict[str, Any]:
+def _as_json(settings: RunSettings) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(settings)))

@@ -4,8 +4,9 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -60,6 +61,28 @@ def near_or_meant(meant: Mapping[str, str]) -> Callable[[str, list[str]], str]:
         meant: This library's parameter for each name in other libraries.
     """
     return lambda name, known: did_you_mean(meant.get(name, name), known)
+
+
+def hinting(
+    hint: Callable[[str, list[str]], str] = did_you_mean,
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A decorator of a function: an unknown keyword gets a suggestion.
+
+    Args:
+        hint: See `refuse_keywords`.
+    """
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def called(*args: _P.args, **given: _P.kwargs) -> _T:
+            refuse_keywords(function, (name for name in given if name not in known), hint)
+            return function(*args, **given)
+
+        return called
+
+    return decorate
 
 
 def suggesting(

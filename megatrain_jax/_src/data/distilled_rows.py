@@ -10,6 +10,8 @@ from megatrain_jax._src.data.row_formats import Row
 
 _NAMES = ("input_ids", "topk_token_ids", "topk_logprobs")
 _LARGEST_ID = 2**31 - 1
+# Log-probabilities that were rounded to bfloat16 may sum to a probability slightly above 1.
+_MOST_PROBABILITY = 1.02
 
 
 class DistilledRow(NamedTuple):
@@ -30,7 +32,7 @@ class DistilledRow(NamedTuple):
     ignored: set[str]
 
 
-def to_distilled(row: Row, topk: int) -> DistilledRow:
+def to_distilled(row: Row, topk: int, tail: bool) -> DistilledRow:
     """Converts a row.
 
     Args:
@@ -38,6 +40,7 @@ def to_distilled(row: Row, topk: int) -> DistilledRow:
             one, of lists of ids and of numbers, in any order; optionally "completion_mask", as long
             too, 1 for the tokens to learn.
         topk: Number of entries per token: the likeliest are kept, missing ones filled.
+        tail: Whether the rest of the vocabulary counts, so that logits won't do.
 
     Raises:
         InvalidRow: If it is no such row. The message names the field.
@@ -60,6 +63,8 @@ def to_distilled(row: Row, topk: int) -> DistilledRow:
         # JSON has no infinity: null stands for a token that can't follow.
         scores = [-np.inf if value is None else value for value in values]
         own_logs = _numbers("topk_logprobs", scores, len(own), np.float32)
+        if tail:
+            _check_probability(own_logs, place)
         order = np.argsort(-own_logs, kind="stable")[:topk]
         found_ids[place, : len(order)] = own[order]
         found_logs[place, : len(order)] = own_logs[order]
@@ -67,6 +72,20 @@ def to_distilled(row: Row, topk: int) -> DistilledRow:
         raise InvalidRow("`topk_logprobs` that are no numbers")
     ignored = set(row) - {*_NAMES, "completion_mask"}
     return DistilledRow(tokens, mask != 0, found_ids, found_logs, ignored)
+
+
+def _check_probability(logs: Float32[np.ndarray, " k"], place: int) -> None:
+    """Checks that a position's numbers can be log-probabilities: their tail would have the rest."""
+    total = np.exp(logs.astype(np.float64)).sum()
+    if total > _MOST_PROBABILITY:
+        above = logs[logs > 0]
+        found = (
+            f"{above[0]:g} is above 0" if above.size else f"they sum to a probability of {total:g}"
+        )
+        raise InvalidRow(
+            "`topk_logprobs` that are no log-probabilities, which `tail=True` needs",
+            f"at position {place + 1}, {found}",
+        )
 
 
 def _lists(name: str, given: Any, size: int) -> Any:

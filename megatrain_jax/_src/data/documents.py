@@ -94,10 +94,10 @@ def _mismatching(
 
 
 def distilled(
-    parts: Iterable[str | Given], topk: int, report: Report, errors: bool
+    parts: Iterable[str | Given], topk: int, tail: bool, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, DistilledRow]]:
     """Reads tokens with a teacher's top-k log-probabilities; see `conversations`."""
-    for origin, row in read_rows(parts, lambda row: to_distilled(row, topk), report, errors):
+    for origin, row in read_rows(parts, lambda row: to_distilled(row, topk, tail), report, errors):
         report.ignored.update(row.ignored)
         yield origin, row
 

@@ -30,6 +30,7 @@ def distillation(
     length: int,
     batch_size: int,
     topk: int,
+    tail: bool = True,
     seed: int = 0,
     shuffle: bool = True,
     epochs: int | None = 1,
@@ -53,6 +54,9 @@ def distillation(
         batch_size: Rows of a batch.
         topk: Number of entries per token: of more, the likeliest are kept; for fewer, entries with
             a log-probability of minus infinity are added.
+        tail: Whether the loss counts the rest of the vocabulary (`losses.distillation`). If it
+            does, a position's numbers must be log-probabilities: none above 0, and probabilities
+            that sum to at most 1, or 1.02 if they were rounded. If not, logits are as good.
         seed: See `chat`.
         shuffle: See `chat`.
         epochs: See `chat`.
@@ -70,15 +74,18 @@ def distillation(
     """
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     topk = checks.integer("topk", topk)
+    checks.boolean("tail", tail)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
     parts = resolve(source, texts=False)
     tokens = load_tokens(tokenizer)
-    used = [options.length, too_long, invalid, topk]
+    used = [options.length, too_long, invalid, topk, tail]
     place = open_cache(cache, "distillation", parts, tokens, used)
     errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
-        read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(parts, topk, report, errors)
+        read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(
+            parts, topk, tail, report, errors
+        )
         for origin, row in shown(read, progress):
             entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
             builder.extend(row.tokens, row.learned, entries)

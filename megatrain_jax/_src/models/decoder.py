@@ -4,6 +4,7 @@ Parameters have the names and layout of Hugging Face checkpoints, so reading and
 moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,12 @@ class Decoder(nnx.Module):
 
     Everything is computed in the parameters' dtype, except norms, rotary embeddings, softmax and
     routing, which use fp32. Attributes are named as in Hugging Face checkpoints.
+
+    Attributes:
+        noise: Function that adds noise to embeddings in training, or None; see `neftune`.
     """
+
+    noise: Callable[[Array], Array] | None = None
 
     def __init__(
         self,
@@ -161,8 +167,11 @@ class Decoder(nnx.Module):
         """Returns the hidden states that the first layer reads."""
         x = self.embed_tokens(tokens)
         scale = self.config.scale_embedding
-        if scale:
-            scale = self.config.hidden_size**0.5 if scale is True else scale
+        if scale is True:  # in Transformers, a part of the embedding, to which noise is added
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        if self.noise is not None:
+            x = self.noise(x)
+        if scale and scale is not True:
             x = x * jnp.asarray(scale, x.dtype)
         return x
 

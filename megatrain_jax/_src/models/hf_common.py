@@ -275,12 +275,15 @@ def experts(
         normalize: Whether the chosen experts' probabilities are divided by their sum.
         layers: Numbers of the layers with experts.
         shared_size: The width inside the expert that all tokens share.
-        balance: Factor of the balancing loss; None to read `router_aux_loss_coef`.
+        balance: Factor of the balancing loss, if `output_router_logits` asks for it; None to read
+            `router_aux_loss_coef`.
     """
     # Files of one family use either name; both are taken, so that neither is refused as unknown.
     second = fields.integer(names[1], None)
     num = fields.integer(names[0], None) or second or num
     weight = fields.number("router_aux_loss_coef", 0.001, least=0) if balance is None else balance
+    # Transformers adds the loss in training only if it is asked for the routers' logits.
+    is_balanced = fields.flag("output_router_logits", False)
     per_token = fields.integer("num_experts_per_tok", per_token)
     if not layers:
         return None
@@ -291,7 +294,7 @@ def experts(
         normalize=normalize,
         layers=layers,
         shared_size=shared_size,
-        balance_weight=weight,
+        balance_weight=weight if is_balanced else 0.0,
     )
 
 

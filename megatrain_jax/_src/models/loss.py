@@ -13,7 +13,7 @@ from megatrain_jax._src.models.decoder import Decoder
 def next_token_loss(
     model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Mean cross-entropy of the next tokens, plus the experts' balancing loss if there are experts.
+    """Mean cross-entropy of the next tokens, plus the experts' balancing loss if it has a weight.
 
     A `loss_fn` for `megatrain_jax.fit`; set options with `functools.partial`.
 

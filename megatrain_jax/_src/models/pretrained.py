@@ -24,7 +24,7 @@ from megatrain_jax._src.models.names import (
     family_of,
     parameter_tensors,
 )
-from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.quantised import open_weights, scales_of
 from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, same, some
 
 # Two norms, attention's two matrices, and at least a router or an MLP.
@@ -186,7 +186,11 @@ def _check(
         for tensor, shape in present
         if tensor.shape != shape
     ]
-    unknown = [f"{t.name} ({t.dtype})" for t, _ in present if t.dtype not in DTYPES]
+    unread = [tensor for tensor, _ in present if tensor.dtype not in DTYPES]
+    # Weights that are still codes have no scales.
+    scales = {tensor.name: scales_of(tensor, config.original) for tensor in unread}
+    missing += filter(None, scales.values())
+    unknown = [f"{t.name} ({t.dtype})" for t in unread if scales[t.name] is None]
     wrong = {
         "missing": missing,
         "not part of the model": extra,

@@ -1,0 +1,126 @@
+"""Messages about wrong options: the values that an option takes, and the option that was meant."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from megatrain_jax._src.common.suggestions import did_you_mean
+
+# Names of options and values in other libraries.
+_ELSEWHERE = {
+    "batch": "batch_size per_device_train_batch_size train_batch_size micro_batch_size",
+    "checkpoint_every": "save_steps save_every",
+    "clip": "max_grad_norm gradient_clipping",
+    "compute": "dtype bf16 fp16 torch_dtype mixed_precision precision",
+    "data": "dataset dataset_name datasets train_file",
+    "decay": "lr_scheduler_type lr_scheduler",
+    "epochs": "num_epochs num_train_epochs",
+    "eval_every": "eval_steps",
+    "frozen": "load_in_4bit load_in_8bit",
+    "keep": "save_total_limit",
+    "learning_rate": "lr",
+    "length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
+    "log_every": "logging_steps",
+    "logs": "report_to",
+    "lora_rank": "lora_r",
+    "lora_targets": "lora_target_modules lora_target target_modules",
+    "microbatches": "gradient_accumulation_steps",
+    "model": "model_name_or_path base_model model_name",
+    "optimizer": "optim",
+    "out": "output_dir save_dir",
+    "push": "push_to_hub hub_model_id",
+    "steps": "max_steps num_steps",
+    "warmup": "warmup_ratio",
+}
+_OPTIONS = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
+_VALUES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_VALUES |= {"none": "null"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "fields such as {name: value}",
+    type(None): "null",
+}
+_LISTS = {float: "a list of numbers such as [1, 2]", str: "a list of texts such as [a, b]"}
+
+
+def option(name: str) -> str:
+    """A setting's name as an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def wrong_value(name: str, kind: Any, given: str) -> str:
+    """The message for a value that an option doesn't take.
+
+    Args:
+        name: The setting.
+        kind: Its type.
+        given: The value.
+
+    Examples:
+        >>> wrong_value("compute", Literal["bfloat16", "float16"] | None, "fp16")
+        '--compute takes bfloat16, float16 or null, but is fp16; did you mean `float16`?'
+    """
+    hint = did_you_mean(_VALUES.get(given.lower(), given), _choices(kind))
+    return f"{option(name)} takes {_alternatives(kind)}, but is {given or 'empty'}{hint}"
+
+
+def unknown_option(name: str, known: Iterable[str]) -> str:
+    """The message for an option that doesn't exist.
+
+    Args:
+        name: The option, with underscores.
+        known: The settings.
+
+    Examples:
+        >>> unknown_option("lr", ["learning_rate", "length"])
+        '--lr is no option; did you mean `--learning-rate`?'
+    """
+    hint = did_you_mean(_OPTIONS.get(name, name), known)
+    return f"{option(name)} is no option{re.sub('`(.*)`', lambda m: f'`{option(m[1])}`', hint)}"
+
+
+def retold(message: str, kinds: Mapping[str, Any]) -> str:
+    """A message of jsonargparse in the terms of the command line.
+
+    Args:
+        message: The message.
+        kinds: The type of each setting.
+    """
+    if wrong := re.match(r'Parser key "(\w+)":.*value: ?(.*)', message, re.DOTALL):
+        return wrong_value(wrong[1], kinds[wrong[1]], wrong[2])
+    if unknown := re.match(r"(?:unrecognized arguments: --|Option ')(\w+)", message):
+        return unknown_option(unknown[1], kinds)
+    named = re.sub(r'^Parser key "(\w+)"', lambda m: option(m[1]), message)
+    return re.sub(r"^argument --(\w+)[^:]*", lambda m: option(m[1]), named)
+
+
+def _alternatives(kind: Any) -> str:
+    """The values of a type in words."""
+    *first, last = dict.fromkeys(_each(kind))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _each(kind: Any) -> list[str]:
+    """The values of a type in words, each by itself."""
+    if get_origin(kind) is Literal:
+        return list(map(str, get_args(kind)))
+    if get_origin(kind) is list:
+        return [_LISTS.get(get_args(kind)[0], "a list of them such as [a, b]")]
+    if (plain := get_origin(kind) or kind) in _WORDS:
+        return [_WORDS[plain]]
+    # A list "of them" follows its values.
+    order = {list: 1, type(None): 2}
+    members = sorted(get_args(kind), key=lambda member: order.get(get_origin(member) or member, 0))
+    return [words for member in members for words in _each(member)]
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a type that can be listed."""
+    if get_origin(kind) is Literal:
+        return list(map(str, get_args(kind)))
+    if kind is type(None):
+        return ["null"]
+    return [choice for member in get_args(kind) for choice in _choices(member)]
