@@ -52,7 +52,7 @@ delta_rule.defvjp(_forward, _backward)
 # Jitted so that the layers of a function share one lowering.
 @jax.jit
 def _on_gpu(q, k, v, log_decay, rate, segments=None):
-    from jla.ops import linear_attention
+    from jla.ops import linear_attention  # pyright: ignore[reportMissingImports]
 
     return linear_attention(
         "gated_deltanet",

@@ -21,11 +21,11 @@ from megatrain_jax._src.models.grouped_products import product_within
 _MOST_PADDING = 1.15
 
 
-def fits(x: Float[Array, "tokens width"], num_rows: int, weights: Weights) -> bool:
+def fits(x: Array | jax.ShapeDtypeStruct, num_rows: int, weights: Weights) -> bool:
     """Whether the kernels support these tokens and weights, with little padding.
 
     Args:
-        x: The tokens.
+        x: The tokens, (tokens, width).
         num_rows: Number of tokens times the experts of each.
         weights: The weights of all experts.
     """

@@ -48,7 +48,8 @@ def product_within(sizes: Int[Array, " groups"]) -> Product:
             matrix = jnp.concatenate([matrix, bias], axis=into)
         x = jnp.pad(x, ((0, 0), (0, _missing(x.shape[1]))))
         matrix = jnp.pad(matrix, [(0, 0)] + [(0, _missing(n)) for n in matrix.shape[1:]])
-        return _product(x, matrix, sizes, out_first)[:, :width]
+        y: Array = _product(x, matrix, sizes, out_first)
+        return y[:, :width]
 
     return product
 
@@ -130,7 +131,7 @@ def _outer_elsewhere(left, right, sizes):
 # Jitted so that equal products are lowered once for a function.
 @partial(jax.jit, static_argnames="out_first")
 def _product_on_gpu(x, matrices, sizes, *, out_first):
-    from jla.ops.mosaic_gpu import ragged_dot
+    from jla.ops.mosaic_gpu import ragged_dot  # pyright: ignore[reportMissingImports]
 
     # The public function takes matrices as (in, out) only. The kernel behind it reads both, since
     # the gradient of one is the product of the other, and a copy of all matrices takes a third of
@@ -142,7 +143,7 @@ def _product_on_gpu(x, matrices, sizes, *, out_first):
 
 @jax.jit
 def _outer_on_gpu(left, right, sizes):
-    from jla.ops.mosaic_gpu import ragged_dot
+    from jla.ops.mosaic_gpu import ragged_dot  # pyright: ignore[reportMissingImports]
 
     return ragged_dot.transposed_ragged_dot(left, right, sizes)
 
