@@ -203,7 +203,7 @@ def _slots(
 
 def _of_blocks(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
     """Returns the function of blocks of rows, each with its own matrices."""
-    return jax.vmap(lambda rows, weights: expert(rows, weights, _product))
+    return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
 
 
 def _product(

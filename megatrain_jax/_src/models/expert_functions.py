@@ -43,8 +43,25 @@ class Product(Protocol):
         ...
 
 
-Expert = Callable[[Float[Array, "rows width"], Weights, Product], Float[Array, "rows width"]]
-"""Experts: maps rows to results, given weights and the product of rows and matrices."""
+class LastProduct(NamedTuple):
+    """The operands of an expert's last product; see `Product`.
+
+    Experts return them in place of the result, because rows are scaled by tokens' shares: the
+    gradient of a share can then be taken before the product, and needs no result.
+    """
+
+    x: Array
+    matrix: Matrix
+    bias: Array | None = None
+    out_first: bool = True
+
+    def by(self, product: Product) -> Array:
+        """Computes the product."""
+        return product(self.x, self.matrix, self.bias, out_first=self.out_first)
+
+
+Expert = Callable[[Float[Array, "rows width"], Weights, Product], LastProduct]
+"""Experts: maps rows to their last product, given weights and the product before it."""
 
 
 def with_low_rank(x: Array, matrix: LowRank, product: Product) -> Array:
@@ -58,7 +75,7 @@ def gated(activation: Activation) -> Expert:
 
     def expert(x, matrices, product):
         gate, up, down = matrices
-        return product(activation(product(x, gate)) * product(x, up), down)
+        return LastProduct(activation(product(x, gate)) * product(x, up), down)
 
     return expert
 
@@ -70,6 +87,6 @@ def gated_fused(activation: Activation, *, out_first: bool = True) -> Expert:
     def expert(x, matrices, product):
         both, down = matrices
         gate, up = jnp.split(product(x, both, out_first=out_first), 2, axis=-1)
-        return product(activation(gate) * up, down, out_first=out_first)
+        return LastProduct(activation(gate) * up, down, out_first=out_first)
 
     return expert

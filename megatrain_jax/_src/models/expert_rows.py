@@ -55,9 +55,23 @@ class _Rows(NamedTuple):
         """Gives each row its token's value; a token has `each` assignments."""
         return values.at[self.assignments // each].get(mode="fill", fill_value=0)
 
-    def collected(self, rows: Float[Array, "rows ..."], each: int) -> Float[Array, "..."]:
-        """Gives each token the values of its `each` assignments."""
-        return rows[self.places].reshape(-1, each, *rows.shape[1:])
+    def summed(
+        self,
+        rows: Float[Array, "rows width"],
+        shares: Float[Array, "tokens each"] | None,
+        each: int,
+    ) -> Float[Array, "tokens width"]:
+        """Adds the rows of each token's `each` assignments in fp32, multiplied by shares if given.
+
+        One assignment after the other, because XLA would write all gathered rows in fp32 before it
+        adds them.
+        """
+        places = self.places.reshape(-1, each)
+        total = jnp.zeros((), jnp.float32)
+        for at in range(each):
+            row = rows[places[:, at]].astype(jnp.float32)
+            total = total + (row if shares is None else row * shares[:, at, None])
+        return total
 
 
 def sort(chosen: Int[Array, "tokens per_token"], num: int) -> _Rows:
@@ -88,9 +102,9 @@ def mixed(
 ) -> Float[Array, "tokens width"]:
     """Passes tokens through their experts and adds the results, weighted by shares."""
     each = shares.shape[1]
-    out = expert(rows.given(x, each), weights, product_within(rows.sizes))
-    results = rows.collected(out, each).astype(jnp.float32)
-    return (results * shares[..., None]).sum(1).astype(x.dtype)
+    product = product_within(rows.sizes)
+    out = expert(rows.given(x, each), weights, product).by(product)
+    return rows.summed(out, shares, each).astype(x.dtype)
 
 
 def _forward(expert, x, shares, weights, rows):
@@ -101,21 +115,17 @@ def _backward(expert, saved, cotangents):
     x, shares, weights, rows = saved
     each = shares.shape[1]
 
-    def experts(given, weights):
-        return expert(given, weights, product_within(rows.sizes))
+    def experts(given, weights, shares):
+        last = expert(given, weights, product_within(rows.sizes))
+        return last.by(product_within(rows.sizes, shares))
 
-    out, transposed = jax.vjp(experts, rows.given(x, each), weights)
-    cotangent = rows.given(cotangents, each).astype(jnp.float32)
-    dshares = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
-    by_row = rows.given(shares.reshape(-1), 1)
-    drows, dweights = transposed((cotangent * by_row[:, None]).astype(out.dtype))
-    dx = rows.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
-    dshares = rows.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
-    return dx, dshares, dweights, jax.tree.map(_no_tangent, rows)
-
-
-def _no_tangent(numbers: Array) -> np.ndarray:
-    return np.zeros(numbers.shape, jax.dtypes.float0)
+    by_row = rows.given(shares.reshape(-1).astype(jnp.float32), 1)
+    _, transposed = jax.vjp(experts, rows.given(x, each), weights, by_row)
+    drows, dweights, dby_row = transposed(rows.given(cotangents, each))
+    dx = rows.summed(drows, None, each).astype(x.dtype)
+    dshares = dby_row[rows.places].reshape(shares.shape).astype(shares.dtype)
+    dplaces = jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), rows)
+    return dx, dshares, dweights, dplaces
 
 
 mixed.defvjp(_forward, _backward)

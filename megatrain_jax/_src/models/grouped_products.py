@@ -29,11 +29,15 @@ LEAST_ROWS, MOST_GROUPS = 128, 512
 ROW_MULTIPLE, SIZE_MULTIPLE = 8, 128
 
 
-def product_within(sizes: Int[Array, " groups"]) -> Product:
+def product_within(
+    sizes: Int[Array, " groups"], shares: Float[Array, " rows"] | None = None
+) -> Product:
     """Returns the product of sorted rows and the matrices of their groups.
 
     Args:
         sizes: Number of rows of each group; their sum is the number of rows.
+        shares: Factors of the products' rows, in fp32; None for 1. Their gradient is computed
+            without the products.
     """
 
     def product(x: Array, matrix: Matrix, bias: Array | None = None, *, out_first: bool = True):
@@ -48,7 +52,10 @@ def product_within(sizes: Int[Array, " groups"]) -> Product:
             matrix = jnp.concatenate([matrix, bias], axis=into)
         x = jnp.pad(x, ((0, 0), (0, _missing(x.shape[1]))))
         matrix = jnp.pad(matrix, [(0, 0)] + [(0, _missing(n)) for n in matrix.shape[1:]])
-        y: Array = _product(x, matrix, sizes, out_first)
+        if shares is None:
+            y: Array = _product(x, matrix, sizes, out_first)
+        else:
+            y = _scaled_product(x, matrix, shares, sizes, out_first)
         return y[:, :width]
 
     return product
@@ -83,10 +90,46 @@ def _backward(out_first, saved, cotangent):
     dx = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
     pair = (cotangent, x) if out_first else (x, cotangent)
     dmatrices = _outer_p.bind(*pair, sizes)
-    return dx, dmatrices, np.zeros(sizes.shape, jax.dtypes.float0)
+    return dx, dmatrices, _no_tangent(sizes)
 
 
 _product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _scaled_product(
+    x: Float[Array, "rows a"],
+    matrices: Float[Array, "groups b c"],
+    shares: Float[Array, " rows"],
+    sizes: Int[Array, " groups"],
+    out_first: bool,
+) -> Float[Array, "rows d"]:
+    y = _product_p.bind(x, matrices, sizes, out_first=out_first)
+    return _scaled(y, shares)
+
+
+def _scaled(rows: Array, shares: Array) -> Array:
+    return (rows.astype(jnp.float32) * shares[:, None]).astype(rows.dtype)
+
+
+def _scaled_forward(x, matrices, shares, sizes, out_first):
+    return _scaled_product(x, matrices, shares, sizes, out_first), (x, matrices, shares, sizes)
+
+
+def _scaled_backward(out_first, saved, cotangent):
+    x, matrices, shares, sizes = saved
+    before = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
+    dshares = jnp.sum(x.astype(jnp.float32) * before.astype(jnp.float32), axis=1)
+    scaled = _scaled(cotangent, shares)
+    dmatrices = _outer_p.bind(*((scaled, x) if out_first else (x, scaled)), sizes)
+    return _scaled(before, shares), dmatrices, dshares, _no_tangent(sizes)
+
+
+_scaled_product.defvjp(_scaled_forward, _scaled_backward)
+
+
+def _no_tangent(numbers: Array) -> np.ndarray:
+    return np.zeros(numbers.shape, jax.dtypes.float0)
 
 
 def grouped_product(x: Any, matrices: Any, sizes: Any, *, out_first: bool) -> Any:
