@@ -10,7 +10,8 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.models import expert_blocks
-from megatrain_jax._src.models.expert_blocks import gated, mix
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import gated
 from megatrain_jax._src.program.loop_kernels import Loops, count_loops
 from megatrain_jax._src.spec.work import Work
 

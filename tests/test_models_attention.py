@@ -14,7 +14,8 @@ from jax.extend import core as jex
 from megatrain_jax._src.models import expert_blocks
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import mark
-from megatrain_jax._src.models.expert_blocks import gated, mix
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import gated
 from megatrain_jax._src.models.families.glm4_moe import BiasedMixture, GroupedRouting
 from megatrain_jax._src.models.layers import MixtureOfExperts
 from megatrain_jax._src.models.maker import Maker

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-from megatrain_jax._src.models.delta_rule import gated_delta_rule, short_convolution
+from megatrain_jax._src.models.delta_rule import short_convolution
+from megatrain_jax._src.models.linear_attention import gated_delta_rule
 
 
 def arrays(rows: int, length: int, decay: float = 1.0):

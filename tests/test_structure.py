@@ -96,7 +96,7 @@ def test_where_arrays_live_is_asked_in_one_place():
             if isinstance(node, ast.Attribute) and node.attr in asking:
                 if isinstance(node.value, ast.Name) and node.value.id == "jax":
                     found.add(short(path))
-    assert found == {"state/placement.py", "models/causal_attention.py", "cli/devices.py"}
+    assert found == {"state/placement.py", "common/capability.py", "cli/devices.py"}
 
 
 def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():

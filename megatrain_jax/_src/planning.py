@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.hopper_kernels import planned_card
 from megatrain_jax._src.common.remembering import Same, remembered, remembering
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.batch_checks import check_batch
@@ -131,13 +132,13 @@ def plan(
     check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)
     # For any mesh: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    machine, widest_heads = run.machine, None
-    # The library's own attention depends on the GPU it is traced on; this machine may have none.
+    machine, widest_heads, card = run.machine, None, None
+    # The library's own models depend on the GPU they are traced on; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
-        widest_heads = machine.widest_heads
-    with planned_for(widest_heads), leaving_garbage(), remembering():
+        widest_heads, card = machine.widest_heads, machine.name
+    with planned_for(widest_heads), planned_card(card), leaving_garbage(), remembering():
         batch = Same(sample_batch) if needs_batch(model) else None
-        given = Same(model), Same(loss_fn), batch, run.seed, widest_heads
+        given = Same(model), Same(loss_fn), batch, run.seed, widest_heads, card
         adapted = remembered(
             "adapted model",
             lambda: given,

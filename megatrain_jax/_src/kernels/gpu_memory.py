@@ -37,6 +37,7 @@ from megatrain_jax._src.kernels.division import (
 )
 from megatrain_jax._src.kernels.flat_equations import Equation, FlatEquations
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.kernel_costs import workspace_bytes
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
     BARRIER,
@@ -154,9 +155,9 @@ class _Function:
         )
 
     def _within(self, eqn: Equation) -> int:
-        """Peak bytes within a loop or a conditional, and of operands gathered for it."""
+        """Peak bytes within a loop, a conditional or a kernel, and of operands gathered for it."""
         if not jx.inner_jaxprs(eqn):
-            return 0
+            return workspace_bytes(eqn)  # such kernels run on one device only
         in_loop = eqn.name in ("scan", "while")
         most = max(
             _Function(body, axes, self._num_devices, in_loop=in_loop).peak()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import attention_kernel, checks
-from megatrain_jax._src.common.capability import compute_capability
+from megatrain_jax._src.common.capability import capability_here
 from megatrain_jax._src.models.arrays import check_array
 from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import positions_in
@@ -206,7 +206,7 @@ def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
 
 def _width_here() -> int:
     """The largest head width that cuDNN supports on this GPU; 0 if it supports none."""
-    capability = compute_capability(jax.devices()[0])
+    capability = capability_here()
     if capability is None or capability < 8:  # as JAX requires for cuDNN's attention
         return 0
     return 256 if capability >= 9 else 128

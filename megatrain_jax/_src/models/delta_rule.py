@@ -25,7 +25,7 @@ _CHUNK = 64
 _BLOCK = 16
 # Backward recomputes the prepared chunks: it saves the state before each span of chunks, and holds
 # the intermediate values of one span, about twenty times these bytes.
-_SPAN_BYTES = 2**25
+SPAN_BYTES = 2**25
 
 Keys = Float[Array, "rows length key_heads key_dim"]
 Values = Float[Array, "rows length heads value_dim"]
@@ -79,40 +79,6 @@ class _Prepared(NamedTuple):
     kept: Array
 
 
-def gated_delta_rule(
-    q: Keys,
-    k: Keys,
-    v: Values,
-    log_decay: Numbers,
-    rate: Numbers | None,
-    segments: Segments | Past | None = None,
-    *,
-    span_bytes: int = _SPAN_BYTES,
-) -> Values:
-    """Returns the values that queries read from a state to which tokens write one after another.
-
-    With keys and queries normalised to length 1, and queries divided by sqrt(key_dim), for each
-    head and token: `S = exp(log_decay) S`, `S = S + rate * k (v - k S)`, and the result is `q S`.
-
-    Args:
-        q: Queries; each query head serves heads / key_heads neighbouring value heads.
-        k: Keys.
-        v: Values.
-        log_decay: At most 0, in fp32.
-        rate: From 0 to 1. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
-            queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
-        segments: The document of each token; each document starts with an empty state. None if each
-            row is one document. While text is generated, a `Past` with the state so far.
-        span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
-
-    Returns:
-        An array with the shape and dtype of `v`.
-    """
-    if isinstance(segments, Past):
-        return segments.delta_rule(q, k, v, log_decay, rate)
-    return delta_rule_and_state(q, k, v, log_decay, rate, segments, span_bytes=span_bytes)[0]
-
-
 # Jitted so that a model's layers are traced once; later layers find the first one's trace.
 @functools.partial(jax.jit, static_argnames="span_bytes")
 def delta_rule_and_state(
@@ -123,9 +89,9 @@ def delta_rule_and_state(
     rate: Numbers | None,
     segments: Segments | None = None,
     *,
-    span_bytes: int = _SPAN_BYTES,
+    span_bytes: int = SPAN_BYTES,
 ) -> tuple[Values, State]:
-    """Returns the result of `gated_delta_rule`, and the state after the last token."""
+    """Returns the result of `gated_delta_rule` by chunks, and the state after the last token."""
     rows, length, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     group = heads // key_heads

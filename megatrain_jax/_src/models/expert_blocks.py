@@ -1,43 +1,29 @@
 """A mixture of gated MLPs: each token passes through a few of many experts.
 
-Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here tokens are
-sorted by expert into blocks of one expert each, and a loop runs over the blocks, several per turn.
-So only the chosen experts are computed, however many there are, in few large products.
+With the extra `kernels` a Hopper GPU computes grouped products (`expert_rows.py`). Elsewhere
+`jax.lax.ragged_dot` may become a masked product with every expert, so tokens are sorted by expert
+into blocks of one expert each, and a loop runs over the blocks, several per turn. So only the
+chosen experts are computed, however many there are, in few large products.
 """
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.models.activation_functions import Activation
-
-
-class LowRank(NamedTuple):
-    """Matrices with low-rank terms: `weight + b @ a`, which is never formed.
-
-    Attributes:
-        weight: The matrix of each expert, or of one.
-        a: The factor applied first.
-        b: The factor applied second.
-    """
-
-    weight: Float[Array, "*num out in"]
-    a: Float[Array, "*num rank in"]
-    b: Float[Array, "*num out rank"]
-
-
-Matrix = Float[Array, "*num out in"] | LowRank
-Weights = Any
-"""The weights of all experts of a layer, or of one: arrays or matrices in a tuple."""
-
-Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
-"""One expert: maps rows to results, given its own part of the weights."""
+from megatrain_jax._src.models import expert_rows, kernel_checks
+from megatrain_jax._src.models.expert_functions import (
+    Expert,
+    LowRank,
+    Matrix,
+    Weights,
+    with_low_rank,
+)
 
 _MAX_BLOCK = 1024
 # Bytes of fp32 gradient sums that one turn makes for its blocks. In bf16, the copied expert weights
@@ -70,6 +56,9 @@ def mix(
         An array with the dtype of `x`; shares and sums are in fp32.
     """
     num = jax.tree.leaves(weights)[0].shape[0]
+    if expert_rows.fits(x, chosen.size, weights) and kernel_checks.has_grouped_products():
+        weights = jax.tree.map(jnp.asarray, weights)
+        return expert_rows.mixed(expert, x, shares, weights, expert_rows.sort(chosen, num))
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
@@ -122,7 +111,7 @@ def _mixed(
 
     def turn(item):
         rows, numbers = item
-        return jax.vmap(expert)(rows, _of(weights, numbers))
+        return _of_blocks(expert)(rows, _of(weights, numbers))
 
     each = shares.shape[1]
     out = jax.lax.map(turn, (places.blocks(x, each), places.experts))
@@ -136,11 +125,11 @@ def _forward(expert, x, shares, weights, places):
 
 def _backward(expert, saved, cotangents):
     x, shares, weights, places = saved
-    each = shares.shape[1]
+    each, blocks = shares.shape[1], _of_blocks(expert)
 
     def turn(sums, item):
         rows, rows_shares, cotangent, numbers = item
-        out, transposed = jax.vjp(jax.vmap(expert), rows, _of(weights, numbers))
+        out, transposed = jax.vjp(blocks, rows, _of(weights, numbers))
         # Computed here, a share's gradient does not need the forward's results, which would be
         # recomputed only for it.
         cotangent = cotangent.astype(jnp.float32)
@@ -212,33 +201,18 @@ def _slots(
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
-def _product(x: Float[Array, "rows in"], matrix: Matrix) -> Float[Array, "rows out"]:
+def _of_blocks(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
+    """Returns the function of blocks of rows, each with its own matrices."""
+    return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
+
+
+def _product(
+    x: Float[Array, "rows in"], matrix: Matrix, bias: Array | None = None, *, out_first: bool = True
+) -> Float[Array, "rows out"]:
     if isinstance(matrix, LowRank):
-        return x @ matrix.weight.T + (x @ matrix.a.T) @ matrix.b.T
-    return x @ matrix.T
-
-
-@cache
-def gated(activation: Activation) -> Expert:
-    """Returns a gated MLP with this activation of the gate; its weights are gate, up and down."""
-
-    def expert(x, matrices):
-        gate, up, down = matrices
-        return _product(activation(_product(x, gate)) * _product(x, up), down)
-
-    return expert
-
-
-@cache
-def gated_fused(activation: Activation) -> Expert:
-    """Returns a gated MLP with gate and up matrices joined in one; the second weight is down."""
-
-    def expert(x, matrices):
-        both, down = matrices
-        gate, up = jnp.split(_product(x, both), 2, axis=-1)
-        return _product(activation(gate) * up, down)
-
-    return expert
+        return with_low_rank(x, matrix, _product)
+    y = x @ (matrix.T if out_first else matrix)
+    return y if bias is None else y + bias
 
 
 def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:

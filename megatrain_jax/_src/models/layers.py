@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.expert_blocks import Matrix, Weights, gated, mix
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import Matrix, Weights, gated
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route, tally
 from megatrain_jax._src.models.past import Past

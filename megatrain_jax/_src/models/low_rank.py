@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from megatrain_jax._src.models.expert_blocks import LowRank
+from megatrain_jax._src.models.expert_functions import LowRank
 from megatrain_jax._src.models.layers import ExpertMatrix, Linear
 
 ModulePath = tuple[str | int, ...]

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import kernel_costs
 from megatrain_jax._src.program.attention import KERNELS, attention_flops
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
@@ -167,4 +168,5 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "polynomial": _polynomial,
     "pallas_call": _pallas_call,
     **dict.fromkeys(KERNELS, attention_flops),
+    **kernel_costs.FLOPS,
 }

@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
-from megatrain_jax._src.models.expert_blocks import gated, mix
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import gated
 from megatrain_jax._src.models.layers import (
     MLP,
     Attention,

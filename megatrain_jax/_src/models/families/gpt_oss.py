@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.expert_blocks import Expert, Weights
+from megatrain_jax._src.models.expert_functions import Expert, LastProduct, Weights
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Heads, Layer, Linear, MixtureOfExperts
@@ -88,11 +88,12 @@ class GptOssMixture(MixtureOfExperts):
 
 @cache
 def _clamped(alpha: float, limit: float) -> Expert:
-    def expert(x, weights):
+    def expert(x, weights, product):
         gate_up, gate_up_bias, down, down_bias = weights
-        both = x @ gate_up + gate_up_bias
+        both = product(x, gate_up, gate_up_bias, out_first=False)
         gate, up = jnp.minimum(both[..., ::2], limit), jnp.clip(both[..., 1::2], -limit, limit)
-        return ((up + 1) * gate * jax.nn.sigmoid(alpha * gate)) @ down + down_bias
+        inside = (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+        return LastProduct(inside, down, down_bias, out_first=False)
 
     return expert
 

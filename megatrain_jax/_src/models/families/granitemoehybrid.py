@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
-from megatrain_jax._src.models.delta_rule import gated_delta_rule
-from megatrain_jax._src.models.expert_blocks import Weights, gated_fused
+from megatrain_jax._src.models.expert_functions import Weights, gated_fused
 from megatrain_jax._src.models.families.qwen3_next import (
     Convolution,
     HybridLayer,
@@ -33,6 +32,7 @@ from megatrain_jax._src.models.layers import (
     Linear,
     MixtureOfExperts,
 )
+from megatrain_jax._src.models.linear_attention import gated_delta_rule
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route
 from megatrain_jax._src.models.rotary import Rotation

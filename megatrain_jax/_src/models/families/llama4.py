@@ -4,7 +4,6 @@ Layers that don't rotate see all tokens, and their queries grow with their posit
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,9 +13,10 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activation_functions import ACTIVATIONS, Activation
+from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.expert_blocks import Expert, Weights, mix
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import Weights, gated_fused
 from megatrain_jax._src.models.families.gemma4_layers import unit
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
@@ -110,7 +110,8 @@ class Llama4Mixture(MixtureOfExperts):
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
         # The base class's constructor is not called: its experts have three matrices.
-        self.settings, self.expert = experts, _gated_columns(ACTIVATIONS[config.activation])
+        self.settings = experts
+        self.expert = gated_fused(ACTIVATIONS[config.activation], out_first=False)
         self.router = Linear(config.hidden_size, experts.num, make)
         self.experts = Llama4Experts(experts, config.hidden_size, make)
         self.shared_expert = MLP(config, make, experts.shared_size)
@@ -132,15 +133,6 @@ class Llama4Mixture(MixtureOfExperts):
     def weights(self) -> Weights:
         """Returns the experts' weights; each array has the experts as its first axis."""
         return self.experts.gate_up_proj[...], self.experts.down_proj[...]
-
-
-@cache
-def _gated_columns(activation: Activation) -> Expert:
-    def expert(x, weights):
-        gate, up = jnp.split(x @ weights[0], 2, axis=-1)
-        return (activation(gate) * up) @ weights[1]
-
-    return expert
 
 
 class Llama4MLP(MLP):

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
-from megatrain_jax._src.models.delta_rule import gated_delta_rule, short_convolution
+from megatrain_jax._src.models.delta_rule import short_convolution
 from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm
+from megatrain_jax._src.models.linear_attention import gated_delta_rule
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 

@@ -1,0 +1,54 @@
+"""Primitives that a GPU computes by a library's kernels and other devices by JAX's operations.
+
+As a primitive, a function stays one equation in a trace, which is cut and counted without a look
+into the kernels. Only the compilation for a GPU imports the library.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+
+def define(
+    name: str,
+    shapes: Callable[..., Any],
+    on_gpu: Callable[..., Any],
+    elsewhere: Callable[..., Any],
+    *,
+    several: bool = False,
+) -> Primitive:
+    """Defines a primitive without a derivative.
+
+    Args:
+        name: Its name in a jaxpr.
+        shapes: Maps abstract operands to abstract results.
+        on_gpu: Computes the results on an NVIDIA GPU.
+        elsewhere: Computes the results on any other device.
+        several: Whether the results are a list.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = several
+    primitive.def_abstract_eval(shapes)
+    primitive.def_impl(lambda *args, **params: jax.jit(partial(primitive.bind, **params))(*args))
+    for platform, compute in (("cuda", on_gpu), (None, elsewhere)):
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(compute, multiple_results=several), platform
+        )
+
+    def mapped(args, axes, **params):
+        """Computes one element of the mapped axis after the other."""
+        size = next(a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None)
+        whole = tuple(
+            jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
+            for a, axis in zip(args, axes, strict=True)
+        )
+        out = jax.lax.map(lambda one: primitive.bind(*one, **params), whole)
+        return out, [0] * len(out) if several else 0
+
+    batching.primitive_batchers[primitive] = mapped
+    return primitive

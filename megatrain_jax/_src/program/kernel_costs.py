@@ -1,0 +1,73 @@
+"""Operations and workspace of the primitives that this library's models leave to kernels.
+
+The primitives are recognised by name, since models are built on top of the library. Operands of
+grouped products are rows, matrices and sizes of groups; the delta rule's are queries, keys, values,
+decays, rates and perhaps documents, after the cotangent in backward.
+
+Example: 1,024 rows of 64 numbers, each multiplied by one of 8 matrices of 32 x 64::
+
+    grouped_product    2 * 1024 * 64 * 32 operations, however rows and matrices are paired
+    grouped_outer      the same: each row adds an outer product of 32 x 64
+"""
+
+import math
+from typing import Any
+
+PRODUCT, OUTER = "grouped_product", "grouped_outer"
+DELTA_FORWARD, DELTA_BACKWARD = "delta_rule_forward", "delta_rule_backward"
+
+_CHUNK = 64  # tokens that the delta rule's kernels process at a time
+
+
+def product_flops(eqn: Any) -> int:
+    """Counts the operations of rows with one matrix each."""
+    rows, matrices = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * rows[0] * math.prod(matrices[1:])
+
+
+def outer_flops(eqn: Any) -> int:
+    """Counts the operations of outer products of pairs of rows."""
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * left[0] * left[1] * right[1]
+
+
+def delta_rule_flops(eqn: Any) -> int:
+    """Counts the operations of the gated delta rule in chunks, forward or backward.
+
+    Within a chunk, keys meet keys and queries, and weights meet values twice; the state is read by
+    keys and by queries and written once. The gradient takes about three times as many.
+    """
+    keys, values, times = _delta_shapes(eqn)
+    width, value_width = keys[-1], values[-1]
+    of_token = 4 * _CHUNK * (width + value_width) + 6 * width * value_width
+    return times * math.prod(values[:3]) * of_token
+
+
+def workspace_bytes(eqn: Any) -> int:
+    """Returns the bytes that a kernel needs beside its operands and results."""
+    if eqn.primitive.name not in (DELTA_FORWARD, DELTA_BACKWARD):
+        return 0
+    keys, values, times = _delta_shapes(eqn)
+    itemsize = eqn.outvars[0].aval.dtype.itemsize
+    tokens = math.prod(values[:3])  # times heads of values
+    inverses = tokens * _CHUNK * itemsize
+    if times == 1:
+        return inverses
+    # The states before all chunks and their gradients; fp32 gradients of keys and queries by head.
+    states = 2 * tokens * keys[-1] * values[-1] * itemsize // _CHUNK
+    return inverses + states + 2 * tokens * keys[-1] * 4
+
+
+def _delta_shapes(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The shapes of keys and values, and how often forward's operations are computed."""
+    first = int(eqn.primitive.name == DELTA_BACKWARD)
+    keys, values = (eqn.invars[at].aval.shape for at in (first + 1, first + 2))
+    return keys, values, 3 if first else 1
+
+
+FLOPS = {
+    PRODUCT: product_flops,
+    OUTER: outer_flops,
+    DELTA_FORWARD: delta_rule_flops,
+    DELTA_BACKWARD: delta_rule_flops,
+}
