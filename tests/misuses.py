@@ -185,6 +185,7 @@ MACHINE = {
         ("64", 0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64 gigs", ""),
     ),
     "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
+    "measure": Argument((False, np.bool_(False)), (*NO_FLAGS, True)),
 }
 START = {
     "params": Argument(

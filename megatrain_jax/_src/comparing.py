@@ -44,6 +44,7 @@ def compare_plans(
     mesh: Mesh | AbstractMesh | None = None,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
+    measure: bool = False,
     **unknown: Never,
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: fit, time and memory.
@@ -72,6 +73,7 @@ def compare_plans(
         mesh: See `plan`.
         host_gib: See `plan`.
         num_gpus: See `plan`.
+        measure: See `plan`.
         **unknown: Refused, with the name of the option that was meant.
 
     Returns:
@@ -116,6 +118,7 @@ def compare_plans(
         "mesh": mesh,
         "host_gib": host_gib,
         "num_gpus": num_gpus,
+        "measure": measure,
     }
     parameters = inspect.signature(compare_plans).parameters
     fixed = {k: v for k, v in arguments.items() if v is not parameters[k].default}

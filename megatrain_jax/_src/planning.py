@@ -1,5 +1,6 @@
 """`plan`: the memory and time that a run will need, from shapes alone."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Never
@@ -29,12 +30,15 @@ from megatrain_jax._src.options.options import (
 from megatrain_jax._src.options.wrong_names import refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.report.run_warnings import PlanWarning
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import fit_to_host
+from megatrain_jax._src.spec.measured import by_measured_times
 from megatrain_jax._src.spec.microbatches import fit_with_parts
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax._src.spec.tile_search import TileFinder
+from megatrain_jax._src.start import compiled_here, cut_here, kernels_of, on_this_machine
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
@@ -58,6 +62,7 @@ def plan(
     mesh: Mesh | AbstractMesh | None = None,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
+    measure: bool = False,
     **unknown: Never,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
@@ -85,6 +90,10 @@ def plan(
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
         num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        measure: Whether to plan for this machine's GPU, and to compile and time the step's
+            functions on it, as the start of a run does: the seconds then come from measured times,
+            and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
+            on the GPU.
         **unknown: Refused, with the name of the option that was meant.
 
     Returns:
@@ -93,7 +102,7 @@ def plan(
     Raises:
         TypeError: See `Trainer`.
         ValueError: See `Trainer`; or if `host_gib` is given without `hardware`, or `num_gpus` and
-            `mesh` are both given.
+            `mesh` are both given, or `measure` is true on a machine without a GPU.
 
     Examples:
         >>> import jax, optax
@@ -124,12 +133,15 @@ def plan(
         hardware=hardware,
         mesh=mesh,
     )
-    run = MachineOptions(host_gib=host_gib, num_gpus=num_gpus).applied(run)
+    machine_options = MachineOptions(host_gib=host_gib, num_gpus=num_gpus, measure=measure)
+    run = machine_options.applied(run)
     order = "plan(model, loss_fn, optimizer, sample_batch)"
     check_order(order, optimizer, "sample_batch", sample_batch)
     check_parts(model, loss_fn, optimizer)
     number = run.least_microbatches
     check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)
+    if measure:
+        return _measured(model, loss_fn, optimizer, sample_batch, run)
     # For any mesh: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     machine, widest_heads, card = run.machine, None, None
@@ -155,3 +167,31 @@ def plan(
             TileFinder(kernels, placement),
         )
         return make_plan(replace(spec, first=with_all_waves(spec.first)))
+
+
+def _measured(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+) -> Plan:
+    """The plan of a run on this machine's GPUs, with its functions compiled and timed there."""
+    run, placement, has_gpu = on_this_machine(run)
+    if not has_gpu:
+        raise ValueError(
+            "`measure`=True times a run's functions on a GPU, and JAX sees none on this machine; "
+            "leave it out to plan by estimates"
+        )
+    adapted = adapt(model, loss_fn, sample_batch, run.seed)[0]
+    with warnings.catch_warnings():  # the plan lists them
+        warnings.simplefilter("ignore", PlanWarning)
+        spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+    kernels, spread = kernels_of(spec, placement), placement.processes.spread
+    spec, _ = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
+    whole = replace(spec, first=with_all_waves(spec.first))
+    found = make_plan(whole, *spread)
+    if found.fits_device is False:
+        return found
+    spec = by_measured_times(spec, kernels, placement)
+    return make_plan(replace(spec, first=with_all_waves(spec.first)), *spread)

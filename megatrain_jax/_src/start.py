@@ -4,6 +4,7 @@ On a GPU, two threads work in parallel:
 
     main thread                         one thread
     compiles functions                  reads files of parameters
+    times them, and schedules by that   reads
     pins host memory, shown in a bar    reads
     fills the store                     -
 
@@ -50,6 +51,7 @@ from megatrain_jax._src.spec.host import (
     peak_bytes,
     state_bytes,
 )
+from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuring
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
@@ -170,7 +172,8 @@ class Phases:
     """Seconds of the phases of a start, and the bytes that were pinned.
 
     Attributes:
-        seconds: The seconds by phase: "tracing", "compiling", "pinning" and "initialising".
+        seconds: The seconds by phase: "tracing", "compiling", "timing" (of functions, on a GPU,
+            unless a step is short), "pinning" and "initialising".
         pinned_bytes: Bytes that were pinned.
         pinned_in: Seconds that pinning took.
     """
@@ -249,10 +252,7 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = (
-        KernelCache(_compiler_options(spec, placement), placement.platform),
-        placement.processes,
-    )
+    kernels, processes = kernels_of(spec, placement), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
@@ -261,7 +261,12 @@ def _started(
         if has_gpu and processes.is_first and text:
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
-            spec = _compiled(spec, kernels, placement, has_gpu=has_gpu)
+            spec, free = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
+            _check(spec, kernels, placement, free, has_gpu=has_gpu)
+        if has_gpu and is_worth_measuring(spec):
+            with phases.phase("timing"):
+                spec = by_measured_times(spec, kernels, placement)
+        spec = replace(spec, first=with_all_waves(spec.first))
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
@@ -276,20 +281,24 @@ def _started(
     return spec, Engine(store, spec.optimizer, kernels)
 
 
-def _compiler_options(spec: RunSpec, placement: Placement) -> dict[str, str | bool]:
-    """XLA options for a run's kernels."""
+def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
+    """An empty cache for a run's kernels, with XLA's options for them."""
     options: dict[str, str | bool] = {**placement.compiler_options}
     # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
     # cuBLASLt's on an H100.
     if spec.precision.products is not None and placement.platform == "gpu":
         options["xla_gpu_enable_triton_gemm"] = False
-    return options
+    return KernelCache(options, placement.platform)
 
 
-def _compiled(
+def compiled_here(
     spec: RunSpec, kernels: KernelCache, placement: Placement, *, has_gpu: bool
-) -> RunSpec:
-    """Fits the run to its device and its host; on a GPU, compiles its functions."""
+) -> tuple[RunSpec, int | None]:
+    """Fits a run to its device and its host; on a GPU, compiles its functions.
+
+    Returns:
+        The run, and the free bytes of the fullest device; None without a GPU.
+    """
     processes = placement.processes
     free = pool.free_device_bytes(placement) if has_gpu else None
     if free is not None:
@@ -298,6 +307,14 @@ def _compiled(
         spec = fit_to_machine(
             spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
         )
+    return spec, free
+
+
+def _check(
+    spec: RunSpec, kernels: KernelCache, placement: Placement, free: int | None, *, has_gpu: bool
+) -> None:
+    """Refuses a run that needs too much memory of its host or its device."""
+    processes = placement.processes
     spec = replace(spec, first=with_all_waves(spec.first))
     # On a CPU nothing is compiled before the first step, and temporaries are in host memory.
     ahead = spec.first, spec.layouts, spec.optimizer, placement
@@ -305,7 +322,6 @@ def _compiled(
     # The last check before minutes of pinning.
     check_host(spec, *processes.spread, temporaries)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
-    return spec
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """The options of a plan that change its hardware; see `plan`.
+    """The options of a plan that change its hardware, or measure it; see `plan`.
 
     Raises:
         TypeError: If an option has the wrong type.
@@ -120,12 +120,21 @@ class MachineOptions:
 
     host_gib: float | str | None = None
     num_gpus: int | None = None
+    measure: bool = False
 
     def __post_init__(self) -> None:
         """Checks every option."""
         if self.host_gib is not None:
             _store(self, host_gib=_gib("host_gib", self.host_gib))
         _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
+        checks.boolean("measure", self.measure)
+        for name in ("host_gib", "num_gpus"):
+            if self.measure and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`measure`=True times functions on this machine's GPUs, and `{name}` "
+                    "describes another machine: leave one of them out (`mesh` chooses GPUs, "
+                    "`host_budget` limits host memory)"
+                )
 
     def applied(self, run: Options) -> Options:
         """The options of a run on the changed hardware.

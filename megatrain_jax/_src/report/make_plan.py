@@ -68,12 +68,10 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
-        attention_flops_per_step=step.microbatches * round(work.attention),
-        float8_flops_per_step=step.microbatches * round(work.float8),
-        float32_flops_per_step=step.microbatches * round(work.float32),
-        loop_kernels_per_step=step.microbatches * round(work.kernels),
+        **_counts_per_step(work, step.microbatches),
         seconds_loops=_loop_seconds(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
+        is_measured=spec.is_measured,
         microbatches=step.microbatches,
         waves=step.waves,
         update_mode="deferred" if workload.deferred else "immediate",
@@ -173,6 +171,16 @@ def _optimizer_flops(cut: OptimizerCut) -> int:
     # Counted once per key, because equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
+
+
+def _counts_per_step(work: Work, microbatches: int) -> dict[str, int]:
+    """The operations of a step that a plan counts by kind, and the kernels of its loops."""
+    return {
+        "attention_flops_per_step": microbatches * round(work.attention),
+        "float8_flops_per_step": microbatches * round(work.float8),
+        "float32_flops_per_step": microbatches * round(work.float32),
+        "loop_kernels_per_step": microbatches * round(work.kernels),
+    }
 
 
 def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:

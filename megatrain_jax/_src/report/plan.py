@@ -105,6 +105,8 @@ class Plan:
             kernels are short or only copy.
         seconds_per_step: Estimate of a step's time, with transfers and computation overlapping as
             scheduled; `None` without hardware.
+        is_measured: Whether that estimate comes from the measured times of the step's compiled
+            functions on this GPU, instead of their operations and bytes.
         microbatches: Microbatches per step.
         waves: Equal parts of them that go through the stages one after another.
         update_mode: Whether parameters are updated in the stage's own backward.
@@ -152,6 +154,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    is_measured: bool = False
     waves: int = 1
     num_parts: int = 1
     keeps_costliest: bool = False

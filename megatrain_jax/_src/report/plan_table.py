@@ -112,8 +112,9 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     ]
     if machine is not None:
         number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
+        source = "from functions measured here" if plan.is_measured else ""
         cells += [
-            ["a step, estimate", seconds(plan.seconds_per_step), ""],
+            ["a step, estimate", seconds(plan.seconds_per_step), source],
             ["on", f"{number}{machine.name}", _rates(plan, machine)],
             ["bound by", BOUNDS[plan.bound], _dispatched(plan)],
         ]

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain_jax._src.common.keys import Key
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices, keeping_residuals
 from megatrain_jax._src.schedule.instructions import Instruction
@@ -180,6 +180,36 @@ def find_schedule(
             steps, lean if lean and steps.workload.lean else workload, choices, room
         )
     return _finished(steps, smallest)
+
+
+def rearranged(
+    workload: Workload, schedule: Schedule, budget: int | None, host_room: float = math.inf
+) -> Schedule:
+    """Finds the fastest schedule with the computations of an existing one, for other costs.
+
+    The same stages save the same residuals, so that results are the same to the bit, and no further
+    function has to be compiled. Only the order and the time of copies change.
+
+    Args:
+        workload: The workload that the existing schedule was made for, with other costs.
+        schedule: The existing schedule.
+        budget: See `find_schedule`.
+        host_room: See `find_schedule`; the existing schedule's host bytes are available in any
+            case.
+    """
+    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=True)
+    room = _Room(
+        device=schedule.smallest_bytes if budget is None else budget,
+        host=max(host_room, schedule.passing.total),
+    )
+    now = lay_down(lists, schedule.limit, schedule.resident)
+    residuals = {Key(Kind.RESIDUALS, stage) for stage in schedule.kept}
+    travelling = len(residuals - schedule.resident)
+    others = [
+        _with_residents(Choice(lists=lists, num_travelling=travelling, spares_host=spares), room)
+        for spares in (False, True)
+    ]
+    return _finished(_best([now, *others], room), schedule.smallest_bytes)
 
 
 def _with_more_kept(

@@ -1,13 +1,15 @@
-"""Steps with another schedule: in spans that are computed again, or in waves.
+"""Steps with another schedule: in spans that are computed again, in waves, or by measured times.
 
 The bound stages of a step stay as they are; its workload changes, and with it the schedule.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
-from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
-from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
+from megatrain_jax._src.schedule.workload import Costs, Workload
 from megatrain_jax._src.spec.activations import computed_again, last_read_by_task
 from megatrain_jax._src.spec.bound_step import BoundStep
 
@@ -60,6 +62,51 @@ def _rescheduled(
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
+
+
+def by_measured_seconds(
+    step: BoundStep,
+    seconds: Mapping[tuple[Op, int], float],
+    device_budget: int | None,
+    host_room: float,
+) -> BoundStep:
+    """A training step with the same computations, scheduled by the measured times of its functions.
+
+    Args:
+        step: The step.
+        seconds: Seconds of a stage's FORWARD or BACKWARD of one microbatch, and of a group's
+            UPDATE, by operation and number. Functions that are missing keep their estimates.
+        device_budget: See `bind_step`.
+        host_room: See `bind_step`.
+    """
+    kept, saved, each = step.schedule.kept, step.scheduled.costs.recompute, step.wave_microbatches
+
+    def of_stages(op: Op, estimates: Sequence[float]) -> tuple[float, ...]:
+        found = list(estimates)
+        for s in range(len(found)):
+            if (op, s) in seconds:
+                # The clock subtracts what residuals save, which is not in the measured time.
+                more = saved[s] if op is Op.BACKWARD and s in kept else 0.0
+                found[s] = each * seconds[op, s] + more
+        return tuple(found)
+
+    def measured(costs: Costs) -> Costs:
+        return dataclasses.replace(
+            costs,
+            forward=of_stages(Op.FORWARD, costs.forward),
+            backward=of_stages(Op.BACKWARD, costs.backward),
+            update=tuple(seconds.get((Op.UPDATE, g), x) for g, x in enumerate(costs.update)),
+        )
+
+    def timed(workload: Workload) -> Workload:
+        return dataclasses.replace(workload, costs=measured(workload.costs))
+
+    workload, lean = timed(step.workload), step.lean and timed(step.lean)
+    found = dataclasses.replace(step, workload=workload, lean=lean)
+    schedule = rearranged(found.scheduled, step.schedule, device_budget, host_room)
+    stages = [bound.stage for bound in step.stages]
+    last_read = last_read_by_task(schedule.cold, stages, step.program)
+    return dataclasses.replace(found, schedule=schedule, last_read=last_read)
 
 
 def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:

@@ -56,6 +56,7 @@ class RunSpec:
             minimum.
         temporary_bytes: Device bytes of compiled functions' temporaries; None until known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, without compilation.
+        is_measured: Whether the first step is scheduled by measured times of its functions.
         room_bytes: Device bytes that functions of later batch shapes may use for temporaries; None
             if the device's memory is unknown.
         host_room: Host bytes per device that are available in addition to the state at rest;
@@ -79,6 +80,7 @@ class RunSpec:
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
+    is_measured: bool = False
     room_bytes: int | None = None
     host_room: float = math.inf
     fits_host: bool = True

@@ -76,15 +76,29 @@ def step_kernels(
     training: bool = True,
 ) -> Iterator[Kernel]:
     """The kernels of all stages and groups, in order; small kernels are not included."""
+    what = step, layouts, cut, placement
+    for _, _, kernel in numbered_kernels(*what, training=training):
+        yield kernel
+
+
+def numbered_kernels(
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+    *,
+    training: bool = True,
+) -> Iterator[tuple[Op, int, Kernel]]:
+    """The operations of all stages and groups, the stage's or group's number, and the kernels."""
     lists = step.schedule
     # Together, the cold list and the flush have all computations of a steady step.
     instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
-            yield stage_kernel(step, op, stage, placement)
+            yield op, stage, stage_kernel(step, op, stage, placement)
         elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
             gradient = step.gradient_dtypes[group]
-            yield group_kernel(op, group, cut, layouts, gradient, placement)
+            yield op, group, group_kernel(op, group, cut, layouts, gradient, placement)
 
 
 def compile_ahead(

@@ -1,0 +1,164 @@
+"""Measures the seconds of compiled functions on their devices, before a run has any state.
+
+Each function is called several times by itself. Its arguments are pseudo-random numbers, because a
+GPU multiplies zeros faster than other numbers. A small function computes them on the device, so
+nothing is copied from the host; at any time, the arguments of only one function exist.
+
+Example: a function takes about 4 ms.
+
+    1. it runs once, which loads it, and a second time, which takes 4.1 ms
+    2. five batches of five calls each: 20.3, 20.1, 20.0, 20.2 and 23.0 ms
+    3. the median is 20.2 ms, so a call takes 4.04 ms
+
+A function that takes 60 ms is called twice more, one call at a time.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
+
+# Seconds of a batch of calls, of all batches together, and the range of their number. In a batch
+# that is this long, the waits at its ends hardly count.
+_BATCH, _ALL, _FEWEST, _MOST = 0.02, 0.1, 2, 5
+_MOST_CALLS = 50
+# The largest absolute value of a random number.
+_SCALE = 0.03
+
+Agree = Callable[[float], float]
+"""Returns the same seconds in all processes of a run, from each process's own."""
+
+
+class RepeatedCall:
+    """A function with its arguments, to be called again and again.
+
+    Results take the place of donated arguments, as they do in training.
+    """
+
+    def __init__(self, function: Callable[..., Any], kernel: Kernel, arguments: tuple[Any, ...]):
+        """Owns the arguments, which must not be used anywhere else."""
+        self._function, self._donated = function, kernel.donated
+        self._arguments, self._result = list(arguments), None
+
+    def run(self, times: int) -> None:
+        """Calls the function `times` times and waits for the last call."""
+        for _ in range(times):
+            self._result = None  # frees the memory of the results before the next call
+            self._result = self._function(*self._arguments)
+            self._give_back(self._result)
+        jax.block_until_ready(self._result)
+
+    def _give_back(self, result: Any) -> None:
+        """Replaces donated arguments by results of the same shapes."""
+        left = jax.tree.leaves(result)
+
+        def alike(old: jax.Array) -> jax.Array:
+            like = old.shape, old.dtype
+            at = next(i for i, new in enumerate(left) if (new.shape, new.dtype) == like)
+            return left.pop(at)
+
+        for position in self._donated:
+            self._arguments[position] = jax.tree.map(alike, self._arguments[position])
+
+
+def measured_seconds(call: RepeatedCall, agree: Agree) -> float:
+    """The seconds of one call, without the wait for its end.
+
+    Args:
+        call: The call.
+        agree: See `Agree`. All processes have to make equally many calls, because they exchange
+            values in them.
+    """
+    call.run(1)
+    about = max(agree(_timed(call, 1)), 1e-6)
+    number = min(_MOST_CALLS, math.ceil(_BATCH / about))
+    batches = max(_FEWEST, min(_MOST, math.ceil(_ALL / (number * about))))
+    return agree(statistics.median(_timed(call, number) for _ in range(batches)) / number)
+
+
+def _timed(call: RepeatedCall, times: int) -> float:
+    start = time.perf_counter()
+    call.run(times)
+    return time.perf_counter() - start
+
+
+def time_kernels(
+    cache: KernelCache,
+    kernels: Iterable[Kernel],
+    agree: Agree = lambda seconds: seconds,
+) -> dict[tuple[str, Hashable], float]:
+    """Measures the seconds of kernels on the devices in their `takes`.
+
+    Args:
+        cache: Cache with the compiled functions.
+        kernels: The kernels; equal ones are measured once.
+        agree: See `Agree`.
+
+    Returns:
+        Seconds by a kernel's name and key. Kernels with arguments that can't be made here, such as
+        random keys of another generator than JAX's default, are missing.
+    """
+    different = {(k.name, k.key): k for k in kernels if _can_be_made(k)}
+    makers = [_maker(kernel) for kernel in different.values()]
+    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        made = pool.map(lambda lowered: lowered.compile(), makers)
+        functions = dict(zip(different, made, strict=True))
+    found = {}
+    for name, kernel in different.items():
+        call = RepeatedCall(cache.get(kernel), kernel, functions[name]())
+        found[name] = measured_seconds(call, agree)
+    return found
+
+
+def _maker(kernel: Kernel) -> Any:
+    """The lowered function without arguments that makes a kernel's arguments."""
+    # The square root of a negative second moment would be no number.
+    lowest = 0.0 if kernel.name == "update" else -1.0
+
+    def make() -> Any:
+        return jax.tree.map(lambda like: _numbers(like, lowest), kernel.takes)
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, kernel.takes)).lower()
+
+
+def _can_be_made(kernel: Kernel) -> bool:
+    keys = [x.dtype for x in jax.tree.leaves(kernel.takes) if _is_key(x)]
+    return kernel.takes is not None and all(dtype == _key_dtype() for dtype in keys)
+
+
+def _key_dtype() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0)).dtype
+
+
+def _is_key(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(aval: jax.ShapeDtypeStruct, lowest: float) -> jax.Array:
+    """Values of a shape and dtype; indices count along the last axis, so they are in bounds."""
+    shape, dtype, size = aval.shape, aval.dtype, math.prod(aval.shape)
+    if _is_key(aval):
+        return jax.random.split(jax.random.key(0), size).reshape(shape)
+    if aval.weak_type:  # only weak numbers give a weak array
+        return jax.lax.broadcast(jnp.zeros((), dtype).item() + 1, shape)
+    if dtype == jnp.bool_:
+        return jnp.ones(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1:
+        return (
+            jax.lax.broadcasted_iota(dtype, shape, len(shape) - 1) if shape else jnp.ones((), dtype)
+        )
+    bits = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    bits = (bits ^ (bits >> 13)).reshape(shape)
+    if jnp.issubdtype(dtype, jnp.integer):  # codes
+        return (bits >> 24).astype(dtype)
+    share = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    return (_SCALE * (lowest + (1 - lowest) * share)).astype(dtype)

@@ -1,0 +1,59 @@
+"""Measures the functions of a run's step on its devices, and schedules the step by their times.
+
+A run is planned by estimates, which also choose the functions to compile. Once they are compiled,
+each is timed with the run's shapes, and the schedule is made again by these times. It runs the same
+functions, so times never change results, and nothing is compiled again.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.timing import time_kernels
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.spec.rescheduled import by_measured_seconds
+from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.spec.step_kernels import numbered_kernels
+from megatrain_jax._src.state.placement import Placement
+
+# A step with a shorter estimate is not worth timing its functions.
+_SHORTEST = 0.05
+
+
+def is_worth_measuring(spec: RunSpec) -> bool:
+    """Whether a run's step is long enough to spend seconds on its schedule."""
+    return spec.first.schedule.seconds >= _SHORTEST
+
+
+def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpec:
+    """The run with its step scheduled by the measured seconds of its compiled functions.
+
+    Args:
+        spec: The run, fitted to its machine.
+        kernels: Cache with its compiled functions.
+        placement: Placement of the run.
+    """
+    step, stages = spec.first, spec.first.stages
+    timed = {
+        (op, number): kernel
+        for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement)
+        # A stage that prints, or calls back, must not do so here.
+        if op is Op.UPDATE
+        or (op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr))
+    }
+
+    def agree(seconds: float) -> float:
+        # All processes have to follow the same schedule; the slowest device decides.
+        every: Sequence[float] = placement.processes.gather("timing functions", seconds)
+        return max(every)
+
+    with placement.outside_meshes():
+        seconds = time_kernels(kernels, timed.values(), agree)
+    found = {
+        place: seconds[kernel.name, kernel.key]
+        for place, kernel in timed.items()
+        if (kernel.name, kernel.key) in seconds
+    }
+    first = by_measured_seconds(step, found, spec.budget_bytes, spec.host_room)
+    return dataclasses.replace(spec, first=first, is_measured=True)

@@ -1,0 +1,275 @@
+"""Functions timed at a run's start, and schedules by their times, which never change results."""
+
+import dataclasses
+import gc
+import logging
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import megatrain_jax as mt
+from inside import spec_of
+from megatrain_jax._src.kernels import timing
+from megatrain_jax._src.kernels.timing import RepeatedCall
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.workload import Costs
+from megatrain_jax._src.spec import measured
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.step_kernels import numbered_kernels
+from megatrain_jax._src.state import pool
+from optimizers import OPTIMIZERS
+from runs import SLOW, check_same_bits, make_spec, make_trainer
+from schedule_machine import run_everything
+from workloads import computing, decoder, random_workload
+from zoo import CASES
+
+GIB = 2**30
+
+
+@pytest.fixture
+def pretending_gpu(monkeypatch):
+    """Has trainers take this CPU for a GPU, and time steps however short they are."""
+    machine = dataclasses.replace(SLOW, device_bytes=GIB, host_bytes=64 * GIB, link_bytes_per_s=1e5)
+    monkeypatch.setattr("megatrain_jax._src.start.this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
+
+
+def other_costs(costs: Costs, rng: random.Random) -> Costs:
+    """Costs with every computation's time multiplied by a number of its own."""
+
+    def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(x * rng.choice((0.01, 0.5, 1, 2, 100)) for x in seconds)
+
+    return dataclasses.replace(
+        costs,
+        forward=times(costs.forward),
+        backward=times(costs.backward),
+        update=times(costs.update),
+    )
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [seed if seed < 15 else pytest.param(seed, marks=pytest.mark.long) for seed in range(200)],
+)
+def test_a_schedule_by_other_times_computes_the_same_within_the_same_memory(seed):
+    plain, rng = random_workload(seed), random.Random(seed)
+    waves = rng.choice((1, 1, 2, 5))
+    if waves > 1:
+        plain = dataclasses.replace(plain, accumulate=True, waves=waves)
+    smallest = find_schedule(plain, None).smallest_bytes
+    budget = smallest + rng.randrange(2 * sum(sum(row.values()) for row in plain.sizes))
+    room = rng.choice((math.inf, rng.random() * find_schedule(plain, budget).passing_bytes))
+    before = find_schedule(plain, budget, None, room)
+    timed = dataclasses.replace(plain, costs=other_costs(plain.costs, rng))
+    after = rearranged(timed, before, budget, room)
+    assert after.peak_bytes <= budget
+    assert after.passing_bytes <= max(room, before.passing_bytes)
+    assert (after.kept, after.lean) == (before.kept, before.lean)
+    whole, old = whole_schedule(timed, after), whole_schedule(timed, before)
+    for name in ("cold", "steady", "flush", "evaluation"):
+        assert computing(getattr(whole, name)) == computing(getattr(old, name))
+    run_everything(timed, whole)
+    # With the times that it was made for, nothing is slower than it was.
+    assert rearranged(plain, before, budget, room).seconds <= 1.03 * before.seconds
+
+
+def test_a_schedule_by_other_times_keeps_to_the_memory_of_the_host():
+    """A decoder with updates that wait for a norm, and less host memory than the fastest takes."""
+    passed, budget = [(i,) for i in range(19)], 300
+    workload = decoder(
+        deferred=True,
+        activations=dict.fromkeys(range(19), 6),
+        makes=(*passed, ()),
+        reads=((), *passed),
+    )
+    fastest, least = find_schedule(workload, budget), find_schedule(workload, budget, None, 0)
+    room = least.passing_bytes
+    assert room < fastest.passing_bytes
+    before = find_schedule(workload, budget, None, room)
+    for seed in range(4):
+        costs = other_costs(workload.costs, random.Random(seed))
+        timed = dataclasses.replace(workload, costs=costs)
+        after = rearranged(timed, before, budget, room)
+        assert after.passing_bytes <= room and after.steady != before.steady
+        run_everything(timed, after)
+
+
+class RandomTimer:
+    """A timer of random seconds, from a microsecond to a second."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+
+    def __call__(self, call: RepeatedCall, agree: Any) -> float:
+        return agree(10.0 ** self.rng.uniform(-6, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options"),
+    [
+        ("nnx_tied", "clip_adamw", {"microbatches": 2}),
+        ("dropout_nnx", "adam", {"microbatches": 2, "waves": 2}),
+    ],
+)
+@pytest.mark.usefixtures("pretending_gpu")
+def test_results_are_the_same_to_the_bit_under_any_times(
+    name, optimizer, options, monkeypatch, started_once_in_test, tmp_path
+):
+    """Also if a run goes on from the checkpoint of a run under other times."""
+    case = CASES[name]
+    least = make_spec(case, OPTIMIZERS[optimizer], **options).first.schedule.smallest_bytes
+    options["budget"] = round(1.3 * least)
+    monkeypatch.setattr(measured, "_SHORTEST", math.inf)
+    expected = make_trainer(case, OPTIMIZERS[optimizer], **options)
+    losses = [expected.read(expected.step(case.batch(seed)))["loss"] for seed in range(3)]
+    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
+    monkeypatch.setattr(timing, "measured_seconds", RandomTimer(1))
+    timed = make_trainer(case, OPTIMIZERS[optimizer], **options)
+    assert timed.plan.is_measured and not expected.plan.is_measured
+    schedules = [spec_of(trainer).first.schedule for trainer in (timed, expected)]
+    assert schedules[0].steady != schedules[1].steady, "these times change the schedule"
+    assert [timed.read(timed.step(case.batch(n)))["loss"] for n in range(2)] == losses[:2]
+    timed.save(tmp_path / "saved")
+    monkeypatch.setattr(timing, "measured_seconds", RandomTimer(2))
+    resumed = make_trainer(case, OPTIMIZERS[optimizer], **options)
+    resumed.restore(tmp_path / "saved")
+    assert resumed.read(resumed.step(case.batch(2)))["loss"] == losses[2]
+    check_same_bits(resumed.params, expected.params)
+    check_same_bits(resumed.opt_state, expected.opt_state)
+
+
+@pytest.mark.usefixtures("pretending_gpu")
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, caplog):
+    """With arguments of one function at a time, and without compiling it again."""
+    held = []
+
+    def timer(call: RepeatedCall, agree: Any) -> float:
+        caplog.clear()
+        call.run(3)
+        assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        return agree(1e-3)
+
+    monkeypatch.setattr(timing, "measured_seconds", timer)
+    case, mesh = CASES["nnx_tied"], Mesh(jax.devices()[:num_devices], "data")
+    real = measured.by_measured_times
+
+    def noted(spec, kernels, placement):
+        what = spec.first, spec.layouts, spec.optimizer, placement
+        rows = [kernel for _, _, kernel in numbered_kernels(*what)]
+        gc.collect()
+        before = sum(x.nbytes for x in jax.live_arrays())
+        found = real(spec, kernels, placement)
+        largest = max(sum(x.size * x.dtype.itemsize for x in _sized(k)) for k in rows)
+        # Results and new arguments take no more than the arguments did.
+        assert before < max(held) <= before + 3 * largest
+        assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
+        return found
+
+    monkeypatch.setattr("megatrain_jax._src.start.by_measured_times", noted)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=2, mesh=mesh)
+    assert list(trainer.startup)[1:3] == ["compiling", "timing"]
+    step = spec_of(trainer).first
+    costs, each = step.workload.costs, step.wave_microbatches
+    assert set(costs.update) == {1e-3}
+    assert set(costs.forward[:-1]) == {each * 1e-3}
+    assert {round(c.seconds, 9) for c in _stages(step)} == {each * 1e-3}
+    assert "from functions measured here" in str(trainer.plan)
+
+
+def _sized(kernel: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != timing._key_dtype()]
+
+
+def _stages(step: BoundStep) -> list[Any]:
+    lists = build_task_lists(dataclasses.replace(step.scheduled, kept=step.schedule.kept))
+    every = [c for task in lists.steady for c in task.computations]
+    return [c for c in every if c.instruction.op in (Op.FORWARD, Op.BACKWARD)]
+
+
+class FakeCall:
+    """A call that takes some seconds on a clock of its own; waiting for its end takes more."""
+
+    def __init__(self, seconds: float, wait: float = 1e-4):
+        self.seconds, self.wait, self.now, self.runs = seconds, wait, 0.0, []
+
+    def run(self, times: int) -> None:
+        self.runs.append(times)
+        self.now += times * self.seconds + self.wait
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e-4, 3e-3, 0.06, 5.0])
+def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
+    call = FakeCall(seconds)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: call.now))
+    agreed: list[float] = []
+    found = timing.measured_seconds(call, lambda s: agreed.append(s) or s)  # type: ignore
+    assert found == pytest.approx(seconds + call.wait / call.runs[-1])
+    assert found <= 1.01 * max(seconds, 2e-4)
+    assert call.runs[:2] == [1, 1] and len(set(call.runs[2:])) == 1
+    assert len(agreed) == 2, "the number of calls, and the time"
+    assert call.now <= 0.3 or len(call.runs) == 4
+
+
+def printing(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"])
+    jax.debug.print("sum of {}", x.sum())
+    return (x**2).mean()
+
+
+@pytest.mark.usefixtures("pretending_gpu")
+@pytest.mark.parametrize("is_long", [True, False])
+def test_short_steps_and_stages_that_print_are_not_timed(is_long, monkeypatch, capsys):
+    timed = []
+    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: timed.append(call) or 1e-3)
+    monkeypatch.setattr(measured, "_SHORTEST", 0.0 if is_long else math.inf)
+    params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
+    trainer = mt.Trainer(
+        params, printing, optax.sgd(0.1), {"x": np.ones((2, 8), np.float32)}, progress=False
+    )
+    assert ("timing" in trainer.startup) == trainer.plan.is_measured == is_long
+    assert bool(timed) == is_long
+    stages = {c.instruction: round(c.seconds, 9) for c in _stages(spec_of(trainer).first)}
+    assert {i.stage for i, s in stages.items() if s == 1e-3} == ({0, 1} if is_long else set())
+    assert "sum of" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("pretending_gpu")
+def test_a_plan_measures_where_it_is_asked_to(monkeypatch):
+    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: agree(0.25))
+    params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
+    made = params, printing, optax.sgd(0.1), {"x": np.ones((2, 8), np.float32)}
+    plan = mt.plan(*made, measure=True, microbatches=2)
+    trainer = mt.Trainer(*made, progress=False, microbatches=2)
+    # Two forwards and backwards of two microbatches, and three updates; one backward prints.
+    assert plan.is_measured and plan.seconds_per_step == trainer.plan.seconds_per_step
+    assert plan.seconds_per_step == pytest.approx(2 * 2 * 2 * 0.25 + 3 * 0.25, rel=0.01)
+    assert plan.schedule == trainer.plan.schedule
+    with pytest.raises(ValueError, match="`measure`=True times .*`num_gpus` describes another"):
+        mt.plan(*made, measure=True, hardware="H100", num_gpus=2)
+    with pytest.raises(ValueError, match="`measure`=True times .*`host_gib` describes another"):
+        mt.plan(*made, measure=True, hardware="H100", host_gib=8)
+
+
+def test_a_plan_measures_only_on_a_gpu():
+    params = {"w": np.ones((8, 8), np.float32)}
+    with pytest.raises(ValueError, match="`measure`=True .* JAX sees none on this machine"):
+        mt.plan(
+            params, lambda p, x: (x @ p["w"]).mean(), optax.sgd(0.1), np.ones((2, 8)), measure=True
+        )
