@@ -20,12 +20,12 @@ from inside import engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.kernels import steps
-from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.narrow_sums import NarrowSums
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.spec import microbatches, wave_search
 from megatrain_jax._src.spec.budget import other_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.wave_search import lowest
 from megatrain_jax._src.start import with_parts
 from megatrain_jax._src.state import offsets
@@ -502,19 +502,52 @@ def test_sums_in_bfloat16_take_half_and_are_the_same_in_every_budget(rounding):
 
 
 def test_a_sum_is_rounded_to_its_mean_with_other_bits_each_time():
-    trainer = spoiled_trainer()
-    store = engine_of(trainer).store
-    layout, placement = store.layouts[0].master, store.placement
-    run = KernelCache().get(steps.narrow(layout, placement, stochastic=True))
-    total = placement.put([np.full(layout.size, 1 + 2**-10, np.float32)], placement.slabs_on_device)
+    store = engine_of(spoiled_trainer()).store
+    layout, leaves = store.layouts[0].master, [None] * len(store.layouts[0].master.shapes)
+
+    @jax.jit
+    def run(total, count):
+        draws = store.key, store.step, [jnp.uint32(0)], count
+        sums = NarrowSums(store.placement, [total], draws)
+        return sums.add(None, layout, leaves, (), "stochastic"), sums.results[1]
+
     count, rows = jnp.uint32(0), []
     for number in range(400):
-        (row,), count = run(tuple(total), store.key, store.step, jnp.uint32(0), count)
+        (row,), count = run((jnp.full(layout.size, 1 + 2**-10, jnp.float32),), count)
         rows.append(np.asarray(row, np.float32))
         assert int(count) == number + 1
     assert not np.array_equal(rows[0], rows[1])
     # An eighth of the way to the next number of bfloat16: up in one of eight cases.
     assert np.mean(rows) == pytest.approx(1 + 2**-10, abs=1e-4)
+
+
+@pytest.mark.parametrize("waves", [1, 2, 4])
+@pytest.mark.parametrize("budget", ["least", 10**9])
+def test_sums_in_bfloat16_are_rounded_once_per_wave(waves, budget):
+    rows = np.random.default_rng(0).integers(0, 1000, (MICROBATCHES, 3, 64)).astype(np.float32)
+    trainer = mt.Trainer(
+        {"layers": [{"w": jnp.ones(64)} for _ in range(3)]},
+        lambda params, x: sum((p["w"] * x[:, i]).sum() for i, p in enumerate(params["layers"])),
+        optax.chain(optax.trace(0.0), optax.sgd(0.1)),
+        rows,
+        precision=mt.Precision(compute=jnp.float32, sums="bfloat16", rounding="nearest"),
+        microbatches=MICROBATCHES,
+        waves=waves,
+        device_budget=budget,
+        progress=False,
+    )  # fmt: skip
+    trainer.step(rows)
+    expected = np.zeros(rows.shape[1:], jnp.bfloat16)
+    for wave in np.split(rows / MICROBATCHES, waves):  # sums of these are exact in fp32
+        expected = (expected.astype(np.float32) + wave.sum(0)).astype(jnp.bfloat16)
+    layers = trainer.opt_state[0].trace["layers"]
+    np.testing.assert_array_equal([layer["w"] for layer in layers], expected.astype(np.float32))
+    # Only a wave's last backward reads the sums: one kernel, or two, or three.
+    spec = spec_of(trainer)
+    every = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
+    kernels = {k.key: k for k in every if k.name == "backward"}.values()
+    taken = [[x.dtype.name for x in jax.tree.leaves(k.takes[3])] for k in kernels]
+    assert sum("bfloat16" in row for row in taken) == len(taken) / min(MICROBATCHES // waves, 3)
 
 
 def test_sums_of_a_shared_parameter_are_narrow_between_its_stages():

@@ -56,6 +56,11 @@ class Backward:
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
         give_outputs: Whether to return the outputs as well, because the stage has no forward.
+        rounding: For each slab, "stochastic" or "nearest" if its gradient is stored in bfloat16, as
+            is then the gradient that exists; None if it is stored in the dtype in `gradients`.
+        is_partial: Whether the results are gradients in fp32 of some of a wave's microbatches,
+            and so are the gradients that exist. They stay beside the stored ones.
+        completes: Whether such gradients are added to the stored ones as well.
     """
 
     gradients: tuple[str | None, ...]
@@ -63,6 +68,25 @@ class Backward:
     arriving: tuple[bool, ...]
     existing: tuple[bool, ...]
     give_outputs: bool
+    rounding: tuple[str | None, ...]
+    is_partial: bool = False
+    completes: bool = False
+
+    def of_microbatch(self, *, first: bool, last: bool) -> "Backward":
+        """The mode for one of a wave's microbatches, the first or the last of them or neither.
+
+        Gradients that are stored in bfloat16 are read and rounded once per wave: by the last
+        microbatch, which adds the gradients in fp32 that the earlier ones have made.
+        """
+        if not any(self.rounding) or (first and last):
+            return self
+        # With several microbatches, all gradients are sums.
+        assert all(self.rounding[i] for i, dtype in enumerate(self.gradients) if dtype)
+        if last:
+            return dataclasses.replace(self, completes=True)
+        adds = tuple(rounding is not None and not first for rounding in self.rounding)
+        stored = (None,) * len(self.rounding)
+        return dataclasses.replace(self, accumulate=adds, rounding=stored, is_partial=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -143,6 +167,19 @@ class BoundStage:
             return ()
         pairs = zip(self.groups, self.mode.accumulate, strict=True)
         return tuple(group for group, adds in pairs if adds)
+
+    @property
+    def rounded(self) -> tuple[int, ...]:
+        """Numbers of the groups with a gradient that the backward rounds to bfloat16."""
+        if self.mode is None:
+            return ()
+        pairs = zip(self.groups, self.mode.rounding, strict=True)
+        return tuple(group for group, rounding in pairs if rounding is not None)
+
+    def of_microbatch(self, number: int, count: int) -> "BoundStage":
+        """The stage with the mode for the backward of microbatch `number` of a wave's `count`."""
+        mode = self.mode and self.mode.of_microbatch(first=number == 0, last=number == count - 1)
+        return self if mode is self.mode else dataclasses.replace(self, mode=mode)
 
     @property
     def leaving(self) -> tuple[int, ...]:

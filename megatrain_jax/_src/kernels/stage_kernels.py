@@ -21,7 +21,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
+from megatrain_jax._src.kernels import narrow_sums
+from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program import jaxpr as jx
@@ -81,7 +82,8 @@ def backward(
 ) -> Kernel:
     """The kernel `(masters, inputs, cotangents, gradients, sent) -> (outputs, gradients, back)`.
 
-    It recomputes the stage and differentiates it.
+    It recomputes the stage and differentiates it. If it rounds gradients to bfloat16, it also takes
+    `made` and `draws` of `NarrowSums`, and also returns `NarrowSums.results`.
 
     Args:
         bound: The stage. The kernel takes the cotangents of `bound.arriving`, and the existing
@@ -95,15 +97,14 @@ def backward(
     stage, binding, mode = bound.stage, bound.binding, bound.mode
     assert mode is not None
 
-    def backward_stage(masters, inputs, cotangents, gradients, sent):
+    def backward_stage(masters, inputs, cotangents, gradients, sent, *narrow):
         def pulled(leaves, inputs, cotangents):
             outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
             return *pull(list(cotangents)), outputs if mode.give_outputs else []
 
         leaves = _unpack(bound, placement, masters)
         *found, outputs = _adding_wide(bound, placement, pulled)(leaves, inputs, cotangents)
-        new, summed = _finish(stage, binding, placement, mode, found, gradients, sent)
-        return outputs, new, summed
+        return outputs, *_finish(bound, placement, found, gradients, sent, *narrow)
 
     def build() -> Callable:
         # If the stage has a forward kernel, that has printed already, and the recomputation must
@@ -122,15 +123,17 @@ def backward(
             _values(program, placement, bound.arriving),
             _accumulated(binding, mode, placement),
             _values(program, placement, bound.sent),
+            *_narrow_takes(bound, placement),
         ),
         gives=(
             shardings(program, placement, stage.outputs if mode.give_outputs else ()),
             placement.slabs_on_device,
             shardings(program, placement, bound.leaving),
+            *(narrow_sums.gives(placement) if bound.rounded else ()),
         ),
         # The sums reuse the memory of the existing gradients and cotangents. Masters and inputs are
         # not donated, because later microbatches and stages read them.
-        donated=(3, 4),
+        donated=(3, 4, 5) if bound.rounded else (3, 4),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
@@ -138,18 +141,18 @@ def backward(
 def backward_of_kept(
     bound: BoundStage, program: Program, placement: Placement, microbatches: int
 ) -> Kernel:
-    """The kernel `(masters, inputs, residuals, cotangents, gradients, sent)`; see `backward`.
+    """The kernel `(masters, inputs, residuals, cotangents, gradients, sent, ...)`; see `backward`.
 
     The forward has saved residuals, so only elementwise operations are recomputed.
     """
     stage, binding, mode, residuals = bound.stage, bound.binding, bound.mode, bound.residuals
     assert mode is not None and residuals is not None and not mode.give_outputs
 
-    def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
+    def backward_stage(masters, inputs, kept, cotangents, gradients, sent, *narrow):
         leaves = _unpack(bound, placement, masters)
         pulled = _adding_wide(bound, placement, residuals.backward)
         found = pulled([*leaves, *inputs], kept, list(cotangents))
-        return [], *_finish(stage, binding, placement, mode, found, gradients, sent)
+        return [], *_finish(bound, placement, found, gradients, sent, *narrow)
 
     return Kernel(
         name=keeping_names(residuals.lean)[1],
@@ -162,9 +165,15 @@ def backward_of_kept(
             _values(program, placement, bound.arriving),
             _accumulated(binding, mode, placement),
             _values(program, placement, bound.sent),
+            *_narrow_takes(bound, placement),
         ),
-        gives=([], placement.slabs_on_device, shardings(program, placement, bound.leaving)),
-        donated=(4, 5),
+        gives=(
+            [],
+            placement.slabs_on_device,
+            shardings(program, placement, bound.leaving),
+            *(narrow_sums.gives(placement) if bound.rounded else ()),
+        ),
+        donated=(4, 5, 6) if bound.rounded else (4, 5),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
@@ -205,9 +214,23 @@ def _accumulated(
     binding: Binding, mode: Backward, placement: Placement
 ) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Shapes and shardings of the existing gradients that a backward adds to."""
-    rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
-    avals = [layout.gradient_avals(dtype) for layout, dtype, adds in rows if adds and dtype]
+    rows = zip(binding.layouts, mode.gradients, mode.accumulate, mode.rounding, strict=True)
+    avals = [
+        layout.gradient_avals("bfloat16" if rounding else dtype)
+        for layout, dtype, adds, rounding in rows
+        if adds and dtype
+    ]
     return placed(avals, placement.slabs_on_device)
+
+
+def _narrow_takes(bound: BoundStage, placement: Placement) -> tuple[Any, ...]:
+    """Shapes and shardings of the further arguments of a backward that rounds gradients."""
+    mode = bound.mode
+    if mode is None or not bound.rounded:
+        return ()
+    rows = zip(bound.binding.layouts, mode.rounding, strict=True)
+    layouts = [layout for layout, rounding in rows if rounding]
+    return narrow_sums.takes(layouts, placement, completes=mode.completes)
 
 
 def _cotangent_bytes(
@@ -229,19 +252,18 @@ def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> C
     if fires(stage.jaxpr):
         return pulled
     rows = zip(bound.binding.slots, stage.is_trainable, strict=True)
-    are_wide = [mode.accumulate[slot.slab] for slot, yes in rows if yes]
+    are_wide = [mode.is_partial or mode.accumulate[slot.slab] for slot, yes in rows if yes]
     # XLA's CPU runtime has no products of bfloat16 numbers that give fp32.
     return with_wide_products(pulled, are_wide, casts_operands=placement.platform == "cpu")
 
 
-def _finish(
-    stage: Stage, binding: Binding, placement: Placement, mode: Backward, pulled, gradients, sent
-):
-    """Packs a stage's gradients, and adds existing gradients and cotangents."""
+def _finish(bound: BoundStage, placement: Placement, pulled, gradients, sent, *narrow):
+    """Packs a stage's gradients, and adds existing gradients and cotangents; see `backward`."""
+    stage, mode = bound.stage, bound.mode
+    assert mode is not None
     leaf_gradients, input_cotangents = pulled
-    slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
-    order = [slots[i] for i in _as_computed(stage)]
-    new = _pack_gradients(binding, placement, slots, order, mode, leaf_gradients, gradients)
+    sums = narrow_sums.NarrowSums(placement, *narrow) if narrow else None
+    new = _pack_gradients(bound, placement, leaf_gradients, gradients, sums)
     # Only active inputs get a cotangent; `sent` has their existing cotangents, in order.
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
@@ -249,7 +271,7 @@ def _finish(
         c + next(earlier) if exists else c
         for c, exists in zip(input_cotangents, flags, strict=True)
     ]
-    return new, summed
+    return new, summed, *(sums.results if sums else ())
 
 
 def _unpack(
@@ -282,33 +304,34 @@ def _as_computed(stage: Stage) -> list[int]:
 
 
 def _pack_gradients(
-    binding: Binding,
+    bound: BoundStage,
     placement: Placement,
-    slots: Sequence[Slot],
-    order: Sequence[Slot],
-    mode: Backward,
     leaf_gradients,
     gradients,
+    sums: narrow_sums.NarrowSums | None,
 ) -> list[tuple[jax.Array, ...]]:
-    """The segments of a stage's gradients, by slab; zeros for a leaf that it does not read.
-
-    `order` has the slots in the order of their gradients' computation.
-    """
+    """The segments of a stage's gradients, by slab; zeros for a leaf that it does not read."""
+    stage, binding, mode = bound.stage, bound.binding, bound.mode
+    assert mode is not None
+    slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
     for slot, gradient in zip(slots, leaf_gradients, strict=True):
         rows[slot.slab][slot.leaf] = gradient
     # In the order of computation, no gradient waits beside the slab for an earlier write.
+    order = [slots[i] for i in _as_computed(stage)]
     written = [[slot.leaf for slot in order if slot.slab == i] for i in range(len(rows))]
     earlier = iter(gradients)
     packed = []
-    for layout, dtype, row, adds, leaves in zip(
-        binding.layouts, mode.gradients, rows, mode.accumulate, written, strict=True
-    ):
-        if dtype is not None:
-            # Laid out like the masters in any dtype, because updates read both at the same offsets.
-            lying = dataclasses.replace(layout, dtype=dtype)
-            if adds:
-                packed.append(lying.add(next(earlier), row, placement.spread))
-            else:
-                packed.append(lying.pack_segments(row, placement.spread, leaves))
+    for i, (layout, dtype) in enumerate(zip(binding.layouts, mode.gradients, strict=True)):
+        if dtype is None:
+            continue
+        # Laid out like the masters in any dtype, because updates read both at the same offsets.
+        lying, rounding = dataclasses.replace(layout, dtype=dtype), mode.rounding[i]
+        existing = next(earlier) if mode.accumulate[i] else None
+        if rounding is not None and sums is not None:
+            packed.append(sums.add(existing, lying, rows[i], written[i], rounding))
+        elif existing is not None:
+            packed.append(lying.add(existing, rows[i], placement.spread))
+        else:
+            packed.append(lying.pack_segments(rows[i], placement.spread, written[i]))
     return packed

@@ -10,13 +10,8 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.stage_kernels import shardings
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.state.codec import round_stochastically
-from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
-
-# Number of the draws of sums among a group's; masters and optimizer state have 0 and 1.
-_SUMS = 2
 
 
 def begin(
@@ -95,46 +90,6 @@ def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
 
     # The key has only sizes and dtype, so that groups of the same sizes share the function.
     return Kernel(name="zeros", key=avals, build=build, gives=placement.slabs_on_device)
-
-
-def widen(layout: Layout, placement: Placement) -> Kernel:
-    """The kernel `sum of gradients -> the same in fp32`, to be added to.
-
-    Args:
-        layout: Layout of the masters.
-        placement: Placement of the gradient.
-    """
-
-    def build() -> Callable:
-        return lambda gradient: tuple(x.astype(jnp.float32) for x in gradient)
-
-    sizes = layout.gradient_avals("float32")
-    return Kernel(name="widen", key=sizes, build=build, gives=placement.slabs_on_device)
-
-
-def narrow(layout: Layout, placement: Placement, *, stochastic: bool) -> Kernel:
-    """The kernel `(sum in fp32, key, step, group, count) -> (sum in bfloat16, count + 1)`.
-
-    Args:
-        layout: Layout of the masters.
-        placement: Placement of the gradient.
-        stochastic: Whether to round up or down at random, with new bits for each count.
-    """
-    sizes = layout.gradient_avals("float32")
-
-    def narrowed(total, key, step, group, count):
-        if not stochastic:
-            return tuple(x.astype(jnp.bfloat16) for x in total), count + 1
-        draw = part_of(part_of(draw_of(key, step, group), _SUMS), count)
-        found, first = [], 0
-        for x in total:  # elements are numbered through all segments
-            bits = random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
-            found.append(round_stochastically(x, bits))
-            first += x.size
-        return tuple(found), count + 1
-
-    gives = placement.slabs_on_device, placement.small_on_device
-    return Kernel(name="narrow", key=(sizes, stochastic), build=lambda: narrowed, gives=gives)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:

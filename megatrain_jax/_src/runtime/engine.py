@@ -227,10 +227,11 @@ class Engine:
                 self._large.add(key)
         return self._found[key]
 
-    def _of_stage(self, op: Op, number: int, step: BoundStep) -> Callable:
+    def _of_stage(self, op: Op, number: int, step: BoundStep, microbatch: int = 0) -> Callable:
         """A stage's function; waits first if it has large temporaries, so call it at once."""
-        key, placement = (op, number, step), self.store.placement
-        function = self._find(key, lambda: stage_kernel(step, op, number, placement))
+        part, placement = step.part(number, microbatch), self.store.placement
+        key = op, number, step, part.mode
+        function = self._find(key, lambda: stage_kernel(step, op, number, placement, microbatch))
         if key in self._large:
             self._dispatched.wait_for_stage()
         return function
@@ -268,20 +269,25 @@ class Engine:
         kept = self._take(Key(Kind.RESIDUALS, number)) if keeps else ()
         rows, waiting = live.wave_rows, live.wave_cotangents
         each = len(kept) // len(rows)
-        arriving, accumulated = bound.arriving, bound.accumulated
-        sums = {g: self._wide(g) for g in accumulated}
+        sums = {g: self._take(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
+        made: dict[int, Slabs] = {}  # in fp32, if sums are in bfloat16
         for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
-            run = self._of_stage(Op.BACKWARD, number, live.step)
-            outputs, gradients, back = run(
+            run = self._of_stage(Op.BACKWARD, number, live.step, m)
+            part = live.step.part(number, m)
+            assert part.mode is not None
+            added_to = made if part.mode.is_partial else sums
+            outputs, gradients, back, *more = run(
                 self._masters(bound),
                 [row[i] for i in stage.inputs],
                 *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
-                [cotangents.pop(o) for o in arriving],
+                [cotangents.pop(o) for o in bound.arriving],
                 # Removed here, because the kernel reuses their memory.
-                [sums.pop(g) for g in accumulated],
+                [added_to.pop(g) for g in part.accumulated],
                 [cotangents.pop(i) for i in bound.sent],
+                *self._rounding(live, part, made),
             )
-            sums.update(zip(bound.trained, gradients, strict=True))
+            added_to.update(zip(bound.trained, gradients, strict=True))
+            live.rounded = more[-1] if more else live.rounded
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
@@ -290,10 +296,9 @@ class Engine:
             lasting = [i for i in bound.leaving if i not in live.step.taken_over]
             held = [cotangents[i] for i in lasting or bound.leaving]
             self._dispatched.note_stage(task, (held or gradients[0])[0], hold=bool(held))
-            del gradients
+            del gradients, more
         for g in bound.trained:
-            gradient = self._narrow(live, g, sums.pop(g), task)
-            self.store.on_device[Key(Kind.GRADIENT, g)] = gradient
+            self.store.on_device[Key(Kind.GRADIENT, g)] = sums.pop(g)
 
     def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
@@ -314,26 +319,14 @@ class Engine:
         self.store.host.pop(key, None)
         return self.store.on_device.pop(key)
 
-    def _wide(self, group: int) -> Slabs:
-        """Removes a group's gradient to add to it; in fp32, even if it is stored in bfloat16."""
-        gradient = self._take(Key(Kind.GRADIENT, group))
-        if gradient[0].dtype != jnp.bfloat16:
-            return gradient
-        what = self.store.layouts[group].master, self.store.placement
-        return self._find(("widen", group), lambda: steps.widen(*what))(gradient)
-
-    def _narrow(self, live: LiveValues, group: int, gradient: Slabs, task: int) -> Slabs:
-        """A group's gradient in its stored dtype; rounds sums that are stored in bfloat16."""
-        step = live.step
-        if gradient[0].dtype == step.gradient_dtypes[group]:
-            return gradient
-        store, is_random = self.store, step.narrow_sums == "stochastic"
-        what = store.layouts[group].master, store.placement
-        run = self._find(("narrow", group), lambda: steps.narrow(*what, stochastic=is_random))
-        of = self._draws.number(group)
-        gradient, live.rounded = run(gradient, store.key, store.step, of, live.rounded)
-        self._dispatched.note(task, gradient[0])  # noting the fp32 sum would keep it alive
-        return gradient
+    def _rounding(self, live: LiveValues, bound: BoundStage, made: dict[int, Slabs]) -> tuple:
+        """The further arguments of a backward that rounds gradients to bfloat16."""
+        groups, store = bound.rounded, self.store
+        if not groups:
+            return ()
+        numbers = [self._draws.number(g) for g in groups]
+        of_wave = [made.pop(g) for g in groups if g in made]
+        return of_wave, (store.key, store.step, numbers, live.rounded)
 
     def _zeros(self, step: BoundStep, group: int) -> None:
         dtype = step.gradient_dtypes[group]

@@ -41,7 +41,7 @@ class Costs:
             over their links, which then carry nothing else; empty for none.
         backward_on_link: The same for the backward.
         rounding: For each stage, the time that its backward takes once per wave, for any number of
-            microbatches, to widen sums of gradients and to round them again; empty for none.
+            microbatches, to add to narrow sums of gradients and to round them; empty for none.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """

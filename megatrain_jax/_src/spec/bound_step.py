@@ -110,6 +110,10 @@ class BoundStep:
             return self.stages
         return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
 
+    def part(self, number: int, microbatch: int) -> BoundStage:
+        """A stage with the mode of its backward for one of a wave's microbatches."""
+        return self.keeping[number].of_microbatch(microbatch, self.wave_microbatches)
+
     @functools.cached_property
     def kept(self) -> frozenset[int]:
         """Ids of the values that a later stage or the step's end reads."""
@@ -176,7 +180,8 @@ def bind_step(
     coded = [layout.num_coded for layout in layouts]
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
-    summed = _summed(bound) if narrow_sums else ()
+    summed = _summed(bound) if narrow_sums else frozenset()
+    bound = tuple(_rounding(b, summed, narrow_sums) for b in bound)
     waiting = ["bfloat16" if g in summed else dtype for g, dtype in enumerate(gradients)]
     sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
@@ -269,6 +274,14 @@ def _summed(stages: Sequence[BoundStage]) -> frozenset[int]:
     return frozenset(group for bound in stages for group in bound.accumulated)
 
 
+def _rounding(bound: BoundStage, summed: frozenset[int], rounding: Rounding | None) -> BoundStage:
+    """A stage with a backward that rounds its gradients of these groups."""
+    if bound.mode is None or summed.isdisjoint(bound.trained):
+        return bound
+    rows = tuple(rounding if group in summed else None for group in bound.groups)
+    return dataclasses.replace(bound, mode=dataclasses.replace(bound.mode, rounding=rows))
+
+
 def _bind(
     stages, grouping, layouts, gradients, fused, accumulate, hardware: Hardware | None
 ) -> tuple[BoundStage, ...]:
@@ -307,6 +320,7 @@ def _bind(
                 arriving=stage.has_cotangent,
                 existing=existing,
                 give_outputs=fused and s == len(stages) - 1,
+                rounding=(None,) * len(groups),
             )
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)

@@ -6,9 +6,12 @@ functions, so times never change results, and nothing is compiled again.
 """
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Sequence
 
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import time_kernels
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.schedule.instructions import Op
@@ -35,13 +38,13 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
         placement: Placement of the run.
     """
     step, stages = spec.first, spec.first.stages
-    timed = {
-        (op, number): kernel
-        for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement)
+    timed: dict[tuple[Op, int], list[Kernel]] = {}
+    for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
         # A stage that prints, or calls back, must not do so here.
-        if op is Op.UPDATE
-        or (op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr))
-    }
+        if op is Op.UPDATE or (
+            op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr)
+        ):
+            timed.setdefault((op, number), []).append(kernel)
 
     def agree(seconds: float) -> float:
         # All processes have to follow the same schedule; the slowest device decides.
@@ -49,11 +52,12 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
         return max(every)
 
     with placement.outside_meshes():
-        seconds = time_kernels(kernels, timed.values(), agree)
+        seconds = time_kernels(kernels, itertools.chain(*timed.values()), agree)
     found = {
-        place: seconds[kernel.name, kernel.key]
-        for place, kernel in timed.items()
-        if (kernel.name, kernel.key) in seconds
+        # The microbatches of a wave may have different kernels.
+        place: statistics.fmean(seconds[kernel.name, kernel.key] for kernel in own)
+        for place, own in timed.items()
+        if all((kernel.name, kernel.key) in seconds for kernel in own)
     }
     first = by_measured_seconds(step, found, spec.budget_bytes, spec.host_room)
     return dataclasses.replace(spec, first=first, is_measured=True)

@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.kernels import stage_kernels as stages
 from megatrain_jax._src.kernels import steps, updates
 from megatrain_jax._src.kernels.attention_in_heads import with_narrow_attention
-from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.tiled_stages import in_tiles
@@ -26,9 +25,11 @@ def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
     return steps.begin(step.key, step.program, step.microbatches, num_metrics, placement)
 
 
-def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> Kernel:
-    """The kernel of a stage's FORWARD or BACKWARD in a step."""
-    bound, program = step.keeping[number], step.program
+def stage_kernel(
+    step: BoundStep, op: Op, number: int, placement: Placement, microbatch: int = 0
+) -> Kernel:
+    """The kernel of a stage's FORWARD or BACKWARD in a step, for a microbatch of a wave."""
+    bound, program = step.part(number, microbatch), step.program
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
         make = stages.forward_keeping if keeps else stages.forward
@@ -36,9 +37,10 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     else:
         make = stages.backward_of_kept if keeps else stages.backward
         kernel = make(bound, program, placement, step.wave_microbatches)
-        if step.narrow_sums:  # sums are in fp32 while the backward adds to them
-            layouts = (step.stages[number].binding.layouts[i] for i in _adding(bound))
-            wide = sum(layout.size for layout in layouts)
+        if bound.mode is not None and (bound.mode.is_partial or bound.mode.completes):
+            # The gradients of a wave's microbatches are in fp32 until the last one rounds them.
+            rows = zip(bound.binding.layouts, bound.mode.gradients, strict=True)
+            wide = sum(layout.size for layout, dtype in rows if dtype is not None)
             beside = kernel.beside_bytes + 4 * wide // placement.num_devices
             kernel = dataclasses.replace(kernel, beside_bytes=beside)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):
@@ -48,10 +50,15 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
 
 
-def _adding(bound: BoundStage) -> list[int]:
-    """The positions of a stage's slabs with existing gradients that its backward adds to."""
-    assert bound.mode is not None
-    return [i for i, adds in enumerate(bound.mode.accumulate) if adds]
+def stage_kernels(step: BoundStep, op: Op, number: int, placement: Placement) -> Iterator[Kernel]:
+    """The kernels of a stage's FORWARD or BACKWARD: of the first, second and last microbatch.
+
+    They differ only if the backward rounds sums of gradients.
+    """
+    last = step.wave_microbatches - 1
+    rounds = op is Op.BACKWARD and step.stages[number].rounded
+    for microbatch in sorted({0, min(1, last), last} if rounds else {0}):
+        yield stage_kernel(step, op, number, placement, microbatch)
 
 
 def group_kernel(
@@ -95,7 +102,8 @@ def numbered_kernels(
     instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
-            yield op, stage, stage_kernel(step, op, stage, placement)
+            for kernel in stage_kernels(step, op, stage, placement):
+                yield op, stage, kernel
         elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
             gradient = step.gradient_dtypes[group]
             yield op, group, group_kernel(op, group, cut, layouts, gradient, placement)

@@ -18,7 +18,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.tiled_stages import Divisible, Tiling
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.step_kernels import stage_kernel
+from megatrain_jax._src.spec.step_kernels import stage_kernels
 from megatrain_jax._src.state.placement import Placement
 
 # Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
@@ -44,10 +44,11 @@ class TileFinder:
     def most(self, step: BoundStep) -> int:
         """The maximum estimated bytes of a stage's function, in its current tiles."""
         needs = []
-        for number, kernel in self._kernels(step):
-            tiling = step.stages[number].tiles.get(kernel.name)
-            divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
-            needs.append(divided[1] if divided else self._cache.estimate([kernel]))
+        for number, kernels in self._kernels(step):
+            for kernel in kernels:
+                tiling = step.stages[number].tiles.get(kernel.name)
+                divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
+                needs.append(divided[1] if divided else self._cache.estimate([kernel]))
         return max(needs)
 
     def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
@@ -61,23 +62,29 @@ class TileFinder:
         """
         # Kernels that this schedule doesn't run keep their tiles, because a later one may run them.
         stages = list(step.stages)
-        for number, kernel in self._kernels(step, training):
-            tiles = {k: v for k, v in stages[number].tiles.items() if k != kernel.name}
-            if found := self._fewest(kernel, room):
-                tiles[kernel.name] = found
+        for number, kernels in self._kernels(step, training):
+            name = kernels[0].name
+            tiles = {k: v for k, v in stages[number].tiles.items() if k != name}
+            if found := [tiling for k in kernels if (tiling := self._fewest(k, room))]:
+                tiles[name] = max(found, key=lambda tiling: tiling.num_tiles)
             stages[number] = dataclasses.replace(stages[number], tiles=tiles)
         return dataclasses.replace(step, stages=tuple(stages))
 
-    def _kernels(self, step: BoundStep, training: bool = True) -> Iterator[tuple[int, Kernel]]:
-        """The undivided kernels of the stages that a step runs, with the stages' numbers."""
-        # `stage_kernel` applies a stage's tiles, so they are removed first.
+    def _kernels(
+        self, step: BoundStep, training: bool = True
+    ) -> Iterator[tuple[int, list[Kernel]]]:
+        """The undivided kernels of the stages that a step runs, with the stages' numbers.
+
+        Kernels of one computation, for different microbatches, are together.
+        """
+        # `stage_kernels` applies a stage's tiles, so they are removed first.
         bare = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
         whole, schedule = dataclasses.replace(step, stages=tuple(bare)), step.schedule
         instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
         # Together, these lists have every forward and backward.
         for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
             if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
-                yield number, stage_kernel(whole, op, number, self._placement)
+                yield number, list(stage_kernels(whole, op, number, self._placement))
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
