@@ -182,6 +182,12 @@ def test_samples_depend_on_their_numbers_alone(model: models.Decoder):
         np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
         expected = plain_log_probs(model, one, temperature=0.9)
         np.testing.assert_allclose(one.drawn_log_probs, expected, atol=1e-5)
+    # A restriction changes the probabilities of the draw, and not the ones of the temperature.
+    for one in models.generate(model, PROMPTS, **options, top_p=0.7, top_k=20):
+        expected = plain_log_probs(model, one, temperature=0.9)
+        np.testing.assert_allclose(one.tempered_log_probs, expected, atol=1e-5)
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
+        assert (one.drawn_log_probs > expected + 0.1).all()
 
 
 def dials(temperature: float, top_p: float, seed: int = 0) -> Dials:
@@ -249,7 +255,7 @@ def test_texts_end_at_tokens_and_texts(model: models.Decoder):
     options: Any = {"max_tokens": 12, "tokenizer": tokenizer}
     (ended,) = models.generate(model, ["fhb"], stop=[ids[at], 39], **options)
     assert (ended.ids.tolist(), ended.text, ended.finish) == (ids[: at + 1], text[:at], "stop")
-    assert len(ended.log_probs) == len(ended.drawn_log_probs) == at + 1
+    assert len(ended.log_probs) == len(ended.tempered_log_probs) == at + 1
     # As a text of two tokens: up to the second one in ids, and up to the first one in text.
     at = text.index(text[4:6])
     (ended,) = models.generate(model, ["fhb"], stop=[text[4:6]], **options)

@@ -127,6 +127,8 @@ def test_mistakes_are_named():
         models.GrpoOptions(loss_type="ppo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`num_generations` must be"):
         models.GrpoOptions(num_generations=1)
+    with pytest.raises(ValueError, match="`top_p` must be at most 1"):
+        models.GrpoOptions(top_p=1.5)
     logs = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match="`beta`=0.1 needs `reference`"):
         losses.grpo(logs, logs, logs, beta=0.1)
@@ -140,7 +142,8 @@ def test_mistakes_are_named():
 
 
 def test_the_reward_rises_and_records_have_its_numbers():
-    result = run(30, options={"log_completions": 10})
+    # The loss knows nothing of the restriction, as in TRL, or else ratios would not begin at 1.
+    result = run(30, options={"log_completions": 10, "top_p": 0.9, "top_k": 20})
     first, last = (np.mean(result.history["reward"][part]) for part in (slice(5), slice(-5, None)))
     assert last > first + 0.2
     record = result.history[9]
@@ -175,6 +178,10 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
     whole = run(6, options=options, checkpoint_dir=folder, checkpoint_every=1, keep=9)
     # Drift from the first update shows in the second one on the same completions.
     assert whole.history[1]["sampling/sampling_logp_difference/mean"] > 1e-3
+    # Training's time is apart from generation's, in the update before it, too.
+    for first, second in zip(whole.history[:-1:2], whole.history[1:-1:2], strict=False):
+        assert "generation/seconds" in first and "generation/seconds" not in second
+        assert second["training/seconds"] < second["seconds"]
     for step in (2, 3):  # after both updates on some completions, and between them
         cut = tmp_path / f"cut {step}"
         cut.mkdir()

@@ -76,6 +76,7 @@ def completions_of(theirs: dict[str, Any], old_logs: np.ndarray) -> list[Complet
                 prompt_ids=theirs["prompt_ids"][row][there].numpy(),
                 ids=theirs["completion_ids"][row][written].numpy(),
                 log_probs=logs,
+                tempered_log_probs=logs,
                 drawn_log_probs=logs,
                 finish="stop",
             )

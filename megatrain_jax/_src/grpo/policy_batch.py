@@ -47,8 +47,9 @@ def policy_batch(
 
     Returns:
         `tokens`, `labels`, `positions` and `segments`, int32 (rows, length), as the batches of
-        `megatrain_jax.data` have them; `mask`, which labels are part of a completion;
-        `old_logs`, their log-probabilities when they were sampled; `advantages` (rows,); and
+        `megatrain_jax.data` have them; `mask`, which labels are part of a completion; `old_logs`,
+        their log-probabilities when they were sampled, at the temperature and among all tokens, as
+        the loss computes them; `advantages` (rows,); and
         `tokens_per_row` (rows,), the number of labels that count divided by the number of rows.
     """
     shape = len(completions), length
@@ -65,7 +66,7 @@ def policy_batch(
         found["segments"][row, :size] = 1
         here = slice(start, size - 1)
         found["mask"][row, here] = not (mask_truncated and one.finish == "length")
-        found["old_logs"][row, here] = one.drawn_log_probs
+        found["old_logs"][row, here] = one.tempered_log_probs
     found["advantages"] = np.asarray(advantages, np.float32)
     share = found["mask"].sum() / max(len(completions), 1)
     found["tokens_per_row"] = np.full(len(completions), share, np.float32)

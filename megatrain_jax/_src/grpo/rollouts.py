@@ -153,7 +153,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         # Otherwise the time of generation would include the rest of the step in flight.
         self.trainer.flush()
         began = time.perf_counter()
-        if self._returned is not None and options.num_iterations == 1:
+        if self._returned is not None:
             self.seconds[step - 1] = began - self._returned
         rows = self._prompts.of_generation(number)
         found = generate(
@@ -161,6 +161,8 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             [self._prompts.ids[i] for i in rows],
             max_tokens=options.max_completion_length,
             temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
             stop=options.stop,
             seed=int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]),
             num_samples=options.num_generations,

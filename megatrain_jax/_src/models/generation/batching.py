@@ -42,8 +42,7 @@ class OpenText:
         sample: Number of the sample of this prompt.
         ids: The prompt, and the tokens written so far.
         start: Number of tokens of the prompt.
-        log_probs: Log-probability of each written token by the model.
-        drawn_log_probs: The same in the distribution that it was drawn from.
+        log_probs: The log-probabilities of each written token, in the order of `Chosen`.
         finish: Reason of the end; None before it.
         is_cut: Whether it was ended by a text, not by a token.
     """
@@ -52,8 +51,7 @@ class OpenText:
     sample: int
     ids: list[int]
     start: int
-    log_probs: list[float] = field(default_factory=list)
-    drawn_log_probs: list[float] = field(default_factory=list)
+    log_probs: list[tuple[float, ...]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     is_cut: bool = False
 
@@ -202,12 +200,11 @@ class Batch:
             count = int(rows.written[row]) - text.num_written
             tokens, *log_probs = (x[:count, row].tolist() for x in new)
             text.ids += tokens
-            text.log_probs += log_probs[0]
-            text.drawn_log_probs += log_probs[1]
+            text.log_probs += zip(*log_probs, strict=True)
             kept = self._task.check(text)
             if kept is not None:
                 del text.ids[text.start + kept :]
-                del text.log_probs[kept:], text.drawn_log_probs[kept:]
+                del text.log_probs[kept:]
                 text.is_cut = True
             if kept is not None or rows.stopped[row]:
                 text.finish = "stop"

@@ -232,11 +232,13 @@ class Written(NamedTuple):
     Attributes:
         tokens: The tokens.
         log_probs: See `Chosen`.
+        tempered_log_probs: See `Chosen`.
         drawn_log_probs: See `Chosen`.
     """
 
     tokens: Int[Array, "steps rows"]
     log_probs: Float[Array, "steps rows"]
+    tempered_log_probs: Float[Array, "steps rows"]
     drawn_log_probs: Float[Array, "steps rows"]
 
 
@@ -254,7 +256,7 @@ def write_tokens(
     """Writes up to `steps` tokens of each row, until no row is active."""
     number = rows.tokens.shape[0]
     floats = jnp.zeros((STEPS, number), jnp.float32)
-    written = Written(jnp.zeros((STEPS, number), jnp.int32), floats, floats)
+    written = Written(jnp.zeros((STEPS, number), jnp.int32), floats, floats, floats)
 
     def body(carry):
         step, caches, rows, written = carry
