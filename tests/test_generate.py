@@ -1,5 +1,6 @@
 """Generated text: that of Transformers, token by token, in every family; and its probabilities."""
 
+import math
 from typing import Any
 
 import jax
@@ -283,6 +284,11 @@ def test_a_plan_counts_the_bytes_that_are_read():
     seconds = plan.weight_bytes / 1e6 + 0.3 * caches / 1e8
     assert plan.tokens_per_s == pytest.approx(3 / seconds)
     assert "are streamed for each token, and 3 texts of 32 tokens" in str(plan)
+    # Without a budget the form is the one that fits the card, whatever fits here.
+    small = mt.Hardware(
+        name="small", device_bytes=math.ceil(budget / 0.9), device_share=1.0, **rates
+    )
+    assert models.Generator(run).plan(32, 10, small) == plan
 
 
 def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):

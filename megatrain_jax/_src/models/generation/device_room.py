@@ -1,5 +1,6 @@
 """The memory of the device: whether weights fit beside caches, and for how many texts."""
 
+import copy
 import functools
 import math
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import bytes_of, sized
 from megatrain_jax._src.models.generation.batching import READ_AT_ONCE, shapes_of
@@ -38,11 +40,19 @@ class DeviceRoom:
         """
         checks.num_bytes("device_budget", budget, least=1)
         budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
+        self._budget = budget
         # Asked once, before any weights are there.
         self._bytes = _free_bytes(source.device) if budget is None else budget
         self._source = source
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         self._caches = functools.cache(shapes_of(source.form, *self.shapes))
+
+    def on(self, hardware: Hardware) -> "DeviceRoom":
+        """Returns the same room on another device, if its memory is known; a budget stays."""
+        other = copy.copy(self)
+        if self._budget is None and hardware.usable_bytes is not None:
+            other._bytes = _SHARE * hardware.usable_bytes
+        return other
 
     def choose(self, size: int, wanted: int) -> tuple[bool, int]:
         """Chooses the form of the decode, by bytes.

@@ -110,7 +110,8 @@ class Generator:
         Args:
             length: Number of tokens of each text, prompt included.
             num_texts: Number of texts to write at a time, if they fit.
-            hardware: The machine whose rates count, such as `H100`.
+            hardware: The machine whose memory and rates count, such as `H100`. Its memory is used
+                as `device_budget` says, if it was given.
 
         Raises:
             TypeError: If an argument has a wrong type.

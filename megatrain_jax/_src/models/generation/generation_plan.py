@@ -45,12 +45,13 @@ def plan_of(room: DeviceRoom, hardware: Hardware, length: int, num_texts: int) -
 
     Args:
         room: The bytes of weights and caches, and of the device.
-        hardware: The machine whose rates count.
+        hardware: The machine whose memory and rates count.
         length: Number of tokens of each text, prompt included.
         num_texts: Number of texts to write at a time, if they fit.
     """
     if not isinstance(hardware, Hardware):
         raise TypeError(checks.refused("hardware", "a Hardware, such as H100", hardware))
+    room = room.on(hardware)
     resident, number = room.choose(length, num_texts)
     weights, caches = room.read_bytes(resident=resident), number * room.cache_bytes(length)
     seconds = caches / hardware.memory_bytes_per_s
