@@ -14,6 +14,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
+from megatrain_jax._src.grpo.policy_batch import packed_rows, policy_batch
 from megatrain_jax._src.grpo.rewards import Rewards
 
 SIZES: dict[str, Any] = {
@@ -138,6 +139,46 @@ def test_mistakes_are_named():
         losses.grpo(logs, logs[:1], logs)
 
 
+# Batches
+
+
+def test_rows_have_whole_completions_and_little_padding():
+    rng = np.random.default_rng(0)
+    numbers = set()
+    for _ in range(40):
+        lengths = rng.integers(1, rng.integers(3, 40), 48).tolist()
+        completions = [completion(3, length) for length in lengths]
+        rows = packed_rows(completions, 48, 4)
+        numbers.add(len(rows))
+        assert sorted(i for row in rows for i in row) == list(range(48))
+        totals = [sum(lengths[i] + 2 for i in row) for row in rows]
+        # Best fit fills rows, and their number is rounded up by an eighth of all at most.
+        assert 0 < min(totals) and max(totals) <= 48
+        assert len(rows) - 8 < -(-sum(totals) // 48) * 4 / 3
+        batch = policy_batch(
+            rows, completions, np.arange(48), length=48, options=models.GrpoOptions()
+        )
+        np.testing.assert_allclose(batch["weights"].sum(), len(rows), rtol=1e-5)
+        assert batch["tokens_per_row"].sum() == pytest.approx(sum(lengths))
+        assert (batch["segments"] > 0).sum() == sum(totals)
+    assert numbers <= set(range(8, 49, 8)) and len(numbers) > 2
+
+
+def completion(prompt: int, length: int) -> models.Completion:
+    ids, logs = np.arange(1, length + 1, dtype=np.int32), np.full(length, -1, np.float32)
+    return models.Completion(
+        prompt=0,
+        sample=0,
+        text="",
+        prompt_ids=np.ones(prompt, np.int32),
+        ids=ids,
+        log_probs=logs,
+        tempered_log_probs=logs,
+        drawn_log_probs=logs,
+        finish="stop",
+    )
+
+
 # Runs
 
 
@@ -149,7 +190,8 @@ def test_the_reward_rises_and_records_have_its_numbers():
     record = result.history[9]
     assert record["rewards/share_of_wanted/mean"] == record["reward"]
     assert 1 <= record["completions/mean_length"] <= 6
-    assert record["weight"] == 8 * record["completions/mean_length"]
+    assert record["weight"] == 8 * record["completions/mean_length"] < record["tokens"]
+    assert min(result.history["padding"]) < 0.3
     assert record["generation/tokens_per_second"] > 0 < record["training/tokens_per_second"]
     # Generation and training agree, so that a first update's ratios are 1 and none is clipped.
     assert max(result.history["sampling/sampling_logp_difference/mean"]) < 1e-5
