@@ -12,7 +12,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.models.generation import programs
+from megatrain_jax._src.models.generation import batching, caches, decoding, programs
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
 from megatrain_jax._src.models.generation.weight_source import open_source
@@ -72,13 +72,43 @@ def test_a_streamed_model_writes_the_same():
     resident = models.generate(model, PROMPTS, max_tokens=12)
     room = DeviceRoom(open_source(model), None)
     budget = room.needs(24, 2, resident=False)
-    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2)
+    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2, frozenset())
     streamed = models.generate(model, PROMPTS, max_tokens=12, device_budget=budget)
     assert ids_of(streamed) == ids_of(resident)
     for one, other in zip(streamed, resident, strict=True):
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
     with pytest.raises(MemoryError, match="not one text of 24 tokens fits"):
         models.generate(model, PROMPTS, max_tokens=12, device_budget=budget // 2)
+
+
+def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    model = decoder(num_layers=12, intermediate_size=96)
+    room = DeviceRoom(open_source(model), None)
+    budgets = [room.needs(24, 3, resident=False, num_pages=number) for number in (0, 12)]
+    forms = [DeviceRoom(open_source(model), budget).choose(24, 3) for budget in budgets]
+    assert forms[0] == (False, 3, frozenset())
+    assert forms[1].num_rows == 3 and len(forms[1].pages) > 6
+    left = []
+
+    def as_page(cache: Any) -> Any:
+        left.append(caches.as_page(cache))
+        return left[-1]
+
+    monkeypatch.setattr(decoding, "as_page", as_page)
+    monkeypatch.setattr(batching, "_FIRST_SIZE", 8)  # so that pages grow
+    options: Any = {"max_tokens": 18, "max_batch": 3, "temperature": 0.8}
+    there, paged = (
+        models.generate(model, PROMPTS, device_budget=budget, **options) for budget in budgets
+    )
+    assert len(left) >= 18 * len(forms[1].pages) and all(caches.is_page(page) for page in left)
+    for one, other in zip(there, paged, strict=True):
+        for name in ("ids", "log_probs", "tempered_log_probs", "drawn_log_probs"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    card = mt.Hardware(name="card", flops_per_s=1e12, link_bytes_per_s=1e6)
+    plan = models.Generator(model, device_budget=budgets[1]).plan(24, 3, card)
+    pages = left[-len(forms[1].pages) :]
+    assert plan.paged_bytes == sum(x.nbytes for page in pages for x in jax.tree.leaves(page))
+    assert plan.tokens_per_s == pytest.approx(3e6 / (plan.weight_bytes + plan.paged_bytes))
 
 
 # The weights of a run
@@ -127,7 +157,7 @@ def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
     tolerance = 1e-5 if source.dtype == jnp.float32 else 0.05
     for resident in (True, False):
         budget = DeviceRoom(source, None).needs(24, 2, resident=resident)
-        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2)
+        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2, frozenset())
         found = models.generate(run, PROMPTS[:2], max_tokens=12, device_budget=budget)
         for one in found:
             np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=tolerance)

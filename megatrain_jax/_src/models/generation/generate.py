@@ -155,18 +155,19 @@ class Generator:
             for sample in range(num_samples)
         ]
         size = bucket(max(map(len, rows)) + max_tokens)
-        resident, num_rows = self._room.choose(size, min(len(texts), max_batch))
+        form = self._room.choose(size, min(len(texts), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
             warping=warping,
             dials=dials,
             stops=stops,
             check=_Ends(self._tokenizer, ends),
-            num_rows=num_rows,
+            num_rows=form.num_rows,
+            pages=form.pages,
             size=size,
         )
         source = self._source
-        kind = ResidentDecoding if resident else StreamedDecoding
+        kind = ResidentDecoding if form.resident else StreamedDecoding
         if not isinstance(self._decoding, kind):
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)

@@ -275,6 +275,11 @@ def write_tokens(
     return caches, rows, written
 
 
+def admitted_rows(cache: Any, at: Int[Array, " new"], read: Any, source: Int[Array, " new"]) -> Any:
+    """Returns a layer's cache with some new rows; see `admitted`."""
+    return with_rows(cache, at, rows_of(read, source))
+
+
 def admitted(
     caches: list[Any],
     rows: TextRows,
@@ -293,7 +298,8 @@ def admitted(
         source: The prompt of each new text, as a row of these caches.
         new: The new texts.
     """
-    caches = [with_rows(old, at, rows_of(x, source)) for old, x in zip(caches, read, strict=True)]
+    pairs = zip(caches, read, strict=True)
+    caches = [admitted_rows(old, at, new_rows, source) for old, new_rows in pairs]
     return caches, TextRows(*(x.at[at].set(y, mode="drop") for x, y in zip(rows, new, strict=True)))
 
 
@@ -310,3 +316,4 @@ def writing(form: ModelForm, warping: Warping) -> Callable[..., Any]:
 
 
 admitting = jax.jit(admitted, donate_argnums=(0, 1))
+admitting_rows = jax.jit(admitted_rows, donate_argnums=0)
