@@ -1,7 +1,11 @@
 """The loop of generation and training: rewards, batches, records, and runs that continue."""
 
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +55,14 @@ def share_of_wanted(completion_ids: list[list[int]], wanted: list[int]) -> list[
 
 
 def run(steps: int, *, model: Any = decoder, options: Any = (), **settings: Any) -> mt.FitResult:
-    given = {"precision": "float32", "progress": False, "resume": True} | settings
+    given = {"precision": "float32", "progress": False, "resume": True, "tokenizer": None}
+    given |= settings
     return models.grpo(
         model,
         ROWS,
         share_of_wanted,
         optax.adam(3e-2),
         steps=steps,
-        tokenizer=None,
         options=models.GrpoOptions(**(OPTIONS | dict(options))),
         **given,
     )
@@ -234,6 +238,69 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
         )
         for name in ("loss", "reward", "completions/mean_length"):
             assert again.history[name] == whole.history[name]
+
+
+class Letters:
+    """A tokenizer that calls a function when a text is looked at while it is written."""
+
+    def __init__(self, look: Any):
+        self._look = look
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        self._look()
+        return "".join(chr(97 + i) for i in ids)
+
+
+def run_and_die(folder: Path, place: str) -> None:
+    """A run in its own process, which kills it "in generation", "in training" or "nowhere"."""
+
+    def die(here: str, is_time: bool) -> None:
+        if here == place and is_time:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def look() -> None:
+        die("in generation", (folder / "checkpoints" / "2").exists())
+
+    def record(trainer: Any, record: dict[str, Any]) -> None:
+        die("in training", record["step"] == 5)
+
+    result = run(
+        8,
+        options={"num_iterations": 2, "stop": [0, "zz"], "top_p": 0.9},
+        tokenizer=Letters(look),
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every=1,
+        callbacks=[record],
+    )
+    arrays = jax.tree.leaves((result.params, result.trainer.opt_state))
+    names = ("loss", "reward", "completions/mean_length", "clip_ratio/region_mean")
+    found = {f"array{i}": np.asarray(x) for i, x in enumerate(arrays)}
+    np.savez(folder / "end.npz", **found, **{n: result.history[n] for n in names})
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_as_one_that_was_not_killed(tmp_path: Path):
+    def ended(folder: Path, place: str) -> int:
+        code = "import pathlib, sys, test_grpo as t; "
+        code += "t.run_and_die(pathlib.Path(sys.argv[1]), sys.argv[2])"
+        folder.mkdir(exist_ok=True)
+        paths = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, str(folder), place],
+            env={**os.environ, "PYTHONPATH": paths},
+        ).returncode
+
+    assert ended(tmp_path / "whole", "nowhere") == 0
+    assert ended(tmp_path / "killed", "in generation") == -signal.SIGKILL
+    assert ended(tmp_path / "killed", "in training") == -signal.SIGKILL
+    assert ended(tmp_path / "killed", "nowhere") == 0
+    whole, killed = (np.load(tmp_path / name / "end.npz") for name in ("whole", "killed"))
+    assert whole.files == killed.files
+    for name in whole.files:
+        np.testing.assert_array_equal(whole[name], killed[name], err_msg=name)
 
 
 def test_a_stored_reference_is_that_of_adapters_that_are_off():
