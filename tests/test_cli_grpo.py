@@ -1,6 +1,7 @@
 """The command `megatrain-jax grpo`: trained, gone on with, done, exported; and its mistakes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,11 @@ def call(given: Path, *options: Any) -> int:
 
 def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     out = given / "run"
-    options = "--out", out, "--steps", 3, "--beta", 0.1, "--checkpoint-every", 1
+    options = "--out", out, "--steps", 3, "--beta", 0.1, "--checkpoint-every", 1, "--top-p", 0.9
     assert call(given, *options) == 0
     printed = capsys.readouterr().out
     assert "step 3/3, loss" in printed and "reward" in printed and "exported to" in printed
+    assert re.search(r"generation [\d,]+ tokens/s, training [\d,]+ tokens/s", printed)
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 3 and report["history"][2]["kl"] > 0
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

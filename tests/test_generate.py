@@ -1,5 +1,6 @@
 """Generated text: that of Transformers, token by token, in every family; and its probabilities."""
 
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.models.generation import programs
+from megatrain_jax._src.models.generation import batching, caches, decoding, programs
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
 from megatrain_jax._src.models.generation.weight_source import open_source
@@ -71,13 +72,43 @@ def test_a_streamed_model_writes_the_same():
     resident = models.generate(model, PROMPTS, max_tokens=12)
     room = DeviceRoom(open_source(model), None)
     budget = room.needs(24, 2, resident=False)
-    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2)
+    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2, frozenset())
     streamed = models.generate(model, PROMPTS, max_tokens=12, device_budget=budget)
     assert ids_of(streamed) == ids_of(resident)
     for one, other in zip(streamed, resident, strict=True):
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
     with pytest.raises(MemoryError, match="not one text of 24 tokens fits"):
         models.generate(model, PROMPTS, max_tokens=12, device_budget=budget // 2)
+
+
+def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    model = decoder(num_layers=12, intermediate_size=96)
+    room = DeviceRoom(open_source(model), None)
+    budgets = [room.needs(24, 3, resident=False, num_pages=number) for number in (0, 12)]
+    forms = [DeviceRoom(open_source(model), budget).choose(24, 3) for budget in budgets]
+    assert forms[0] == (False, 3, frozenset())
+    assert forms[1].num_rows == 3 and len(forms[1].pages) > 6
+    left = []
+
+    def as_page(cache: Any) -> Any:
+        left.append(caches.as_page(cache))
+        return left[-1]
+
+    monkeypatch.setattr(decoding, "as_page", as_page)
+    monkeypatch.setattr(batching, "_FIRST_SIZE", 8)  # so that pages grow
+    options: Any = {"max_tokens": 18, "max_batch": 3, "temperature": 0.8}
+    there, paged = (
+        models.generate(model, PROMPTS, device_budget=budget, **options) for budget in budgets
+    )
+    assert len(left) >= 18 * len(forms[1].pages) and all(caches.is_page(page) for page in left)
+    for one, other in zip(there, paged, strict=True):
+        for name in ("ids", "log_probs", "tempered_log_probs", "drawn_log_probs"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    card = mt.Hardware(name="card", flops_per_s=1e12, link_bytes_per_s=1e6)
+    plan = models.Generator(model, device_budget=budgets[1]).plan(24, 3, card)
+    pages = left[-len(forms[1].pages) :]
+    assert plan.paged_bytes == sum(x.nbytes for page in pages for x in jax.tree.leaves(page))
+    assert plan.tokens_per_s == pytest.approx(3e6 / (plan.weight_bytes + plan.paged_bytes))
 
 
 # The weights of a run
@@ -126,7 +157,7 @@ def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
     tolerance = 1e-5 if source.dtype == jnp.float32 else 0.05
     for resident in (True, False):
         budget = DeviceRoom(source, None).needs(24, 2, resident=resident)
-        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2)
+        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2, frozenset())
         found = models.generate(run, PROMPTS[:2], max_tokens=12, device_budget=budget)
         for one in found:
             np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=tolerance)
@@ -182,6 +213,12 @@ def test_samples_depend_on_their_numbers_alone(model: models.Decoder):
         np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
         expected = plain_log_probs(model, one, temperature=0.9)
         np.testing.assert_allclose(one.drawn_log_probs, expected, atol=1e-5)
+    # A restriction changes the probabilities of the draw, and not the ones of the temperature.
+    for one in models.generate(model, PROMPTS, **options, top_p=0.7, top_k=20):
+        expected = plain_log_probs(model, one, temperature=0.9)
+        np.testing.assert_allclose(one.tempered_log_probs, expected, atol=1e-5)
+        np.testing.assert_allclose(one.log_probs, plain_log_probs(model, one), atol=1e-5)
+        assert (one.drawn_log_probs > expected + 0.1).all()
 
 
 def dials(temperature: float, top_p: float, seed: int = 0) -> Dials:
@@ -249,7 +286,7 @@ def test_texts_end_at_tokens_and_texts(model: models.Decoder):
     options: Any = {"max_tokens": 12, "tokenizer": tokenizer}
     (ended,) = models.generate(model, ["fhb"], stop=[ids[at], 39], **options)
     assert (ended.ids.tolist(), ended.text, ended.finish) == (ids[: at + 1], text[:at], "stop")
-    assert len(ended.log_probs) == len(ended.drawn_log_probs) == at + 1
+    assert len(ended.log_probs) == len(ended.tempered_log_probs) == at + 1
     # As a text of two tokens: up to the second one in ids, and up to the first one in text.
     at = text.index(text[4:6])
     (ended,) = models.generate(model, ["fhb"], stop=[text[4:6]], **options)
@@ -277,6 +314,11 @@ def test_a_plan_counts_the_bytes_that_are_read():
     seconds = plan.weight_bytes / 1e6 + 0.3 * caches / 1e8
     assert plan.tokens_per_s == pytest.approx(3 / seconds)
     assert "are streamed for each token, and 3 texts of 32 tokens" in str(plan)
+    # Without a budget the form is the one that fits the card, whatever fits here.
+    small = mt.Hardware(
+        name="small", device_bytes=math.ceil(budget / 0.9), device_share=1.0, **rates
+    )
+    assert models.Generator(run).plan(32, 10, small) == plan
 
 
 def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):

@@ -1,7 +1,11 @@
 """The loop of generation and training: rewards, batches, records, and runs that continue."""
 
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
+from megatrain_jax._src.grpo.policy_batch import packed_rows, policy_batch
 from megatrain_jax._src.grpo.rewards import Rewards
 
 SIZES: dict[str, Any] = {
@@ -50,14 +55,14 @@ def share_of_wanted(completion_ids: list[list[int]], wanted: list[int]) -> list[
 
 
 def run(steps: int, *, model: Any = decoder, options: Any = (), **settings: Any) -> mt.FitResult:
-    given = {"precision": "float32", "progress": False, "resume": True} | settings
+    given = {"precision": "float32", "progress": False, "resume": True, "tokenizer": None}
+    given |= settings
     return models.grpo(
         model,
         ROWS,
         share_of_wanted,
         optax.adam(3e-2),
         steps=steps,
-        tokenizer=None,
         options=models.GrpoOptions(**(OPTIONS | dict(options))),
         **given,
     )
@@ -127,6 +132,8 @@ def test_mistakes_are_named():
         models.GrpoOptions(loss_type="ppo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`num_generations` must be"):
         models.GrpoOptions(num_generations=1)
+    with pytest.raises(ValueError, match="`top_p` must be at most 1"):
+        models.GrpoOptions(top_p=1.5)
     logs = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match="`beta`=0.1 needs `reference`"):
         losses.grpo(logs, logs, logs, beta=0.1)
@@ -136,17 +143,59 @@ def test_mistakes_are_named():
         losses.grpo(logs, logs[:1], logs)
 
 
+# Batches
+
+
+def test_rows_have_whole_completions_and_little_padding():
+    rng = np.random.default_rng(0)
+    numbers = set()
+    for _ in range(40):
+        lengths = rng.integers(1, rng.integers(3, 40), 48).tolist()
+        completions = [completion(3, length) for length in lengths]
+        rows = packed_rows(completions, 48, 4)
+        numbers.add(len(rows))
+        assert sorted(i for row in rows for i in row) == list(range(48))
+        totals = [sum(lengths[i] + 2 for i in row) for row in rows]
+        # Best fit fills rows, and their number is rounded up by an eighth of all at most.
+        assert 0 < min(totals) and max(totals) <= 48
+        assert len(rows) - 8 < -(-sum(totals) // 48) * 4 / 3
+        batch = policy_batch(
+            rows, completions, np.arange(48), length=48, options=models.GrpoOptions()
+        )
+        np.testing.assert_allclose(batch["weights"].sum(), len(rows), rtol=1e-5)
+        assert batch["tokens_per_row"].sum() == pytest.approx(sum(lengths))
+        assert (batch["segments"] > 0).sum() == sum(totals)
+    assert numbers <= set(range(8, 49, 8)) and len(numbers) > 2
+
+
+def completion(prompt: int, length: int) -> models.Completion:
+    ids, logs = np.arange(1, length + 1, dtype=np.int32), np.full(length, -1, np.float32)
+    return models.Completion(
+        prompt=0,
+        sample=0,
+        text="",
+        prompt_ids=np.ones(prompt, np.int32),
+        ids=ids,
+        log_probs=logs,
+        tempered_log_probs=logs,
+        drawn_log_probs=logs,
+        finish="stop",
+    )
+
+
 # Runs
 
 
 def test_the_reward_rises_and_records_have_its_numbers():
-    result = run(30, options={"log_completions": 10})
+    # The loss knows nothing of the restriction, as in TRL, or else ratios would not begin at 1.
+    result = run(30, options={"log_completions": 10, "top_p": 0.9, "top_k": 20})
     first, last = (np.mean(result.history["reward"][part]) for part in (slice(5), slice(-5, None)))
     assert last > first + 0.2
     record = result.history[9]
     assert record["rewards/share_of_wanted/mean"] == record["reward"]
     assert 1 <= record["completions/mean_length"] <= 6
-    assert record["weight"] == 8 * record["completions/mean_length"]
+    assert record["weight"] == 8 * record["completions/mean_length"] < record["tokens"]
+    assert min(result.history["padding"]) < 0.3
     assert record["generation/tokens_per_second"] > 0 < record["training/tokens_per_second"]
     # Generation and training agree, so that a first update's ratios are 1 and none is clipped.
     assert max(result.history["sampling/sampling_logp_difference/mean"]) < 1e-5
@@ -175,6 +224,10 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
     whole = run(6, options=options, checkpoint_dir=folder, checkpoint_every=1, keep=9)
     # Drift from the first update shows in the second one on the same completions.
     assert whole.history[1]["sampling/sampling_logp_difference/mean"] > 1e-3
+    # Training's time is apart from generation's, in the update before it, too.
+    for first, second in zip(whole.history[:-1:2], whole.history[1:-1:2], strict=False):
+        assert "generation/seconds" in first and "generation/seconds" not in second
+        assert second["training/seconds"] < second["seconds"]
     for step in (2, 3):  # after both updates on some completions, and between them
         cut = tmp_path / f"cut {step}"
         cut.mkdir()
@@ -185,6 +238,69 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
         )
         for name in ("loss", "reward", "completions/mean_length"):
             assert again.history[name] == whole.history[name]
+
+
+class Letters:
+    """A tokenizer that calls a function when a text is looked at while it is written."""
+
+    def __init__(self, look: Any):
+        self._look = look
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        self._look()
+        return "".join(chr(97 + i) for i in ids)
+
+
+def run_and_die(folder: Path, place: str) -> None:
+    """A run in its own process, which kills it "in generation", "in training" or "nowhere"."""
+
+    def die(here: str, is_time: bool) -> None:
+        if here == place and is_time:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def look() -> None:
+        die("in generation", (folder / "checkpoints" / "2").exists())
+
+    def record(trainer: Any, record: dict[str, Any]) -> None:
+        die("in training", record["step"] == 5)
+
+    result = run(
+        8,
+        options={"num_iterations": 2, "stop": [0, "zz"], "top_p": 0.9},
+        tokenizer=Letters(look),
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every=1,
+        callbacks=[record],
+    )
+    arrays = jax.tree.leaves((result.params, result.trainer.opt_state))
+    names = ("loss", "reward", "completions/mean_length", "clip_ratio/region_mean")
+    found = {f"array{i}": np.asarray(x) for i, x in enumerate(arrays)}
+    np.savez(folder / "end.npz", **found, **{n: result.history[n] for n in names})
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_as_one_that_was_not_killed(tmp_path: Path):
+    def ended(folder: Path, place: str) -> int:
+        code = "import pathlib, sys, test_grpo as t; "
+        code += "t.run_and_die(pathlib.Path(sys.argv[1]), sys.argv[2])"
+        folder.mkdir(exist_ok=True)
+        paths = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, str(folder), place],
+            env={**os.environ, "PYTHONPATH": paths},
+        ).returncode
+
+    assert ended(tmp_path / "whole", "nowhere") == 0
+    assert ended(tmp_path / "killed", "in generation") == -signal.SIGKILL
+    assert ended(tmp_path / "killed", "in training") == -signal.SIGKILL
+    assert ended(tmp_path / "killed", "nowhere") == 0
+    whole, killed = (np.load(tmp_path / name / "end.npz") for name in ("whole", "killed"))
+    assert whole.files == killed.files
+    for name in whole.files:
+        np.testing.assert_array_equal(whole[name], killed[name], err_msg=name)
 
 
 def test_a_stored_reference_is_that_of_adapters_that_are_off():

@@ -10,7 +10,7 @@ from flax import nnx
 
 from megatrain_jax import losses, models
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.grpo.policy_batch import grpo_loss, policy_batch
+from megatrain_jax._src.grpo.policy_batch import grpo_loss, packed_rows, policy_batch
 from megatrain_jax._src.models.generation.generate import Completion
 from megatrain_jax._src.models.with_reference import WithReference
 
@@ -76,6 +76,7 @@ def completions_of(theirs: dict[str, Any], old_logs: np.ndarray) -> list[Complet
                 prompt_ids=theirs["prompt_ids"][row][there].numpy(),
                 ids=theirs["completion_ids"][row][written].numpy(),
                 log_probs=logs,
+                tempered_log_probs=logs,
                 drawn_log_probs=logs,
                 finish="stop",
             )
@@ -107,6 +108,10 @@ def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
     inputs = [{"prompt": text} for text in PROMPTS for _ in range(GROUP)]
     model.train()
     theirs = trainer._generate_and_score_completions(inputs)
+    # Of uneven lengths, so that rows have different numbers of completions.
+    for row, mask in enumerate(theirs["completion_mask"]):
+        mask[LENGTH - row :] = 0
+    theirs["num_items_in_batch"] = theirs["completion_mask"].sum()
     both = [
         torch.cat([theirs[f"{name}_{kind}"] for name in ("prompt", "completion")], 1)
         for kind in ("ids", "mask")
@@ -125,7 +130,8 @@ def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
     np.testing.assert_allclose(advantages, theirs["advantages"], rtol=1e-5, atol=1e-6)
 
     completions = completions_of(theirs, theirs["old_per_token_logps"].numpy())
-    batch = policy_batch(completions, advantages, length=40)
+    rows = packed_rows(completions, length=40, unit=1)
+    assert len({len(row) for row in rows}) > 1 and len(rows) < len(completions)
     for options in LOSSES:
         given = {"beta": 0.0, "epsilon": 0.2, "epsilon_high": None} | options
         trainer.args.use_bias_correction_kl = given.get("use_bias_correction_kl", True)
@@ -136,10 +142,11 @@ def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
         loss = trainer._compute_loss(model, theirs)
         loss.backward()
         chosen = GrpoOptions(max_completion_length=LENGTH, temperature=0.7, **given)
+        batch = policy_batch(rows, completions, advantages, length=40, options=chosen)
         function = grpo_loss(chosen)
         graph, params, rest = nnx.split(ours, nnx.Param, ...)
 
-        def of_params(params: Any, graph=graph, rest=rest, function=function) -> Any:
+        def of_params(params: Any, graph=graph, rest=rest, function=function, batch=batch) -> Any:
             return function(nnx.merge(graph, params, rest), batch)
 
         (found, metrics), gradients = jax.jit(jax.value_and_grad(of_params, has_aux=True))(params)

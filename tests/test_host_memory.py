@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatrain_jax._src.state import host_memory
+from megatrain_jax._src.common import host_memory
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from flax import nnx
 from shapes import SHAPES, Shape
 
 import megatrain_jax as mt
-from megatrain_jax._src.state import host_memory
+from megatrain_jax._src.common import host_memory
 
 _GIB = 2**30
 

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
@@ -59,7 +60,6 @@ from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
-from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
 from megatrain_jax._src.state.placement import Placement, default_mesh, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError

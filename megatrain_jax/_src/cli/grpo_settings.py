@@ -28,6 +28,8 @@ class GrpoSettings(RunSettings):
         prompts_per_step: Prompts of a step.
         max_completion_length: Maximum number of tokens of a completion.
         temperature: Temperature of sampling.
+        top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
+        top_k: Tokens are drawn from this number of the most likely ones; null for all.
         loss_type: Mean over tokens - grpo (of each completion first), dapo or bnpo (all tokens),
             dr_grpo (divided by the maximum length).
         epsilon: Relative change of a token's probability that is clipped.
@@ -61,6 +63,8 @@ class GrpoSettings(RunSettings):
     prompts_per_step: int = 8
     max_completion_length: int = 512
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     epsilon: float = 0.2
     epsilon_high: float | None = None

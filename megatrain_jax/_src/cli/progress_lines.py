@@ -66,9 +66,12 @@ class Lines:
         ]
         if "reward" in record:
             parts.append(f"reward {record['reward']:.3g}")
+        # Reinforcement learning has two rates, in place of their mean.
+        apart = [name for name in ("generation", "training") if f"{name}/seconds" in record]
+        parts += [f"{name} {record[f'{name}/tokens_per_second']:,.0f} tokens/s" for name in apart]
         tokens = sum(count for count, _ in self._recent)
         seconds = sum(duration for _, duration in self._recent)
-        if self._recent:
+        if self._recent and not apart:
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
         if "eval_loss" in record:
             parts.append(f"eval loss {record['eval_loss']:.4g}")

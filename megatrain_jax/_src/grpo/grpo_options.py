@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.generation.sampling import check_restriction
 from megatrain_jax._src.objectives.policy_losses import LossType, ScaleRewards
 
 
@@ -19,6 +20,9 @@ class GrpoOptions:
             `num_generations` rows.
         max_completion_length: Maximum number of tokens of a completion.
         temperature: Divisor of the logits, in sampling and in the loss; above 0.
+        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict the sampling, and the
+            loss knows nothing of them: its log-probabilities are among all tokens.
+        top_k: See `models.generate`.
         stop: See `models.generate`.
         loss_type: See `losses.grpo`.
         epsilon: See `losses.grpo`.
@@ -45,6 +49,8 @@ class GrpoOptions:
     prompts_per_step: int = 8
     max_completion_length: int = 512
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
     stop: Collection[int | str] | None = None
     loss_type: LossType = "dapo"
     epsilon: float = 0.2
@@ -65,6 +71,7 @@ class GrpoOptions:
         for name in ("prompts_per_step", "max_completion_length", "num_iterations"):
             checks.integer(name, getattr(self, name))
         checks.number("temperature", self.temperature, above=0)
+        check_restriction(self.top_p, self.top_k)
         for name in ("epsilon", "beta"):
             checks.number(name, getattr(self, name), least=0)
         if self.epsilon_high is not None:

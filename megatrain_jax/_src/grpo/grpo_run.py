@@ -48,7 +48,8 @@ def grpo(
     A record has, beside the metrics of the step: `reward` and `reward_std`, the mean and the mean
     spread within groups; `frac_reward_zero_std`, the fraction of groups without any;
     `rewards/NAME/mean` and `/std` of each function; `completions/mean_length` and
-    `completions/clipped_ratio`, the fraction that reached the maximum length; `kl`;
+    `completions/clipped_ratio`, the fraction that reached the maximum length; `tokens`, of
+    completions and their prompts; `padding`, the fraction of the trained rows without tokens; `kl`;
     `clip_ratio/region_mean`; `sampling/sampling_logp_difference/mean`; and the seconds and tokens
     of completions per second of generation (`generation/`) and of training (`training/`).
 
@@ -109,7 +110,7 @@ def grpo(
         progress=progress,
         **settings,
     )
-    rollouts.trainer = trainer
+    rollouts.use(trainer)
     # Not kept while the run lasts: it may be all parameters as arrays.
     del model, trained, params
     return mt.train(

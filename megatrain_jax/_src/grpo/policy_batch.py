@@ -1,4 +1,4 @@
-"""Batches of completions, one per row, and the loss of a model on them."""
+"""Batches of completions, packed into rows, and the loss of a model on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,66 +10,121 @@ from flax import nnx
 from jaxtyping import Array
 
 from megatrain_jax import losses
+from megatrain_jax._src.data.packing import pack, spread
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.generation.generate import Completion
 from megatrain_jax._src.models.lora import without_lora
 from megatrain_jax._src.models.with_reference import WithReference, policy_of
-from megatrain_jax._src.objectives.policy_losses import policy_mean, policy_tokens
+from megatrain_jax._src.objectives.policy_losses import policy_tokens
 
 Batch = Mapping[str, Any]
 Loss = Callable[[nnx.Module, Batch], tuple[Array, dict[str, Array]]]
+# The most numbers of rows that batches of a run have.
+_NUMBERS_OF_ROWS = 8
 
 
 def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a batch."""
-    batch = policy_batch([], np.zeros(0), length=length)
+    batch = policy_batch([], [], np.zeros(0), length=length, options=GrpoOptions())
     return {
         name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
         for name, array in batch.items()
     }
 
 
+def packed_rows(completions: Sequence[Completion], length: int, unit: int) -> list[np.ndarray]:
+    """The numbers of the completions of each row, packed by best fit.
+
+    A step is compiled for each number of rows, so there are few: multiples of `unit` and of about
+    an eighth of the completions, and at most a row for each.
+
+    Args:
+        completions: The completions; their number is a multiple of `unit`.
+        length: Number of tokens of a row.
+        unit: Number of microbatches times that of devices.
+    """
+    lengths = np.array([_length(one) for one in completions], np.int32)
+    packing = pack(lengths, length)
+    by_length = np.argsort(-lengths, kind="stable")
+    rows = np.split(by_length[packing.ranks], packing.offsets[1:-1])
+    step = unit * -(-len(completions) // (unit * _NUMBERS_OF_ROWS))
+    return spread(rows, min(len(completions), step * -(-len(rows) // step)))
+
+
 def policy_batch(
+    rows: Sequence[Sequence[int] | np.ndarray],
     completions: Sequence[Completion],
     advantages: np.ndarray,
     *,
     length: int,
-    mask_truncated: bool = False,
+    options: GrpoOptions,
 ) -> dict[str, np.ndarray]:
-    """A batch of completions with their prompts.
+    """A batch of completions with their prompts; each completion is a document of its own.
 
     Args:
-        completions: The completions, a row each.
+        rows: The numbers of the completions in each row.
+        completions: The completions.
         advantages: The advantage of each.
         length: Number of tokens of a row.
-        mask_truncated: Whether completions that reached their maximum length don't count.
+        options: The options of the loss.
 
     Returns:
         `tokens`, `labels`, `positions` and `segments`, int32 (rows, length), as the batches of
-        `megatrain_jax.data` have them; `mask`, which labels are part of a completion;
-        `old_logs`, their log-probabilities when they were sampled; `advantages` (rows,); and
-        `tokens_per_row` (rows,), the number of labels that count divided by the number of rows.
+        `megatrain_jax.data` have them. Also in fp32 (rows, length): `old_logs`, the
+        log-probabilities of completions' labels when they were sampled, at the temperature and
+        among all tokens, as the loss computes them; `advantages`; and `weights`, the share of each
+        label in the loss, times the number of rows. In fp32 (rows,): `tokens_per_row`, the number
+        of labels that count, divided by the number of rows.
     """
-    shape = len(completions), length
+    shape = len(rows), length
     found: dict[str, np.ndarray] = {
         name: np.zeros(shape, np.int32) for name in ("tokens", "labels", "positions", "segments")
     }
-    found["mask"], found["old_logs"] = np.zeros(shape, bool), np.zeros(shape, np.float32)
-    for row, one in enumerate(completions):
-        ids = np.concatenate([one.prompt_ids, one.ids])
-        size, start = len(ids), len(one.prompt_ids) - 1
-        found["tokens"][row, :size] = ids
-        found["labels"][row, : size - 1] = ids[1:]
-        found["positions"][row, :size] = np.arange(size)
-        found["segments"][row, :size] = 1
-        here = slice(start, size - 1)
-        found["mask"][row, here] = not (mask_truncated and one.finish == "length")
-        found["old_logs"][row, here] = one.drawn_log_probs
-    found["advantages"] = np.asarray(advantages, np.float32)
-    share = found["mask"].sum() / max(len(completions), 1)
-    found["tokens_per_row"] = np.full(len(completions), share, np.float32)
+    found |= {name: np.zeros(shape, np.float32) for name in ("old_logs", "advantages", "weights")}
+    counts = _counted(completions, options)
+    weights = len(rows) * _shares(counts, options)
+    for row, members in enumerate(rows):
+        end = 0
+        for document, i in enumerate(members, 1):
+            one, begin = completions[i], end
+            ids = np.concatenate([one.prompt_ids, one.ids])
+            end += _length(one)
+            whole, written = slice(begin, end), slice(end - len(one.ids), end)
+            found["tokens"][row, whole] = ids[:-1]
+            found["labels"][row, whole] = ids[1:]
+            found["positions"][row, whole] = np.arange(end - begin)
+            found["segments"][row, whole] = document
+            found["old_logs"][row, written] = one.tempered_log_probs
+            found["advantages"][row, written] = advantages[i]
+            found["weights"][row, written] = weights[i]
+    share = counts.sum() / max(len(rows), 1)
+    found["tokens_per_row"] = np.full(len(rows), share, np.float32)
     return found
+
+
+def _length(one: Completion) -> int:
+    """The tokens that a completion takes in a row: all but the last, which is a label only."""
+    return len(one.prompt_ids) + len(one.ids) - 1
+
+
+def _counted(completions: Sequence[Completion], options: GrpoOptions) -> np.ndarray:
+    """The number of each completion's tokens that count in the loss."""
+    masked = options.mask_truncated_completions
+    return np.array(
+        [0 if masked and one.finish == "length" else len(one.ids) for one in completions], np.int64
+    )
+
+
+def _shares(counts: np.ndarray, options: GrpoOptions) -> np.ndarray:
+    """The share of each completion's tokens in the loss, 0 if they don't count."""
+    if options.loss_type in ("bnpo", "dapo"):
+        divisors = np.full(len(counts), counts.sum())
+    elif options.loss_type == "grpo":
+        divisors = counts * len(counts)
+    else:
+        divisors = np.full(len(counts), options.max_completion_length * len(counts))
+    return np.where(counts > 0, 1 / np.maximum(divisors, 1), 0)
 
 
 def grpo_loss(options: GrpoOptions) -> Loss:
@@ -88,8 +143,8 @@ def grpo_loss(options: GrpoOptions) -> Loss:
     def loss_fn(model: nnx.Module, batch: Batch) -> tuple[Array, dict[str, Array]]:
         policy = policy_of(model)
         assert isinstance(policy, Decoder)
-        mask, reference = batch["mask"], None
-        count = batch["tokens_per_row"].sum()
+        weights, reference = batch["weights"], None
+        mask, count = weights != 0, batch["tokens_per_row"].sum()
         logs = _logs(policy, batch, options.temperature)
         if options.beta:
             before = model.reference if isinstance(model, WithReference) else without_lora(model)
@@ -106,23 +161,21 @@ def grpo_loss(options: GrpoOptions) -> Loss:
             use_bias_correction_kl=options.use_bias_correction_kl,
             mask=mask,
         )
-        loss = policy_mean(
-            terms.losses,
-            loss_type=options.loss_type,
-            max_completion_length=options.max_completion_length,
-            mask=mask,
-            count=count if options.loss_type in ("bnpo", "dapo") else None,
-        )
+
+        def total(values: Array) -> Array:
+            return jnp.where(mask, values, 0).sum()
 
         def mean(values: Array) -> Array:
-            return jnp.where(mask, values, 0).sum() / jnp.where(count > 0, count, 1)
+            return total(values) / jnp.where(count > 0, count, 1)
 
         metrics = {
             "weight": count,
             "clip_ratio/region_mean": mean(terms.clipped),
             "sampling/sampling_logp_difference/mean": mean(jnp.abs(logs - batch["old_logs"])),
         }
-        return loss, metrics | ({"kl": mean(terms.divergences)} if options.beta else {})
+        metrics |= {"kl": mean(terms.divergences)} if options.beta else {}
+        # The mean over microbatches is the loss, because weights are shares of the whole batch.
+        return total(weights * terms.losses) / len(weights), metrics
 
     return loss_fn
 

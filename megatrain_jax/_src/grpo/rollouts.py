@@ -14,7 +14,7 @@ from megatrain_jax import Trainer, losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.prompts import is_messages, prompt_ids, shown_prompt
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.grpo.policy_batch import policy_batch
+from megatrain_jax._src.grpo.policy_batch import packed_rows, policy_batch
 from megatrain_jax._src.grpo.rewards import Rewards
 from megatrain_jax._src.models.generation.generate import Completion, generate
 
@@ -88,12 +88,12 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
 
     Attributes:
         notes: Numbers of the completions of the last few steps, by step.
-        num_rows: Number of rows of a batch.
+        num_rows: Number of completions of a batch, and the most rows that it can have.
         length: Number of tokens of a row.
     """
 
     def __init__(self, prompts: Prompts, rewards: Rewards, options: GrpoOptions, *, tokenizer: Any):
-        """Generates nothing yet; `trainer` must be set before.
+        """Generates nothing yet; `use` must be called before.
 
         Args:
             prompts: The prompts.
@@ -106,7 +106,8 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         self.num_rows = options.prompts_per_step * options.num_generations
         longest = prompts.length + options.max_completion_length
         self.length = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
-        self.trainer: Trainer | None = None
+        self._trainer: Trainer | None = None
+        self._unit = 1
         self.notes: dict[int, dict[str, Any]] = {}
         # Seconds of training of the last few steps, by step.
         self.seconds: dict[int, float] = {}
@@ -131,6 +132,11 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         assert self._batch is not None
         return self._batch
 
+    def use(self, trainer: Trainer) -> None:
+        """Sets the trainer that writes the completions."""
+        self._trainer, plan = trainer, trainer.plan
+        self._unit = plan.microbatches * plan.num_devices
+
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch; with the completions, if they are used once more."""
         is_used_up = self._num_updates == self._options.num_iterations
@@ -148,19 +154,21 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
 
     def _generate(self, step: int) -> None:
         """Writes completions and rewards them."""
-        assert self.trainer is not None
+        assert self._trainer is not None
         options, number = self._options, self._num_generations
         # Otherwise the time of generation would include the rest of the step in flight.
-        self.trainer.flush()
+        self._trainer.flush()
         began = time.perf_counter()
-        if self._returned is not None and options.num_iterations == 1:
+        if self._returned is not None:
             self.seconds[step - 1] = began - self._returned
         rows = self._prompts.of_generation(number)
         found = generate(
-            self.trainer,
+            self._trainer,
             [self._prompts.ids[i] for i in rows],
             max_tokens=options.max_completion_length,
             temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
             stop=options.stop,
             seed=int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]),
             num_samples=options.num_generations,
@@ -171,14 +179,11 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         total = self._rewards.total(each)
         size = options.num_generations
         advantages = losses.group_advantages(total, size, scale_rewards=options.scale_rewards)
-        self._batch = policy_batch(
-            found,
-            advantages,
-            length=self.length,
-            mask_truncated=options.mask_truncated_completions,
-        )
+        in_rows = packed_rows(found, self.length, self._unit)
+        self._batch = policy_batch(in_rows, found, advantages, length=self.length, options=options)
         self._num_generations += 1
-        self._shared = self._numbers(found, each, total)
+        padding = float((self._batch["segments"] == 0).mean())
+        self._shared = self._numbers(found, each, total) | {"padding": padding}
         tokens = sum(len(one.ids) for one in found)
         self.notes[step] = self._shared | {
             "generation/seconds": seconds,

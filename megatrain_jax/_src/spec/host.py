@@ -24,6 +24,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+from megatrain_jax._src.common.host_memory import resident_bytes
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.options import Options
@@ -36,7 +37,6 @@ from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.rescheduled import spanning, workload_spanning
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.host_memory import resident_bytes
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import beside_bytes
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.common import checks
+from megatrain_jax._src.common import checks, host_memory
 from megatrain_jax._src.common.capability import compute_capability
-from megatrain_jax._src.state import host_memory, pool_limit
+from megatrain_jax._src.state import pool_limit
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, num_local_devices
 

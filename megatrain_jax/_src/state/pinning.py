@@ -8,8 +8,8 @@ reason.
 import resource
 from pathlib import Path
 
+from megatrain_jax._src.common.host_memory import read_text
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.state.host_memory import read_text
 
 # Pools are pinned in shared memory, which has its own setting.
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.pinning import refusal
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import (

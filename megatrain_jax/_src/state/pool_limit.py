@@ -20,7 +20,7 @@ kills the process without a message.
 import os
 import sys
 
-from megatrain_jax._src.state.host_memory import total_bytes
+from megatrain_jax._src.common.host_memory import total_bytes
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 

@@ -1,5 +1,6 @@
 """Continuous batching: a text that is finished makes room for the next prompt."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.models.generation import programs
-from megatrain_jax._src.models.generation.caches import grown
+from megatrain_jax._src.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.models.generation.decoding import Decoding
 from megatrain_jax._src.models.generation.programs import LENGTHENING, ModelForm, TextRows
 from megatrain_jax._src.models.generation.sampling import Dials, Warping
@@ -42,8 +43,7 @@ class OpenText:
         sample: Number of the sample of this prompt.
         ids: The prompt, and the tokens written so far.
         start: Number of tokens of the prompt.
-        log_probs: Log-probability of each written token by the model.
-        drawn_log_probs: The same in the distribution that it was drawn from.
+        log_probs: The log-probabilities of each written token, in the order of `Chosen`.
         finish: Reason of the end; None before it.
         is_cut: Whether it was ended by a text, not by a token.
     """
@@ -52,8 +52,7 @@ class OpenText:
     sample: int
     ids: list[int]
     start: int
-    log_probs: list[float] = field(default_factory=list)
-    drawn_log_probs: list[float] = field(default_factory=list)
+    log_probs: list[tuple[float, ...]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     is_cut: bool = False
 
@@ -74,6 +73,7 @@ class WritingTask:
         stops: Ids that end a text.
         check: Returns the number of a text's tokens up to where something else ends it, or None.
         num_rows: Number of texts that are written at a time.
+        pages: Numbers of the layers with caches in pinned host memory.
         size: Number of tokens of the longest text, prompt included, rounded up.
     """
 
@@ -83,6 +83,7 @@ class WritingTask:
     stops: np.ndarray
     check: Callable[[OpenText], int | None]
     num_rows: int
+    pages: frozenset[int]
     size: int
 
 
@@ -130,13 +131,21 @@ class Batch:
             return
         size = min(self._task.size, max(bucket(length), bucket(2 * self._size), _FIRST_SIZE))
         shapes = self._shapes(self._task.num_rows, size)
-        if self._size == 0:
-            self._caches = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        else:
-            for i, shape in enumerate(shapes):
-                # Layer by layer, so that only one layer's cache exists twice.
-                self._caches[i] = grown(self._caches[i], shape)
+        for i, shape in enumerate(shapes):
+            # Layer by layer, so that only one layer's cache exists twice.
+            if self._size:
+                self._keep(i, grown(on_device(self._caches[i]), shape))
+            else:
+                self._caches.append(None)
+                self._keep(i, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
         self._size = size
+
+    def _keep(self, i: int, cache: Any) -> None:
+        """Puts a layer's new cache into its place."""
+        self._caches[i] = as_page(cache) if i in self._task.pages else cache
+        if i in self._task.pages:
+            # At most one page is on the device.
+            jax.block_until_ready(self._caches[i])
 
     def _admit(self, admitted: Sequence[tuple[int, OpenText]]) -> None:
         """Reads the texts so far of some rows, in groups of similar length."""
@@ -172,9 +181,16 @@ class Batch:
         at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
         at[: len(members)], taken[: len(members)] = [row for row, _ in members], source
         new = self._new_rows([text for _, text in members], count)
-        self._caches, self._rows = programs.admitting(
-            self._caches, self._rows, at, read, taken, new
+        # Pages one by one, and all remaining caches in one program.
+        for i in self._task.pages:
+            cache = on_device(self._caches[i])
+            self._keep(i, programs.admitting_rows(cache, at, read[i], taken))
+        kept = [i for i in range(len(read)) if i not in self._task.pages]
+        caches, self._rows = programs.admitting(
+            [self._caches[i] for i in kept], self._rows, at, [read[i] for i in kept], taken, new
         )
+        for i, cache in zip(kept, caches, strict=True):
+            self._caches[i] = cache
 
     def _new_rows(self, texts: Sequence[OpenText], count: int) -> TextRows:
         rows = programs.empty_rows(count)
@@ -202,12 +218,11 @@ class Batch:
             count = int(rows.written[row]) - text.num_written
             tokens, *log_probs = (x[:count, row].tolist() for x in new)
             text.ids += tokens
-            text.log_probs += log_probs[0]
-            text.drawn_log_probs += log_probs[1]
+            text.log_probs += zip(*log_probs, strict=True)
             kept = self._task.check(text)
             if kept is not None:
                 del text.ids[text.start + kept :]
-                del text.log_probs[kept:], text.drawn_log_probs[kept:]
+                del text.log_probs[kept:]
                 text.is_cut = True
             if kept is not None or rows.stopped[row]:
                 text.finish = "stop"
@@ -227,17 +242,23 @@ class Batch:
 
 def shapes_of(form: ModelForm, ends: Any, layers: Any) -> Callable[[int, int], list[Any]]:
     """Returns a function from numbers of rows and tokens to the shapes of caches."""
+    leaves, treedef = jax.tree.flatten((ends, layers))
+    return functools.partial(_cache_shapes, form, tuple(leaves), treedef)
 
-    def shapes(rows: int, size: int) -> list[Any]:
-        tokens = jax.ShapeDtypeStruct((rows, size), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
-        def read(ends, layers, tokens, lengths):
-            return programs.read_prompts(form, ends, layers, tokens, lengths)
+# A trace of the whole model takes as long as many tokens.
+@functools.lru_cache(maxsize=128)
+def _cache_shapes(
+    form: ModelForm, leaves: tuple[Any, ...], treedef: Any, rows: int, size: int
+) -> list[Any]:
+    tokens = jax.ShapeDtypeStruct((rows, size), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    ends, layers = jax.tree.unflatten(treedef, leaves)
 
-        return jax.eval_shape(read, ends, layers, tokens, lengths)
+    def read(ends, layers, tokens, lengths):
+        return programs.read_prompts(form, ends, layers, tokens, lengths)
 
-    return shapes
+    return jax.eval_shape(read, ends, layers, tokens, lengths)
 
 
 def _power(number: int) -> int:

@@ -299,6 +299,25 @@ def with_rows(tree: Any, at: Int[Array, " rows"], new: Any) -> Any:
     return jax.tree.map(one, tree, new)
 
 
+def on_device(cache: Any) -> Any:
+    """Returns a layer's cache on the device; a page is copied there."""
+    return _moved(cache, "device") if is_page(cache) else cache
+
+
+def as_page(cache: Any) -> Any:
+    """Returns a layer's cache in pinned host memory."""
+    return _moved(cache, "pinned_host")
+
+
+def is_page(cache: Any) -> bool:
+    """Whether a layer's cache is in pinned host memory."""
+    return any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(cache))
+
+
+def _moved(cache: Any, kind: str) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), cache)
+
+
 def grown(tree: Any, shapes: Any) -> Any:
     """Returns caches padded with zeros to some shapes."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.models.generation import programs
+from megatrain_jax._src.models.generation.caches import as_page, is_page, on_device
 from megatrain_jax._src.models.generation.programs import TextRows, Written
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose
 from megatrain_jax._src.models.generation.weight_source import WeightSource
@@ -47,7 +48,9 @@ class ResidentDecoding:
 
     def __init__(self, source: WeightSource):
         """Reads all weights onto the device, layer by layer."""
-        self._form = source.form
+        # Looked up once: the hash of a form takes as long as a layer.
+        self._read = programs.reading(source.form)
+        self._write = functools.cache(functools.partial(programs.writing, source.form))
         self._ends = source.weights(source.ends)
         self._layers = []
         for part in source.layers:
@@ -57,7 +60,7 @@ class ResidentDecoding:
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `Decoding`."""
-        return programs.reading(self._form)(self._ends, self._layers, tokens, lengths)
+        return self._read(self._ends, self._layers, tokens, lengths)
 
     def write(
         self,
@@ -69,14 +72,15 @@ class ResidentDecoding:
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
         """See `Decoding`."""
-        write = programs.writing(self._form, warping)
+        write = self._write(warping)
         return write(self._ends, self._layers, caches, rows, dials, stops, np.int32(steps))
 
 
 class StreamedDecoding:
     """A decode that streams the layers' weights once for a token of all rows.
 
-    The weights outside the layers stay on the device, and at most two layers are there.
+    The weights outside the layers stay on the device, and at most two layers are there. Caches that
+    are pages in pinned host memory come with their layer and go back.
     """
 
     steps = 1
@@ -85,7 +89,13 @@ class StreamedDecoding:
         """Reads the weights outside the layers."""
         self._form, self._source = source.form, source
         self._ends = source.weights(source.ends)
-        self._ropes = tuple(layer.rope for layer in source.form.layers)
+        layers = source.form.layers
+        # Looked up once: the hash of a form takes as long as a layer.
+        self._turning = _turning(tuple(layer.rope for layer in layers))
+        self._beginning = _beginning(source.form)
+        self._reading = [_reading(layer) for layer in layers]
+        self._writing = [(_writing if x.borrows is None else _borrowing)(x) for x in layers]
+        self._choosing = functools.cache(functools.partial(_choosing, source.form))
         self._ahead: Any = None  # the weights of the next layer
         # Weights that are not in pinned memory are copied there once, in the dtype of the device.
         self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
@@ -93,12 +103,12 @@ class StreamedDecoding:
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `Decoding`."""
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        turns = _turning(self._ropes)(positions, lengths)
-        x, handed = _beginning(self._form)(self._ends, tokens)
+        turns = self._turning(positions, lengths)
+        x, handed = self._beginning(self._ends, tokens)
         caches = []
         for i, layer in enumerate(self._form.layers):
             weights, turn = self._weights(i, x), turns[layer.rope]
-            x, handed, kept = _reading(layer)(weights, x, turn, handed, lengths - 1)
+            x, handed, kept = self._reading[i](weights, x, turn, handed, lengths - 1)
             del weights
             caches.append(kept)
         return caches
@@ -113,20 +123,26 @@ class StreamedDecoding:
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
         """See `Decoding`; writes one token of each row."""
-        turns = _turning(self._ropes)(rows.positions[:, None], rows.positions + 1)
-        x, handed = _beginning(self._form)(self._ends, rows.tokens[:, None])
-        caches = list(caches)
+        turns = self._turning(rows.positions[:, None], rows.positions + 1)
+        x, handed = self._beginning(self._ends, rows.tokens[:, None])
+        caches = [*caches, None]
+        ahead = on_device(caches[0])
         for i, layer in enumerate(self._form.layers):
             weights, turn = self._weights(i, x), turns[layer.rope]
+            if i > 1:
+                # At most three pages are on the device: one leaves, one is used, one arrives.
+                jax.block_until_ready(caches[i - 2])
+            cache, ahead = ahead, on_device(caches[i + 1])
             if layer.borrows is None:
-                cache, caches[i] = caches[i], None
-                x, handed, caches[i] = _writing(layer)(cache, weights, x, turn, handed, rows)
+                is_paged, caches[i] = is_page(caches[i]), None
+                x, handed, cache = self._writing[i](cache, weights, x, turn, handed, rows)
+                caches[i] = as_page(cache) if is_paged else cache
             else:
                 lent = caches[layer.borrows]
-                x, handed = _borrowing(layer)(lent, weights, x, turn, handed, rows)
-            del weights
-        choose = _choosing(self._form, warping)
-        rows, written = choose(rows, self._ends, x, handed, dials, stops)
+                x, handed = self._writing[i](lent, weights, x, turn, handed, rows)
+            del weights, cache
+        caches.pop()
+        rows, written = self._choosing(warping)(rows, self._ends, x, handed, dials, stops)
         return caches, rows, written
 
     def _weights(self, i: int, x: Any) -> Any:

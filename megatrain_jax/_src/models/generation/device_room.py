@@ -1,13 +1,17 @@
 """The memory of the device: whether weights fit beside caches, and for how many texts."""
 
+import copy
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.sizes import bytes_of, sized
 from megatrain_jax._src.models.generation.batching import READ_AT_ONCE, shapes_of
 from megatrain_jax._src.models.generation.weight_source import WeightSource, WeightsPart
@@ -16,6 +20,26 @@ from megatrain_jax._src.models.generation.weight_source import WeightSource, Wei
 _SHARE = 0.9
 # Weights stay on the device if this number of texts has room beside them, or all of them.
 _ENOUGH = 8
+# The share of the available host memory that pages of caches may take: JAX's pool of pinned memory
+# may double when it grows.
+_HOST_SHARE = 0.5
+# Pages that are on the device at a time: one leaves, one is used, one arrives.
+_PAGES_THERE = 3
+
+
+class DecodeForm(NamedTuple):
+    """The form of a decode.
+
+    Attributes:
+        resident: Whether all weights stay on the device.
+        num_rows: Number of texts at a time.
+        pages: Numbers of the layers with caches in pinned host memory, which come to the device
+            with their layer.
+    """
+
+    resident: bool
+    num_rows: int
+    pages: frozenset[int] = frozenset()
 
 
 class DeviceRoom:
@@ -23,6 +47,7 @@ class DeviceRoom:
 
     Attributes:
         shapes: Shapes of the weights outside the layers, and of each layer's.
+        pageable: The layers with caches that no other layer uses.
     """
 
     def __init__(self, source: WeightSource, budget: int | str | None):
@@ -38,33 +63,52 @@ class DeviceRoom:
         """
         checks.num_bytes("device_budget", budget, least=1)
         budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
+        self._budget = budget
         # Asked once, before any weights are there.
         self._bytes = _free_bytes(source.device) if budget is None else budget
+        self._host_bytes = _HOST_SHARE * available_bytes()
         self._source = source
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
-        self._caches = functools.cache(shapes_of(source.form, *self.shapes))
+        caches = shapes_of(source.form, *self.shapes)
+        # Bytes of each layer's cache of one text with some number of tokens.
+        self._layer_bytes = functools.cache(lambda size: [_num_bytes(x) for x in caches(1, size)])
+        layers = source.form.layers
+        lenders = {layer.borrows for layer in layers}
+        self.pageable = [
+            i for i, layer in enumerate(layers) if layer.borrows is None and i not in lenders
+        ]
 
-    def choose(self, size: int, wanted: int) -> tuple[bool, int]:
+    def on(self, hardware: Hardware) -> "DeviceRoom":
+        """Returns the same room on another machine, where its memory is known; a budget stays."""
+        other = copy.copy(self)
+        if self._budget is None and hardware.usable_bytes is not None:
+            other._bytes = _SHARE * hardware.usable_bytes
+        if hardware.assumed_host_bytes is not None:
+            weights = self.read_bytes(resident=False)
+            other._host_bytes = _HOST_SHARE * (hardware.assumed_host_bytes - weights)
+        return other
+
+    def choose(self, size: int, wanted: int) -> DecodeForm:
         """Chooses the form of the decode, by bytes.
 
         Args:
             size: Number of tokens of the longest text.
             wanted: Number of texts to write at a time.
 
-        Returns:
-            Whether all weights stay on the device, and the number of texts at a time.
-
         Raises:
             MemoryError: If not even one text fits.
         """
         if self._bytes == math.inf:
-            return True, wanted
-        resident, streamed = (self._rows(size, wanted, resident=form) for form in (True, False))
+            return DecodeForm(True, wanted)
+        resident = _most(wanted, lambda n: self.needs(size, n, resident=True) <= self._bytes)
         if resident >= min(wanted, _ENOUGH):
-            return True, resident
-        if streamed:
-            return False, streamed
-        least = self.needs(size, 1, resident=False)
+            return DecodeForm(True, resident)
+        forms = [self._streamed(size, wanted, most) for most in (0, len(self.pageable))]
+        # Pages are worth their way if more texts share the way of the weights.
+        form = max(forms, key=lambda form: form.num_rows / self.link_bytes(size, form))
+        if form.num_rows:
+            return form
+        least = self.needs(size, 1, resident=False, num_pages=len(self.pageable))
         raise MemoryError(
             f"not one text of {size:,} tokens fits on the device: with two layers, embeddings and "
             f"head, {sized(self._weights(resident=False))}, and temporaries, it takes "
@@ -72,27 +116,55 @@ class DeviceRoom:
             "`device_budget`, fewer `max_tokens` or shorter prompts"
         )
 
-    def needs(self, size: int, rows: int, *, resident: bool) -> int:
+    def needs(self, size: int, rows: int, *, resident: bool, num_pages: int = 0) -> int:
         """Returns the bytes that a decode takes: weights, caches, and an estimate of temporaries.
 
         Args:
             size: Number of tokens of the longest text.
             rows: Number of texts at a time.
             resident: Whether all weights stay on the device.
+            num_pages: Number of layers with caches in pinned host memory.
         """
         config, itemsize = self._source.config, jnp.dtype(self._source.dtype).itemsize
-        each = self.cache_bytes(size)
+        layers, paged = self._layer_bytes(size), self.pages_of(num_pages)
+        pages = sorted((layers[i] for i in paged), reverse=True)
+        each = sum(layers) - sum(pages) + sum(pages[:_PAGES_THERE])
         # A row's logits, in fp32, with the sorted ones of sampling.
         logits = 6 * 4 * config.vocab_size
         # Prompts that are read: hidden states, the MLP's, and their caches.
         tokens = max(min(READ_AT_ONCE, rows * size), size)
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
-        reading = tokens * (wide * itemsize + -(-each // size))
+        reading = tokens * (wide * itemsize + -(-sum(layers) // size))
         return self._weights(resident=resident) + rows * (each + logits) + reading
+
+    def _num_pages(self, size: int, rows: int) -> float:
+        """Returns the least number of pages with which some texts fit; infinite if none does."""
+        for number in range(len(self.pageable) + 1):
+            there = self.needs(size, rows, resident=False, num_pages=number) <= self._bytes
+            pages = sum(self._layer_bytes(size)[i] for i in self.pages_of(number))
+            if there and rows * pages <= self._host_bytes:
+                return number
+        return math.inf
+
+    def _streamed(self, size: int, wanted: int, most_pages: int) -> DecodeForm:
+        """Returns the form of a streamed decode with a maximum number of pages."""
+        number = _most(wanted, lambda n: self._num_pages(size, n) <= most_pages)
+        pages = self._num_pages(size, number) if number else 0
+        return DecodeForm(False, number, self.pages_of(int(pages)))
+
+    def pages_of(self, number: int) -> frozenset[int]:
+        """Returns the last layers with pages: the first one's cache is needed at once."""
+        return frozenset(self.pageable[len(self.pageable) - number :])
+
+    def link_bytes(self, size: int, form: DecodeForm) -> int:
+        """Returns the bytes that come from the host for each token of all texts, if any do."""
+        layers = self._layer_bytes(size)
+        pages = form.num_rows * sum(layers[i] for i in form.pages)
+        return self.read_bytes(resident=False) + pages
 
     def cache_bytes(self, size: int) -> int:
         """Returns the bytes of the caches of one text with this number of tokens."""
-        return _num_bytes(self._caches(1, size))
+        return sum(self._layer_bytes(size))
 
     def read_bytes(self, *, resident: bool) -> int:
         """Returns the bytes of weights that are read for each token of all texts.
@@ -110,14 +182,14 @@ class DeviceRoom:
         own = sum(layers) if resident else 2 * max(layers)
         return self._source.ends.num_bytes + own
 
-    def _rows(self, size: int, wanted: int, *, resident: bool) -> int:
-        """The number of texts that fit at a time, at most as many as are wanted."""
-        low, high = 0, wanted
-        while low < high:
-            middle = -(-(low + high) // 2)
-            fits = self.needs(size, middle, resident=resident) <= self._bytes
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+def _most(wanted: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number, at most `wanted`, that fits; 0 if none does."""
+    low, high = 0, wanted
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _free_bytes(device: Any) -> float:

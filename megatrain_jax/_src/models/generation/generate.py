@@ -19,7 +19,7 @@ from megatrain_jax._src.models.generation.batching import Batch, OpenText, Writi
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.generation_plan import GenerationPlan, plan_of
-from megatrain_jax._src.models.generation.sampling import Dials, Warping
+from megatrain_jax._src.models.generation.sampling import Dials, Warping, check_restriction
 from megatrain_jax._src.models.generation.weight_source import open_source
 
 # Names in Transformers and vLLM, with this library's name.
@@ -54,10 +54,12 @@ class Completion:
         ids: Ids of the tokens written, int32; the token that ended the text is the last one.
         log_probs: Log-probability of each of them by the model, at temperature 1 and among all
             tokens, fp32.
+        tempered_log_probs: Log-probability of each of them by the logits divided by the
+            temperature and among all tokens, fp32. TRL computes these in training. At temperature 0
+            they are `log_probs`.
         drawn_log_probs: Log-probability of each of them in the distribution that it was drawn from,
-            after temperature, `top_k` and `top_p`, fp32. These are the "processed" ones of vLLM.
-            With `top_k` and `top_p` off they equal the ones that TRL computes in training, by
-            logits divided by the temperature. At temperature 0 they are `log_probs`.
+            after temperature, `top_k` and `top_p`, fp32. These are the "processed" ones of vLLM. At
+            temperature 0 they are `log_probs`.
         finish: "stop" if a stop token or text ended it, "length" if `max_tokens` did.
     """
 
@@ -67,6 +69,7 @@ class Completion:
     prompt_ids: np.ndarray
     ids: np.ndarray
     log_probs: np.ndarray
+    tempered_log_probs: np.ndarray
     drawn_log_probs: np.ndarray
     finish: Literal["stop", "length"]
 
@@ -126,7 +129,8 @@ class Generator:
         Args:
             length: Number of tokens of each text, prompt included.
             num_texts: Number of texts to write at a time, if they fit.
-            hardware: The machine whose rates count, such as `H100`.
+            hardware: The machine whose memory and rates count, such as `H100`. Its memory is used
+                as `device_budget` says, if it was given.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -171,18 +175,19 @@ class Generator:
             for sample in range(num_samples)
         ]
         size = bucket(max(map(len, rows)) + max_tokens)
-        resident, num_rows = self._room.choose(size, min(len(texts), max_batch))
+        form = self._room.choose(size, min(len(texts), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
             warping=warping,
             dials=dials,
             stops=stops,
             check=_Ends(self._tokenizer, ends),
-            num_rows=num_rows,
+            num_rows=form.num_rows,
+            pages=form.pages,
             size=size,
         )
         source = self._source
-        kind = ResidentDecoding if resident else StreamedDecoding
+        kind = ResidentDecoding if form.resident else StreamedDecoding
         if not isinstance(self._decoding, kind):
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)
@@ -200,14 +205,16 @@ class Generator:
             words = self._tokenizer.decode(shown)
         for end in ends if text.is_cut else ():
             words = words.split(end)[0]
+        plain, tempered, drawn = np.array(text.log_probs, np.float32).T
         return Completion(
             prompt=text.prompt,
             sample=text.sample,
             text=words,
             prompt_ids=np.array(text.ids[: text.start], np.int32),
             ids=np.array(ids, np.int32),
-            log_probs=np.array(text.log_probs, np.float32),
-            drawn_log_probs=np.array(text.drawn_log_probs, np.float32),
+            log_probs=plain,
+            tempered_log_probs=tempered,
+            drawn_log_probs=drawn,
             finish=text.finish,
         )
 
@@ -285,10 +292,7 @@ def generate(
 
 def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> tuple[Warping, Dials]:
     temperature = checks.number("temperature", temperature, least=0)
-    top_p = checks.number("top_p", top_p, above=0)
-    if top_p > 1:
-        raise ValueError(checks.refused("top_p", "at most 1", top_p))
-    top_k = None if top_k is None else checks.integer("top_k", top_k, least=0, other=", or None")
+    check_restriction(top_p, top_k)
     seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
     greedy = temperature == 0
     warping = Warping(

@@ -19,6 +19,8 @@ class GenerationPlan:
         weight_bytes: Bytes of weights that are read for a token of all texts: from device memory,
             or through the link to the host in their form there.
         cache_bytes: Bytes of the caches of all texts.
+        paged_bytes: Bytes of the caches, among these, that are in pinned host memory. They come to
+            the device with their layers' weights for each token.
         tokens_per_s: Tokens of all texts per second, if nothing but these bytes takes time; caches
             count in full.
     """
@@ -28,15 +30,17 @@ class GenerationPlan:
     length: int
     weight_bytes: int
     cache_bytes: int
+    paged_bytes: int
     tokens_per_s: float
 
     def __str__(self) -> str:
         """Returns the plan as a sentence."""
         form = "stay on the device" if self.resident else "are streamed for each token"
+        pages = f", {sized(self.paged_bytes)} of them in the host" if self.paged_bytes else ""
         return (
             f"weights, {sized(self.weight_bytes)}, {form}, and {self.num_texts:,} texts of "
-            f"{self.length:,} tokens, with caches of {sized(self.cache_bytes)}, are written at a "
-            f"time: at most {self.tokens_per_s:,.0f} tokens/s"
+            f"{self.length:,} tokens, with caches of {sized(self.cache_bytes)}{pages}, are written "
+            f"at a time: at most {self.tokens_per_s:,.0f} tokens/s"
         )
 
 
@@ -45,22 +49,26 @@ def plan_of(room: DeviceRoom, hardware: Hardware, length: int, num_texts: int) -
 
     Args:
         room: The bytes of weights and caches, and of the device.
-        hardware: The machine whose rates count.
+        hardware: The machine whose memory and rates count.
         length: Number of tokens of each text, prompt included.
         num_texts: Number of texts to write at a time, if they fit.
     """
     if not isinstance(hardware, Hardware):
         raise TypeError(checks.refused("hardware", "a Hardware, such as H100", hardware))
-    resident, number = room.choose(length, num_texts)
-    weights, caches = room.read_bytes(resident=resident), number * room.cache_bytes(length)
+    room = room.on(hardware)
+    form = room.choose(length, num_texts)
+    weights = room.read_bytes(resident=form.resident)
+    caches = form.num_rows * room.cache_bytes(length)
+    pages = room.link_bytes(length, form) - room.read_bytes(resident=False)
     seconds = caches / hardware.memory_bytes_per_s
-    rate = hardware.memory_bytes_per_s if resident else hardware.link_bytes_per_s
-    seconds += weights / rate
+    rate = hardware.memory_bytes_per_s if form.resident else hardware.link_bytes_per_s
+    seconds += (weights + pages) / rate
     return GenerationPlan(
-        resident=resident,
-        num_texts=number,
+        resident=form.resident,
+        num_texts=form.num_rows,
         length=length,
         weight_bytes=weights,
         cache_bytes=caches,
-        tokens_per_s=number / seconds,
+        paged_bytes=pages,
+        tokens_per_s=form.num_rows / seconds,
     )

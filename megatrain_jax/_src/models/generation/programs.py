@@ -232,11 +232,13 @@ class Written(NamedTuple):
     Attributes:
         tokens: The tokens.
         log_probs: See `Chosen`.
+        tempered_log_probs: See `Chosen`.
         drawn_log_probs: See `Chosen`.
     """
 
     tokens: Int[Array, "steps rows"]
     log_probs: Float[Array, "steps rows"]
+    tempered_log_probs: Float[Array, "steps rows"]
     drawn_log_probs: Float[Array, "steps rows"]
 
 
@@ -254,7 +256,7 @@ def write_tokens(
     """Writes up to `steps` tokens of each row, until no row is active."""
     number = rows.tokens.shape[0]
     floats = jnp.zeros((STEPS, number), jnp.float32)
-    written = Written(jnp.zeros((STEPS, number), jnp.int32), floats, floats)
+    written = Written(jnp.zeros((STEPS, number), jnp.int32), floats, floats, floats)
 
     def body(carry):
         step, caches, rows, written = carry
@@ -271,6 +273,11 @@ def write_tokens(
         going, body, (jnp.int32(0), caches, rows, written)
     )
     return caches, rows, written
+
+
+def admitted_rows(cache: Any, at: Int[Array, " new"], read: Any, source: Int[Array, " new"]) -> Any:
+    """Returns a layer's cache with some new rows; see `admitted`."""
+    return with_rows(cache, at, rows_of(read, source))
 
 
 def admitted(
@@ -291,7 +298,8 @@ def admitted(
         source: The prompt of each new text, as a row of these caches.
         new: The new texts.
     """
-    caches = [with_rows(old, at, rows_of(x, source)) for old, x in zip(caches, read, strict=True)]
+    pairs = zip(caches, read, strict=True)
+    caches = [admitted_rows(old, at, new_rows, source) for old, new_rows in pairs]
     return caches, TextRows(*(x.at[at].set(y, mode="drop") for x, y in zip(rows, new, strict=True)))
 
 
@@ -308,3 +316,4 @@ def writing(form: ModelForm, warping: Warping) -> Callable[..., Any]:
 
 
 admitting = jax.jit(admitted, donate_argnums=(0, 1))
+admitting_rows = jax.jit(admitted_rows, donate_argnums=0)

@@ -1,11 +1,26 @@
 """The choice of each next token: greedy, or drawn after Transformers' warpers."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from megatrain_jax._src.common import checks
+
+
+def check_restriction(top_p: Any, top_k: Any) -> None:
+    """Checks `top_p` and `top_k`; see `models.generate`.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is out of range.
+    """
+    if checks.number("top_p", top_p, above=0) > 1:
+        raise ValueError(checks.refused("top_p", "at most 1", top_p))
+    if top_k is not None:
+        checks.integer("top_k", top_k, least=0, other=", or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +58,13 @@ class Chosen(NamedTuple):
     Attributes:
         tokens: The tokens (rows,).
         log_probs: Their log-probabilities by the logits (rows,), in fp32.
+        tempered_log_probs: The same by the logits divided by the temperature.
         drawn_log_probs: Their log-probabilities in the distribution that they are drawn from.
     """
 
     tokens: Int[Array, " rows"]
     log_probs: Float[Array, " rows"]
+    tempered_log_probs: Float[Array, " rows"]
     drawn_log_probs: Float[Array, " rows"]
 
 
@@ -71,7 +88,7 @@ def choose(
     if warping.greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         found = _at(plain, tokens)
-        return Chosen(tokens, found, found)
+        return Chosen(tokens, found, found, found)
     warped = jax.nn.log_softmax(warp(logits, dials, warping), axis=-1)
 
     def draw(row: Array, *numbers: Array) -> Array:
@@ -81,7 +98,8 @@ def choose(
         return jax.random.categorical(key, row)
 
     tokens = jax.vmap(draw)(warped, *draws).astype(jnp.int32)
-    return Chosen(tokens, _at(plain, tokens), _at(warped, tokens))
+    tempered = jax.nn.log_softmax(logits / dials.temperature, axis=-1)
+    return Chosen(tokens, *(_at(x, tokens) for x in (plain, tempered, warped)))
 
 
 def warp(
