@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from PIL import Image
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 # Special tokens after those of text, and the placeholders of an image.
 IMAGE, BEGIN, END = 90, 91, 92
@@ -14,6 +17,15 @@ VECTORS, CHANNELS, SIZE = 4, 3, 24
 # image.
 ROWS = ([2, None, 3, None, None], [20], [None, 14])
 MOST = 3
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text | trim }}{% endif %}"
+    "{% endfor %}{% endif %}<end_of_turn>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
 
 
 def make_torch(**changes: Any) -> Any:
@@ -66,6 +78,38 @@ def checkpoint(folder: Path, **changes: Any) -> tuple[Any, Path]:
     model = make_torch(**changes)
     model.save_pretrained(folder)
     return model, folder
+
+
+def make_processor() -> Any:
+    """Returns a processor with a tokenizer of words, and Gemma's template."""
+    names = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "\n", "\n\n", " "]
+    names += ["user", "model", "which", "digit", "is", "this", "and", "<unk>"]
+    names += [str(number) for number in range(IMAGE - len(names))]
+    special = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+    tokens = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names + special)}, "<unk>"))
+    pieces = Regex(r"\n\n|\n| |[^\s]+")
+    tokens.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
+    tokens.add_special_tokens([AddedToken(n, special=True) for n in names[:5] + special])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens,
+        bos_token="<bos>",
+        eos_token="<end_of_turn>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        extra_special_tokens=dict(
+            zip(("image_token", "boi_token", "eoi_token"), special, strict=True)
+        ),
+    )
+    images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
+    processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=VECTORS)
+    processor.chat_template = tokenizer.chat_template = TEMPLATE
+    return processor
+
+
+def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
+    """Returns an image of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def batch(seed: int = 0, length: int = 25) -> dict[str, np.ndarray]:
