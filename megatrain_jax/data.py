@@ -14,8 +14,10 @@ except ImportError as caught:
     ) from caught
 
 from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.image_rows import has_images
 from megatrain_jax._src.data.load import chat, preferences, text, unpaired
 from megatrain_jax._src.data.load_distilled import distillation
+from megatrain_jax._src.data.load_images import image_chat
 from megatrain_jax._src.data.mixture import Mixture, mix
 from megatrain_jax._src.data.prompt_rows import prompts
 from megatrain_jax._src.data.report import DataError, Summary
@@ -27,6 +29,8 @@ __all__ = [
     "Summary",
     "chat",
     "distillation",
+    "has_images",
+    "image_chat",
     "mix",
     "preferences",
     "prompts",

@@ -41,7 +41,7 @@ def cudnn(monkeypatch):
     """Traces cuDNN's kernels where there is none, in the library's models as on a GPU."""
     monkeypatch.setattr(cudnn_attention, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn_attention, "check_is_flash_attention", lambda *a, **k: None)
-    monkeypatch.setattr(causal_attention, "_fits_cudnn", lambda q, packed: True)
+    monkeypatch.setattr(causal_attention, "fits_cudnn", lambda q, packed: True)
 
 
 def shapes(queries: int = 96, keys: int = 96) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -12,6 +12,7 @@ from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.images import DECODER, image_shapes, with_images
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import (
     checkpoint_folder,
@@ -36,11 +37,15 @@ def prepare(settings: FinetuneSettings) -> Job:
         ValueError: If the checkpoint, or a setting for it, can't be used.
     """
     settings = replace(settings, model=checkpoint_folder(settings.model))
-    pretrained = models.load_pretrained(settings.model, ignore=settings.ignore or ())
+    images = with_images(settings)
+    ignore = settings.ignore or ()
+    pretrained = models.load_pretrained(settings.model, ignore=ignore, images=images)
     if settings.new_tokens is not None:
         tokenizer = tokenizer_of(settings)
         pretrained = models.resize_vocabulary(pretrained, tokenizer, seed=settings.seed)
     trainable = settings.trainable
+    if images and trainable is None and not settings.has_adapters:
+        trainable = DECODER
     if settings.trains_scores:
         pretrained = _with_scores(settings, pretrained)
         # A fresh head is always trained.
@@ -77,12 +82,14 @@ def prepare(settings: FinetuneSettings) -> Job:
         model=model,
         params=params,
         trainable=trainable,
-        frozen=frozen_of(settings.frozen, settings.has_adapters, pretrained.config.saved_dtype),
+        frozen=frozen_of(
+            settings.frozen, settings.has_adapters or images, pretrained.config.saved_dtype
+        ),
         loss_fn=objectives.loss_of(settings),
-        shapes=shapes(settings),
+        shapes=shapes(settings) | image_shapes(settings, pretrained.config),
         reference=_reference(settings),
         prompting=lambda: _prompting(settings),
-        dataset=lambda files, epochs: dataset(settings, files, epochs),
+        dataset=lambda files, epochs: dataset(settings, files, epochs, images=images),
         export=lambda *given: _export(settings, *given),
     )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from megatrain_jax import data
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.images import image_options
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.new_tokens import readable_tokenizer
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
@@ -21,14 +22,19 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def dataset(
-    settings: FinetuneSettings, files: Sequence[str] | str, epochs: int | None
+    settings: FinetuneSettings,
+    files: Sequence[str] | str,
+    epochs: int | None,
+    *,
+    images: bool = False,
 ) -> data.Dataset:
-    """The batches of some files.
+    """The batches of some files; `images` says whether the data has images.
 
     Raises:
         ValueError: If they can't be used.
     """
     kind = "text" if settings.format == "text" else OBJECTIVE_KINDS[settings.objective].rows
+    kind = "images" if images else kind
     common = common_options(settings, epochs, "split" if kind == "text" else "error")
     return summarised(_READERS[kind](settings, files, common))
 
@@ -75,6 +81,11 @@ def _chat(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> 
     return data.chat(files, readable_tokenizer(settings), **options)
 
 
+def _images(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
+    options = {**image_options(common), **_conversing(settings), "train_on": settings.train_on}
+    return data.image_chat(files, settings.model, **options)
+
+
 def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
     return data.preferences(files, readable_tokenizer(settings), **common, **_conversing(settings))
 
@@ -96,6 +107,7 @@ def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]
 _READERS: dict[str, Callable[..., data.Dataset]] = {
     "text": _text,
     "chat": _chat,
+    "images": _images,
     "preferences": _preferences,
     "margins": _margins,
     "unpaired": _unpaired,

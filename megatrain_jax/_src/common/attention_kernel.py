@@ -33,41 +33,46 @@ def planned_width() -> int | None:
     return _widest_heads.value
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """Causal attention that can be traced but not computed.
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, *, causal: bool = True
+) -> jax.Array:
+    """Attention that can be traced but not computed.
 
     Args:
         q: Queries, (rows, length, heads, width).
         k: Keys, (rows, length, kv_heads, width).
         v: Values, as `k`.
         window: Number of tokens each token attends to, itself included; None for all earlier ones.
+        causal: Whether tokens attend only to earlier ones; otherwise to all.
 
     Returns:
         The shape and dtype of `q`.
     """
-    return _attend(q, k, v, window)
+    return _attend(q, k, v, window, causal)
 
 
-def _forward(q, k, v, window):
+def _forward(q, k, v, window, causal):
     rows, length, heads, _ = q.shape
     results = [_like(q), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)]
-    out, statistics = _call(FORWARD, results, window, q, k, v)
+    out, statistics = _call(FORWARD, results, (window, causal), q, k, v)
     return out, (q, k, v, statistics, out)
 
 
-def _backward(window, kept, cotangent):
-    return tuple(_call(BACKWARD, [_like(x) for x in kept[:3]], window, *kept, cotangent))
+def _backward(window, causal, kept, cotangent):
+    results = [_like(x) for x in kept[:3]]
+    return tuple(_call(BACKWARD, results, (window, causal), *kept, cotangent))
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _call(name, results, window, *operands):
+def _call(name, results, seen, *operands):
     # Never lowered, so no such function has to be registered with XLA.
     call = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
-    return call(*operands, window=np.int64(window or 0))
+    window, causal = seen
+    return call(*operands, window=np.int64(window or 0), causal=np.int64(causal))
 
 
-_attend = jax.custom_vjp(lambda *operands: _forward(*operands)[0], nondiff_argnums=(3,))
+_attend = jax.custom_vjp(lambda *operands: _forward(*operands)[0], nondiff_argnums=(3, 4))
 _attend.defvjp(_forward, _backward)

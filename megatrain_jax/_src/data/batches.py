@@ -15,6 +15,7 @@ from jaxtyping import Int32
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import Corpus
+from megatrain_jax._src.data.image_batches import most_images, pixels_of
 from megatrain_jax._src.data.packing import (
     Batch,
     Epoch,
@@ -78,6 +79,7 @@ class Rows:
     Attributes:
         corpus: The tokens.
         most_units: The maximum number of units in a row.
+        most_images: The maximum number of images in a row, whatever order is drawn.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Rows:
         """
         self.corpus = corpus
         self.most_units = int(np.diff(packing.offsets).max())
+        self.most_images = most_images(corpus, chosen, packing)
         self._chosen = chosen
         self._packing = packing
         self._options = options
@@ -164,6 +167,7 @@ class Batches:
         # Units are numbered across all corpora, so a unit's number identifies its corpus.
         self._first = np.cumsum([0, *(len(part.corpus.unit_starts) for part in parts)])
         self._num_pairs = max(part.most_units for part in parts)
+        self._num_images = max(part.most_images for part in parts)
         self.num_rows = self._count()
 
     def __len__(self) -> int:
@@ -198,7 +202,10 @@ class Batches:
             own = [rows[i] - self._first[turn] for i in here]
             if not any(len(row) for row in own):
                 continue
-            for name, array in batch(part.corpus, own, self._length, self._num_pairs).items():
+            arrays = batch(part.corpus, own, self._length, self._num_pairs)
+            if part.corpus.processor is not None:
+                arrays["pixel_values"] = pixels_of(part.corpus, own, self._num_images)
+            for name, array in arrays.items():
                 # Allocated for the first corpus that has rows; all corpora have the same kinds of
                 # arrays.
                 if name not in whole:

@@ -68,11 +68,37 @@ def is_columnar(given: Any) -> bool:
 
 
 def restored_rows(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """Yields the rows of a dataset of the library `datasets`, restored."""
+    """Yields the rows of a dataset of the library `datasets`, restored; images stay encoded."""
+    dataset = _with_encoded_images(dataset)
     features = getattr(dataset, "features", None)
     kind = None if features is None else pyarrow.struct(features.arrow_schema)
     for row in dataset:
         yield restored(row, kind, is_decoded=True)
+
+
+def _with_encoded_images(dataset: Any) -> Any:
+    """The dataset with images as bytes or paths, because decoded ones would fill the memory."""
+    for name, feature in (getattr(dataset, "features", None) or {}).items():
+        encoded = _encoded(feature)
+        if encoded is not feature:
+            dataset = dataset.cast_column(name, encoded)
+    return dataset
+
+
+def _encoded(feature: Any) -> Any:
+    """A feature of `datasets` in which no image is decoded; the same object if it has none."""
+    if type(feature).__name__ == "Image" and getattr(feature, "decode", False):
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        inner = {name: _encoded(value) for name, value in feature.items()}
+        return inner if any(inner[name] is not feature[name] for name in inner) else feature
+    if isinstance(feature, list):
+        inner = [_encoded(value) for value in feature]
+        return inner if any(a is not b for a, b in zip(inner, feature, strict=True)) else feature
+    if (item := getattr(feature, "feature", None)) is not None:
+        inner = _encoded(item)
+        return feature if inner is item else type(feature)(inner)
+    return feature
 
 
 def _decoded(text: str) -> Any:

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
+from megatrain_jax._src.data.image_files import ImageProcessor, ImageReference
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, TooLong
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
@@ -39,6 +40,8 @@ class Corpus:
         pieces_per_unit: 2 if documents are pairs, 1 otherwise.
         unit_values: Numbers of each unit by name, such as labels; only of documents that are pairs.
         token_values: Numbers of each token by name, such as a teacher's log-probabilities.
+        images: The images of each document, if they may have some.
+        processor: The processor of images, if documents may have some.
     """
 
     tokens: Int32[np.ndarray, " tokens+1"]
@@ -51,6 +54,8 @@ class Corpus:
     pieces_per_unit: int = 1
     unit_values: Mapping[str, Shaped[np.ndarray, " units"]] = field(default_factory=dict)
     token_values: Mapping[str, Shaped[np.ndarray, "tokens+1 k"]] = field(default_factory=dict)
+    images: Sequence[Sequence[ImageReference]] = ()
+    processor: ImageProcessor | None = None
 
     @property
     def unit_lengths(self) -> Int32[np.ndarray, " units"]:
@@ -82,7 +87,8 @@ class Corpus:
         """Host memory of the arrays."""
         arrays = (self.tokens, self.learned, self.starts, self.lengths)
         arrays += tuple(self.token_values.values())
-        return sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
+        kept = sum(image.num_bytes for images in self.images for image in images)
+        return kept + sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
 
 
 class TokenFiles(Protocol):
@@ -164,6 +170,9 @@ class CorpusBuilder:
         self._entries: dict[str, _Entries] = {}
         self._num_documents = 0
         self.longest = 0
+        # The processor of images, if documents may have some.
+        self.processor: ImageProcessor | None = None
+        self._images: list[Sequence[ImageReference]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -198,12 +207,18 @@ class CorpusBuilder:
         """Ends a part of the current document; not called for the last part."""
         self._bounds.append(self.num_tokens)
 
-    def end(self, origin: RowOrigin, values: Mapping[str, float] = _NO_VALUES) -> None:
+    def end(
+        self,
+        origin: RowOrigin,
+        values: Mapping[str, float] = _NO_VALUES,
+        images: Sequence[ImageReference] = (),
+    ) -> None:
         """Ends the current document, and keeps it or records why not.
 
         Args:
             origin: Origin of the document's row.
             values: Numbers of the document by name; all documents have the same names.
+            images: The document's images.
         """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
@@ -236,6 +251,10 @@ class CorpusBuilder:
         self._report.num_pieces_left_out += every - len(pieces)
         self._report.num_split += too_long and self._too_long == "split"
         self._keep(bounds, pieces, values)
+        for image in images:
+            self._hash.update(image.digest)
+        if self.processor is not None:
+            self._images.append(images)
 
     def _keep(
         self,
@@ -312,6 +331,8 @@ class CorpusBuilder:
                 for name, values in self._values.items()
             },
             token_values={name: flat[f"token_values-{name}"] for name in self._entries},
+            images=self._images,
+            processor=self.processor,
         )
 
     def _finished(self, name: str, items: bytearray, dtype: Any, size: int | None) -> np.ndarray:

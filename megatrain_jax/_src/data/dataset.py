@@ -42,6 +42,9 @@ class Dataset:
     label, and `desirable_per_row` the batch's number of desirable answers divided by its rows, in
     place of the counts of chosen conversations.
 
+    For `image_chat`, `pixel_values`, float32 (batch_size, images, channels, height, width), has the
+    images of each row.
+
     A batch takes rows in order, even the last of one epoch and the first of the next. If the very
     last batch has too few rows, their documents are spread over the full number of rows.
 
@@ -90,7 +93,8 @@ class Dataset:
         pairs = ("pairs",) if self._corpus.pieces_per_unit > 1 else ()
         sizes = {name: array.shape[1] for name, array in self._corpus.token_values.items()}
         entries = (f"{name} ({size})" for name, size in sizes.items())
-        return (*pairs, *self._corpus.unit_values, *entries)
+        images = ("images",) if self._corpus.processor is not None else ()
+        return (*pairs, *images, *self._corpus.unit_values, *entries)
 
     @property
     def num_documents(self) -> int:
@@ -190,6 +194,11 @@ class Dataset:
             hashlib.blake2b(corpus.tokens[a:b].tobytes(), digest_size=16).digest()
             for a, b in zip(starts[first], stops[last], strict=True)
         ]
+        if corpus.processor is not None:
+            # Equal questions about different images are different documents.
+            own = (corpus.images[document] for document in documents)
+            images = (b"".join(image.digest for image in given) for given in own)
+            digests = [one + other for one, other in zip(digests, images, strict=True)]
         # Numbered in order of first appearance.
         numbers: dict[bytes, int] = {}
         groups = [numbers.setdefault(digest, len(numbers)) for digest in digests]

@@ -120,8 +120,8 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
             raise ValueError(f"`datasets` must have the same `{name}`, but have {values}")
     if len({dataset.kind for dataset in datasets}) > 1:
         raise ValueError(
-            "`datasets` must all be preferences, all labelled answers, all of one `topk`, or none "
-            "of these: their batches have different arrays"
+            "`datasets` must all be preferences, all labelled answers, all of one `topk`, all from "
+            "`image_chat`, or none of these: their batches have different arrays"
         )
     if weights is None:
         ends = [dataset.rows.count for dataset in datasets]

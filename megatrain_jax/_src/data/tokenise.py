@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.image_files import ImageReference
 from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, Unclear
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.template import Rendered, Template
@@ -34,11 +35,13 @@ class Document(NamedTuple):
         origin: Origin of its row.
         conversations: Its conversations.
         values: Numbers of the document by name, such as a label; the same names in all documents.
+        images: Its images, in the order of their placeholders.
     """
 
     origin: RowOrigin
     conversations: Sequence[Conversation]
     values: Mapping[str, float] = MappingProxyType({})
+    images: Sequence[ImageReference] = ()
 
 
 class TextPart(NamedTuple):
@@ -65,6 +68,7 @@ def add_conversations(
     errors: bool,
     builder: CorpusBuilder,
     report: Report,
+    unlearned: frozenset[int] = frozenset(),
 ) -> None:
     """Adds conversations to a builder; after an error, only looks for further errors.
 
@@ -76,6 +80,7 @@ def add_conversations(
         errors: Whether an unusable conversation is an error.
         builder: The builder of the corpus.
         report: The report that lists unusable conversations.
+        unlearned: Tokens that the loss never counts, such as placeholders of images.
 
     Raises:
         DataError: If the template is not valid Jinja.
@@ -94,10 +99,11 @@ def add_conversations(
                 report.leave_out(document.origin, fault, errors)
                 continue
             for number, ((_, encoding), mask) in enumerate(zip(mine, learned, strict=True), 1):
-                builder.extend(np.array(encoding.ids, np.int32), mask)
+                ids = np.array(encoding.ids, np.int32)
+                builder.extend(ids, mask & ~np.isin(ids, list(unlearned)) if unlearned else mask)
                 if number < len(mine):
                     builder.end_part()
-            builder.end(document.origin, document.values)
+            builder.end(document.origin, document.values, document.images)
 
 
 def _render(
@@ -108,7 +114,7 @@ def _render(
     report: Report,
 ) -> Iterator[tuple[Document, list[Rendered]]]:
     for document in documents:
-        origin, conversations, _ = document
+        origin, conversations = document[:2]
         try:
             for conversation in conversations:
                 tokens.check_written(conversation)

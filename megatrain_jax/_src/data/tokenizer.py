@@ -20,6 +20,11 @@ _JSON = (
 _OTHER = ("chat_template.jinja", "merges.txt", "tekken.json", "tokenizer.model", "vocab.txt")
 
 
+def tokenizer_files() -> tuple[str, ...]:
+    """The names of the files of a tokenizer."""
+    return (*_JSON, *_OTHER)
+
+
 def load_tokenizer(given: Any) -> Any:
     """Loads the tokenizer in a folder on disk, as `AutoTokenizer` does.
 

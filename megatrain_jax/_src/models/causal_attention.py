@@ -88,7 +88,7 @@ def attention(
     # A window of the full length is no restriction, and there are faster ways without one.
     if window is not None and window >= length:
         window = None
-    if softcap is None and sinks is None and _fits_cudnn(q, packed=segments is not None):
+    if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):
         if segments is not None:
             q, k, v = mark(q, k, v, segments, scale)
         if attention_kernel.planned_width() is not None:
@@ -103,9 +103,9 @@ def attention(
             implementation="cudnn",
         )
         return mixed[..., :head_dim]
-    piece = min(piece or _piece(q.shape), length)
-    spans = tuple(_spans(length, piece))
-    return _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
+    piece = min(piece or piece_of(q.shape), length)
+    spans = tuple(spans_of(length, piece))
+    return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
 
 
 def _in_chunks(segments: Segments | None, shape: tuple[int, ...], size: int) -> Segments | None:
@@ -120,19 +120,40 @@ def _in_chunks(segments: Segments | None, shape: tuple[int, ...], size: int) -> 
 
 
 # Jitted so that a model's layers are traced once; later layers find the first one's trace.
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
-def _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale) -> Queries:
-    """Computes attention from the queries of each span to the keys it needs; see `attention`."""
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9, 11))
+def in_spans(
+    q, k, v, segments, sinks, spans, piece, window, softcap, scale, images=None, ahead=0
+) -> Queries:
+    """Computes attention from the queries of each span to the keys it needs.
+
+    Args:
+        q: See `attention`.
+        k: See `attention`.
+        v: See `attention`.
+        segments: See `attention`.
+        sinks: See `attention`.
+        spans: From `spans_of`.
+        piece: See `attention`.
+        window: See `attention`.
+        softcap: See `attention`.
+        scale: See `attention`.
+        images: Numbers of the images of tokens, (rows, length), 0 for text: tokens of an image also
+            attend to the later ones of the same image.
+        ahead: Maximum number of later tokens that a token attends to.
+    """
     attended = []
     for start, stop in spans:
         first = 0 if window is None else max(0, start - window + 1)
-        keys = k[:, first:stop], v[:, first:stop]
-        owners = None if segments is None else (segments[:, start:stop], segments[:, first:stop])
+        last = min(stop + ahead, k.shape[1])
+        keys = k[:, first:last], v[:, first:last]
+        numbers = segments, images
+        own = jax.tree.map(lambda x, at=slice(start, stop): x[:, at], numbers)
+        others = jax.tree.map(lambda x, at=slice(first, last): x[:, at], numbers)
 
-        def attend(rows, owners, at, keys=keys, first=first):
-            return _attend(rows, keys, owners, at - first, window, softcap, scale, sinks)
+        def attend(rows, own, at, keys=keys, first=first, others=others):
+            return _attend(rows, keys, own, others, at - first, window, softcap, scale, sinks)
 
-        attended.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
+        attended.append(by_piece(attend, q[:, start:stop], own, start, piece))
     return attended[0] if len(attended) == 1 else jnp.concatenate(attended, axis=1)
 
 
@@ -194,7 +215,7 @@ def mark(
     return behind(q, 1), behind(k, -1), jnp.pad(v, [(0, 0)] * 3 + [(0, _MARK)])
 
 
-def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
+def fits_cudnn(q: Queries, *, packed: bool) -> bool:
     """Whether cuDNN supports this dtype, length and width, on this GPU or the planned one."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
@@ -212,14 +233,14 @@ def _width_here() -> int:
     return 256 if capability >= 9 else 128
 
 
-def _piece(shape: tuple[int, ...]) -> int:
+def piece_of(shape: tuple[int, ...]) -> int:
     """Returns the number of queries computed at a time: a power of two, or all."""
     rows, length, heads, _ = shape
     fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
     return min(length, 1 << (fitting.bit_length() - 1))
 
 
-def _spans(length: int, piece: int) -> list[tuple[int, int]]:
+def spans_of(length: int, piece: int) -> list[tuple[int, int]]:
     """Returns spans of queries (start, stop); each needs only the keys before its own stop.
 
     For example, 100 queries in pieces of 8 are 13 pieces, so spans have 2 pieces: (0, 16), (16,
@@ -230,15 +251,22 @@ def _spans(length: int, piece: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
-    """Calls `attend` for `piece` queries at a time; backward recomputes the scores."""
+def by_piece(attend, q: Queries, own, start: int, piece: int) -> Queries:
+    """Calls `attend` for `piece` queries at a time; backward recomputes the scores.
+
+    Args:
+        attend: Function of some queries, their numbers, and the place of the first.
+        q: The queries.
+        own: Numbers of the queries: arrays (rows, length), or None.
+        start: Place of the first query.
+        piece: Number of queries of a call.
+    """
     rows, length = q.shape[:2]
     count = -(-length // piece)
-    own, others = owners if owners is not None else (None, None)
     if count == 1:
         # The scores of a single piece are small enough to be saved for backward.
         call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
-        return call(q, owners, start)
+        return call(q, own, start)
     # Queries added as padding are cut off again below.
     split = [(0, 0), (0, count * piece - length)]
 
@@ -248,21 +276,22 @@ def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
 
     @jax.checkpoint
     def step(item):
-        part, own, at = item
-        return attend(part, None if own is None else (own, others), at)
+        return attend(*item)
 
     starts = start + piece * jnp.arange(count, dtype=jnp.int32)
-    out = jax.lax.map(step, (pieces(q), None if own is None else pieces(own), starts))
+    out = jax.lax.map(step, (pieces(q), jax.tree.map(pieces, own), starts))
     return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
 
 
-def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
+def _attend(q, keys, own, others, offset, window, softcap, scale, sinks) -> Queries:
     """Attention of queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
 
     Args:
         q: The queries of a piece.
         keys: Keys and values.
-        owners: The documents of queries, (rows, m), and of keys, (rows, n); None for one per row.
+        own: The documents and the images of queries, each (rows, m); None for one document per row,
+            and for no images.
+        others: The same for keys, each (rows, n).
         offset: Number of the key that has the position of query 0.
         window: See `attention`.
         softcap: See `attention`.
@@ -275,15 +304,7 @@ def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
     scores = scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    here = offset + jnp.arange(q.shape[1])[:, None]
-    there = jnp.arange(k.shape[1])
-    seen = there <= here
-    if window is not None:
-        seen &= there > here - window
-    if owners is not None:
-        own, others = owners
-        seen = seen & (own[:, :, None] == others[:, None, :])
-        seen = seen[:, None, None]
+    seen = _seen(own, others, offset, q.shape[1], k.shape[1], window)
     # Finite, because a padded query may see no key.
     scores = jnp.where(seen, scores, -1e30)
     if sinks is not None:
@@ -293,3 +314,19 @@ def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
         scores = jnp.concatenate([scores, column], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bkgmn,bnkh->bmkgh", weights, v).reshape(q.shape)
+
+
+def _seen(own, others, offset, num_queries, num_keys, window) -> Array:
+    """The keys that each query attends to, as an array with the axes of scores; see `_attend`."""
+    (segments, images), (key_segments, key_images) = own, others
+    here = offset + jnp.arange(num_queries)[:, None]
+    there = jnp.arange(num_keys)
+    seen = there <= here
+    if images is not None:
+        same = images[:, :, None] == key_images[:, None, :]
+        seen = seen | (same & (images > 0)[:, :, None])
+    if window is not None:
+        seen &= there > here - window
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == key_segments[:, None, :])
+    return seen[:, None, None] if seen.ndim == 3 else seen

@@ -12,6 +12,7 @@ from megatrain_jax._src.models.families.registry import read_config
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope
+from megatrain_jax._src.models.vision import VisionConfig
 
 _SIZES = (
     "vocab_size",
@@ -85,6 +86,7 @@ class DecoderConfig:
             module's `finish` maps the last layer's result and value to the last norm's input.
         unread: Prefixes of tensor names, without the family's `body`, that no layer reads: these
             tensors are kept like a vision tower's.
+        vision: The vision part, if the decoder is trained with images.
         options: Options that these classes read beside the fields above: a frozen dataclass of the
             family.
         init_std: Standard deviation of fresh weights.
@@ -130,6 +132,7 @@ class DecoderConfig:
     layer: Callable[..., Any] | None = None
     memory: Callable[..., Any] | None = None
     unread: tuple[str, ...] = ()
+    vision: VisionConfig | None = None
     options: Any = None
     init_std: float = 0.02
     # Decoders of equal sizes are equal, no matter which files they came from.

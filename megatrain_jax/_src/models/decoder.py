@@ -17,10 +17,17 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_counts, check_ids
+from megatrain_jax._src.models.image_attention import ImageRows
 from megatrain_jax._src.models.layers import Embedding, Layer, Linear, make_norm
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import positions_in, rotation
+from megatrain_jax._src.models.vision import (
+    Pixels,
+    check_pixels,
+    image_numbers,
+    with_images,
+)
 
 Integers = Integer[Array | np.ndarray, "rows length"]
 
@@ -62,6 +69,8 @@ class Decoder(nnx.Module):
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
+        if config.vision is not None:
+            self.vision = config.vision.make(config, make)
         if config.memory is not None:
             self.memory = config.memory(config, make)
         layer = config.layer or Layer
@@ -126,6 +135,8 @@ class Decoder(nnx.Module):
         tokens: Integers,
         positions: Integers | None = None,
         segments: Integers | None = None,
+        *,
+        pixel_values: Pixels | None = None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, ""]]:
         """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
@@ -133,6 +144,9 @@ class Decoder(nnx.Module):
             tokens: See `__call__`.
             positions: See `__call__`.
             segments: See `__call__`.
+            pixel_values: The images of each row, (rows, images, channels, height, width), in the
+                order of their placeholders in `tokens`. Rows with fewer images have anything in
+                their last places. None if there are no images.
 
         Returns:
             The last layer's normalised result, `hidden_size` wide, plus a column of ones if the
@@ -144,10 +158,12 @@ class Decoder(nnx.Module):
             ValueError: If shapes don't match.
         """
         _check_rows(tokens, positions, segments)
-        segments = None if segments is None else jnp.asarray(segments)
+        numbers: Any = None if segments is None else jnp.asarray(segments)
         if positions is None:
-            positions = positions_in(tokens.shape[1], segments)
+            positions = positions_in(tokens.shape[1], numbers)
         x = self.embed(tokens)
+        if pixel_values is not None:
+            x, numbers = self._with_images(x, tokens, numbers, pixel_values)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         # Once for each rotary embedding, not for each layer: it depends only on positions.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
@@ -156,12 +172,31 @@ class Decoder(nnx.Module):
         # next.
         handed = [] if self.config.memory is None else [self.memory(tokens, x)]
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tally, *handed = layer(x, rotations[rope], segments, *handed)
+            x, tally, *handed = layer(x, rotations[rope], numbers, *handed)
             tallies += [] if tally is None else [tally]
         x = self.finish(x, *handed)
         # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
+
+    def _with_images(
+        self, x: Float[Array, "rows length width"], tokens: Integers, segments: Any, pixels: Pixels
+    ) -> tuple[Float[Array, "rows length width"], Any]:
+        """Returns embeddings with the images' vectors, and what layers get as `segments`."""
+        vision = self.config.vision
+        if vision is None:
+            raise ValueError(
+                "`pixel_values` are given, but the decoder has no vision part: read the checkpoint "
+                "with load_pretrained(folder, images=True)"
+            )
+        check_pixels(pixels, tokens, vision)
+        vectors = self.vision(jnp.asarray(pixels).reshape(-1, *vision.pixels))
+        vectors = vectors.reshape(*pixels.shape[:2], *vectors.shape[1:])
+        x = with_images(x, tokens, vectors, vision.token)
+        if vision.mutual:
+            numbers = image_numbers(tokens, vision.token)
+            segments = ImageRows(segments, numbers, vision.tokens_per_image)
+        return x, segments
 
     def embed(self, tokens: Integers) -> Float[Array, "rows length width"]:
         """Returns the hidden states that the first layer reads."""
@@ -203,6 +238,8 @@ class Decoder(nnx.Module):
             ValueError: If NumPy arrays contain ids outside the vocabulary.
         """
         check_ids(batch, self.config.vocab_size)
+        if self.config.vision is not None:
+            self.config.vision.check_batch(batch)
         check_counts(batch)
 
     def head_weight(self) -> Float[Array, "vocab_size width"]:

@@ -209,8 +209,10 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
         )
     tensors = open_weights(folder, config.original)
 
+    own = {name for entry in parameter_tensors(config) for name in entry.names}
+
     def keeps(name: str) -> bool:
-        return family.keeps(name, config.num_layers, config.unread)
+        return name not in own and family.keeps(name, config.num_layers, config.unread)
 
     kept = [tensor for name, tensor in tensors.items() if keeps(name)]
     unknown = [

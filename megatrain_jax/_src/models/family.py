@@ -7,6 +7,7 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.vision import VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Family:
             are not trained, and are written as they were read. `{num_layers}` stands for the number
             of layers.
         multimodal: Whether checkpoints are incomplete without such tensors.
+        vision: Function from the object in a `config.json` and the names of all tensors to the
+            sizes of the vision part; None if the family can't be trained with images.
     """
 
     model_type: str
@@ -42,6 +45,7 @@ class Family:
     joined_experts: bool = False
     kept: tuple[str, ...] = ()
     multimodal: bool = False
+    vision: Callable[[Mapping[str, Any], frozenset[str]], VisionConfig] | None = None
 
     def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
         """Whether a tensor with this name is kept beside a decoder.
@@ -65,6 +69,7 @@ def text_part(
     body: str = "language_model.model",
     head: str = "language_model.lm_head",
     older: bool = False,
+    vision: Callable[[Mapping[str, Any], frozenset[str]], VisionConfig] | None = None,
 ) -> Family:
     """Returns the family of multimodal checkpoints that have a decoder's `text_config`.
 
@@ -79,6 +84,7 @@ def text_part(
         head: See `Family`.
         older: Whether older checkpoints have the decoder's fields outside `text_config`, or
             `tie_word_embeddings` inside it.
+        vision: See `Family`.
     """
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -118,4 +124,5 @@ def text_part(
         joined_experts=texts[0].joined_experts,
         kept=kept,
         multimodal=True,
+        vision=vision,
     )

@@ -24,6 +24,7 @@ def next_token_loss(
             `megatrain_jax.data`. The last has the same number in all rows: the batch's counted
             labels divided by its number of rows. With it, microbatches are weighted by their
             counted labels; without it, each microbatch's loss is the mean over its own labels.
+            `pixel_values`: the images of each row; see `Decoder.hidden`.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.
 
@@ -39,7 +40,10 @@ def next_token_loss(
     _check(model, batch)
     checks.number("z_loss", z_loss, least=0)
     checks.integer("chunk", chunk)
-    hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
+    images = {} if "pixel_values" not in batch else {"pixel_values": batch["pixel_values"]}
+    hidden, balance = model.hidden(
+        batch["tokens"], batch.get("positions"), batch.get("segments"), **images
+    )
     labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
     # Summed over a microbatch's rows, `learned_per_row` is that part's fraction of the whole
     # batch's labels, so parts with few labels don't count for more.

@@ -15,6 +15,7 @@ from megatrain_jax._src.models.families.llama import LLAMA
 from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.layers import Buffer
+from megatrain_jax._src.models.vision import VisionConfig
 
 ParameterPath = tuple[str | int, ...]
 
@@ -48,7 +49,7 @@ def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
     # Only shapes, because the model itself may not fit this machine.
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     family, buffers = family_of(config), dict(_flat(model, Buffer))
-    found = [_tensors_of(path, value.shape, family) for path, value in leaves(model)]
+    found = [_tensors_of(path, value.shape, family, config.vision) for path, value in leaves(model)]
     return tuple(replace(entry, trained=entry.path not in buffers) for entry in found)
 
 
@@ -73,7 +74,12 @@ def others(model: Decoder) -> list[ParameterPath]:
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 
 
-def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
+def _tensors_of(
+    path: ParameterPath, shape: tuple[int, ...], family: Family, vision: VisionConfig | None
+) -> ParameterTensors:
+    if vision is not None and path[0] == "vision":
+        name = vision.tensor_name(tuple(map(str, path[1:])))
+        return ParameterTensors(path=path, shape=shape, names=(name,), stacked=False)
     parts = [name for part in map(str, path) if (name := family.renames.get(part, part))]
     if parts[0] == "lm_head":
         parts = [family.head, *parts[1:]]

@@ -1,5 +1,6 @@
 """Opens a Hugging Face checkpoint: a decoder to build, with parameters left in their files."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
+from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -49,7 +52,9 @@ class Pretrained:
     folder: Path
 
 
-def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) -> Pretrained:
+def load_pretrained(
+    folder: str | PathLike[str], *, ignore: Sequence[str] = (), images: bool = False
+) -> Pretrained:
     """Opens a checkpoint in Hugging Face format; reads headers only.
 
     Args:
@@ -57,6 +62,8 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
             such as "Qwen/Qwen3-0.6B", if there is no such folder, is downloaded from the Hugging
             Face Hub by `huggingface_hub`, into its cache.
         ignore: Fields of `config.json` to ignore, because they are known not to matter.
+        images: Whether the decoder is trained with images: the checkpoint's vision part is then
+            its module `vision`. Without it, the tensors of that part are only written again.
 
     Raises:
         FileNotFoundError: If the folder or a file is missing, and can't be downloaded.
@@ -66,6 +73,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
             them.
     """
     as_ignored(ignore)
+    checks.boolean("images", images)
     holds = "a checkpoint (config.json and *.safetensors)"
     folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
     config = _read_config(folder, ignore)
@@ -76,6 +84,8 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
             tensors, lambda name: family.keeps(name, config.num_layers, config.unread)
         )
     config = _with_own_head(config, tensors)
+    if images:
+        config = _with_vision(folder, config, frozenset(tensors))
     _check_count(folder, config, tensors)
     wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
@@ -154,6 +164,30 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
     if not config.tie_embeddings or head is None or embedding is None or same(head, embedding):
         return config
     return replace(config, tie_embeddings=False)
+
+
+def _with_vision(folder: Path, config: DecoderConfig, names: frozenset[str]) -> DecoderConfig:
+    """Returns a configuration with the checkpoint's vision part.
+
+    Args:
+        folder: The folder.
+        config: The decoder's configuration.
+        names: The names of all tensors.
+
+    Raises:
+        ValueError: If the family can't be trained with images.
+    """
+    family = family_of(config)
+    if family.vision is None:
+        known = [name for name, other in FAMILIES.items() if other.vision is not None]
+        raise ValueError(
+            f"{folder} is a {family.model_type}, which isn't trained with images; {some(known)} is"
+        )
+    try:
+        vision = family.vision(json.loads(config.original or "{}"), names)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{folder / 'config.json'}: {error}") from error
+    return replace(config, vision=vision)
 
 
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:

@@ -69,8 +69,8 @@ def attention_flops(eqn: Any) -> int:
         return 0
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     if eqn.primitive.name == _CALL:
-        causal = True
-        window = int(dict(eqn.params["attributes"])["window"]) or None
+        attributes = dict(eqn.params["attributes"])
+        causal, window = bool(attributes["causal"]), int(attributes["window"]) or None
     else:
         causal = eqn.params["mask_type"].name.endswith("CAUSAL")
         window = eqn.params["sliding_window_length"]

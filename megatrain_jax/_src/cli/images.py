@@ -1,0 +1,53 @@
+"""Fine-tuning with images: how data with images is found, and what it needs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax import data, models
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.run_data import called
+
+# Without a pattern from the user, only the decoder is trained.
+DECODER = "^(?!vision/)"
+
+
+def with_images(settings: FinetuneSettings) -> bool:
+    """Whether the data has images.
+
+    Raises:
+        ValueError: If it has, and the settings can't be used with images.
+    """
+    if settings.format != "chat" or settings.objective == "distill":
+        return False
+    with called("data"):
+        found = any(data.has_images(source) for source in settings.sources)
+    if not found:
+        return False
+    if settings.objective != "sft":
+        raise ValueError(
+            f"`data` has images, which `objective`={settings.objective} doesn't learn from; sft "
+            "does"
+        )
+    if settings.new_tokens is not None:
+        raise ValueError("`data` has images, which `new_tokens` can't be combined with")
+    return True
+
+
+def image_shapes(
+    settings: FinetuneSettings, config: models.DecoderConfig
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape of a batch's images for a plan, before the data is read: rows full of images."""
+    if (vision := config.vision) is None:
+        return {}
+    images = max(1, settings.length // (vision.tokens_per_image + 4))
+    shape = (settings.batch, images, *vision.pixels)
+    return {"pixel_values": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
+def image_options(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `data.image_chat`, of those that all functions of data share."""
+    workers = common["workers"] or 2
+    return {name: given for name, given in common.items() if name != "cache"} | {"workers": workers}

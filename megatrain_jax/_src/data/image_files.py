@@ -1,0 +1,159 @@
+"""References to images, which are opened only for their batch, and processors that read them."""
+
+import hashlib
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+from PIL import Image, ImageOps
+
+from megatrain_jax._src.common.hub import folder_or_download
+from megatrain_jax._src.data.report import InvalidRow
+from megatrain_jax._src.data.tokenizer import tokenizer_files
+
+_PROCESSORS = ("Gemma3Processor",)
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReference:
+    """An image of a row, which is decoded when it is opened.
+
+    Attributes:
+        source: Path of a file, the bytes of one, or a PIL image.
+        digest: A hash of the file's path and size, of the bytes, or of the pixels.
+        origin: Origin of the row, for errors.
+    """
+
+    source: Path | bytes | Image.Image
+    digest: bytes
+    origin: str
+
+    def open(self) -> Image.Image:
+        """Decodes the image, upright and in RGB.
+
+        Raises:
+            ValueError: If it can't be read, which names its row.
+        """
+        given = self.source
+        try:
+            if isinstance(given, Path | bytes):
+                with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
+                    return ImageOps.exif_transpose(image).convert("RGB")
+            return ImageOps.exif_transpose(given).convert("RGB")
+        except Exception as error:  # Pillow's errors for damaged files have no common type
+            raise ValueError(f"an image of {self.origin} can't be read: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that it keeps."""
+        given = self.source
+        if isinstance(given, Path):
+            return 0
+        return len(given) if isinstance(given, bytes) else 3 * given.width * given.height
+
+
+def to_reference(given: Any, folder: Path, origin: str) -> ImageReference:
+    """Returns a reference to a row's image, of which only the header is read.
+
+    Args:
+        given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
+        folder: The folder in which relative paths begin.
+        origin: Origin of the row.
+
+    Raises:
+        InvalidRow: If it is none of these, or no image.
+    """
+    if isinstance(given, Mapping):
+        given = next((given[name] for name in ("bytes", "path") if given.get(name)), given)
+    if isinstance(given, str) and given.startswith(("http://", "https://", "data:")):
+        raise InvalidRow("an image that is no file", f"{given[:60]} isn't downloaded")
+    if isinstance(given, Image.Image):
+        pixels = f"{given.mode} {given.size}".encode() + given.tobytes()
+        return ImageReference(source=given, digest=_hash(pixels), origin=origin)
+    if not isinstance(given, str | PathLike | bytes):
+        kinds = "a path, bytes or a PIL image"
+        raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
+    source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source):
+            pass
+        size = 0 if isinstance(source, bytes) else source.stat().st_size
+    except Exception as error:  # see `open`
+        raise InvalidRow("an image that can't be read", str(error)) from error
+    known = source if isinstance(source, bytes) else f"{source} {size}".encode()
+    return ImageReference(source=source, digest=_hash(known), origin=origin)
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class ImageProcessor:
+    """A processor of Transformers: its tokenizer, the tokens of an image, and its pixels.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        chat_template: The chat template; None if there is none.
+        begin: The token that a chat template writes for an image.
+        expanded: The tokens of an image as text, in place of `begin`.
+        tokens: The ids in it that are never labels.
+    """
+
+    def __init__(self, given: Any):
+        """Takes a processor, or loads one from a folder.
+
+        Raises:
+            FileNotFoundError: If there is no such folder, and it can't be downloaded.
+            TypeError: If it is no processor.
+            ValueError: If it can't be loaded, or is of a kind that isn't supported.
+        """
+        processor = _loaded(given) if isinstance(given, str | PathLike) else given
+        kind = type(processor).__name__
+        if kind not in _PROCESSORS:
+            if not hasattr(processor, "image_processor"):
+                raise TypeError(
+                    f"`processor` must be the folder of a checkpoint with a processor of images, "
+                    f"or such a processor, but is a {kind}"
+                )
+            raise ValueError(f"`processor` is a {kind}; supported is {' or '.join(_PROCESSORS)}")
+        if getattr(processor.image_processor, "do_pan_and_scan", None):
+            raise ValueError(
+                "`processor` divides images into crops (`do_pan_and_scan`), which isn't supported: "
+                "set it to false in preprocessor_config.json"
+            )
+        self._processor = processor
+        self.tokenizer = tokenizer = processor.tokenizer
+        self.chat_template: str | None = processor.chat_template
+        self.begin: str = processor.boi_token
+        self.expanded: str = processor.full_image_sequence
+        names = (tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token)
+        self.tokens = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
+        self.placeholder: int = tokenizer.convert_tokens_to_ids(tokenizer.image_token)
+        self.shape = self.pixels([Image.new("RGB", (32, 32))]).shape[1:]
+
+    def pixels(
+        self, images: Sequence[Image.Image]
+    ) -> Float32[np.ndarray, "n channels height width"]:
+        """Returns the pixel values of images, resized and normalised."""
+        found = self._processor.image_processor(images=list(images), return_tensors="np")
+        return np.asarray(found["pixel_values"], np.float32)
+
+
+def _loaded(given: str | PathLike[str]) -> Any:
+    folder = folder_or_download(
+        "processor", given, "a processor of images", (*_FILES, *tokenizer_files())
+    )
+    try:
+        # Imported only here, because it imports PyTorch if that is installed.
+        loader = importlib.import_module("transformers").AutoProcessor
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # Transformers' errors for damaged files have no common type
+        why = f"{type(error).__name__}: {str(error)[:500]}"
+        raise ValueError(f"`processor` = {folder}: Transformers can't load it: {why}") from error

@@ -1,0 +1,250 @@
+"""Conversations with images as batches, beside Transformers' processor."""
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatrain_jax import data
+
+pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+
+from tiny_images import IMAGE, VECTORS, make_processor, picture  # noqa: E402
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return make_processor()
+
+
+def conversation(parts: list[Any], answer: str = "7") -> dict[str, Any]:
+    """A question of texts and images, and an answer."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", **part}
+        for part in parts
+    ]
+    answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    return {"messages": [{"role": "user", "content": content}, answered]}
+
+
+def own(*images: Any) -> list[dict[str, Any]]:
+    return [{"image": image} for image in images]
+
+
+ROWS = [
+    conversation([*own(picture(0)), "which digit is this"], "3"),
+    conversation(["this ", *own(picture(1, 50, 9)), " and ", "this ", *own(picture(2, 7, 8))], "4"),
+    conversation(["which digit"], "5"),
+    conversation([*own(picture(3), picture(4), picture(5)), "and"], "6"),
+]
+
+
+def made(rows: Any, processor: Any, **options: Any) -> data.Dataset:
+    given = {"length": LENGTH, "batch_size": 1, "shuffle": False, "progress": False, "workers": 0}
+    return data.image_chat(rows, processor, **{**given, **options})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["one", "two", "none", "three"])
+def test_tokens_and_pixels_are_those_of_transformers(row, processor):
+    (batch,) = made([row], processor)
+    expected = processor.apply_chat_template(
+        row["messages"], tokenize=True, return_dict=True, return_tensors="np"
+    )
+    ids = expected["input_ids"][0]
+    assert batch["tokens"][0, : len(ids)].tolist() == ids.tolist()
+    assert not batch["segments"][0, len(ids) :].any()
+    learned = batch["labels"][batch["mask"]]
+    answer = row["messages"][1]["content"][0]["text"]
+    assert processor.tokenizer.decode(learned).split() == [answer, "<end_of_turn>"]
+    count = len(expected.get("pixel_values", ()))
+    assert (batch["pixel_values"][0, :count] == expected.get("pixel_values", 0)).all()
+    assert batch["pixel_values"].shape[1] == max(1, count)
+
+
+def test_placeholders_are_never_labels(processor):
+    (batch,) = made([ROWS[1]], processor, train_on="all")
+    labels = batch["labels"][0]
+    inside = np.isin(labels, (IMAGE, IMAGE + 1, IMAGE + 2))
+    assert inside.sum() == 2 * (VECTORS + 2)
+    assert not batch["mask"][0, inside].any()
+    text = (batch["segments"][0, 1:] == 1) & ~inside[:-1]
+    assert batch["mask"][0, :-1][text].all()
+
+
+def in_column(count: int, places: bool, plain: bool) -> dict[str, Any]:
+    images = [picture(seed) for seed in range(count)]
+    row = conversation([*[{}] * count * places, "which digit"])
+    if plain:
+        row["messages"][0]["content"] = "which digit"
+    return row | ({"images": images} if count > 1 else {"image": images[0]})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [in_column(2, True, False), in_column(2, False, False), in_column(2, False, True)]
+    + [
+        {"images": [picture(0), picture(1)], "prompt": "which digit", "completion": "7"},
+        {
+            "images": [picture(0), picture(1)],
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}],
+            "completion": [{"role": "assistant", "content": "7"}],
+        }
+        | {"merge": None},
+    ],
+)
+def test_a_column_of_images(row, processor):
+    row = {name: value for name, value in row.items() if name != "merge"}
+    if isinstance(row.get("prompt"), list):
+        row["prompt"][0]["content"].append({"type": "text", "text": "which digit"})
+    (batch,) = made([row], processor)
+    (expected,) = made([conversation([*own(picture(0), picture(1)), "which digit"])], processor)
+    for name, array in expected.items():
+        assert (batch[name] == array).all(), name
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    image.save(file := io.BytesIO(), kind)
+    return file.getvalue()
+
+
+def test_images_in_files_are_those_in_memory(processor, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    image = picture(0)
+    (tmp_path / "pictures").mkdir()
+    image.save(tmp_path / "pictures" / "a.png")
+    # Turned by its camera: the pixels lie on their side, and a tag says so.
+    exif = Image.Exif()
+    exif[274] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
+    given = [image, encoded(image), str(tmp_path / "pictures" / "a.png"), tmp_path / "turned.png"]
+    (expected,) = made([conversation([*own(image), "which"])], processor)
+    sources: list[Any] = [[conversation([*own(one), "which"])] for one in given]
+    lines = json.dumps(conversation([*own("pictures/a.png"), "which"]))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    rows = datasets.Dataset.from_list([conversation([{}, "which"]) | {"images": [image]}])
+    features = rows.features | {"images": datasets.List(datasets.Image())}
+    rows = rows.cast(datasets.Features(features))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    sources += [tmp_path / "rows.jsonl", rows, tmp_path / "rows.parquet"]
+    for source in sources:
+        (batch,) = made(source, processor)
+        assert batch["tokens"].tolist() == expected["tokens"].tolist()
+        assert (batch["pixel_values"] == expected["pixel_values"]).all()
+    # Images of `datasets` stay encoded.
+    (reference,) = made(rows, processor)._corpus.images[0]
+    assert isinstance(reference.source, bytes)
+
+
+def test_images_follow_their_documents(processor):
+    rows = [
+        conversation([*own(*[picture(10 * n + k) for k in range(n % 4)]), "which digit"], str(n))
+        for n in range(20)
+    ]
+    dataset = made(rows, processor, shuffle=True, epochs=3, batch_size=2)
+    counts = set()
+    for batch in dataset:
+        counts.add(batch["pixel_values"].shape[1])
+        names = ("tokens", "segments", "pixel_values", "labels", "mask")
+        for tokens, segments, pixels, labels, mask in zip(*map(batch.get, names), strict=True):
+            at = 0
+            for number in range(1, segments.max() + 1):
+                answer = labels[mask & (segments == number)]
+                n = int(processor.tokenizer.decode(answer[:1]))
+                for k in range(n % 4):
+                    expected = processor.image_processor([picture(10 * n + k)], return_tensors="np")
+                    assert (pixels[at] == expected["pixel_values"][0]).all()
+                    at += 1
+            assert at == (tokens == IMAGE).sum() // VECTORS
+            assert not pixels[at:].any()
+    assert len(counts) == 1
+
+
+def test_documents_differ_by_their_images(processor):
+    rows = [conversation([*own(picture(n)), "which digit"]) for n in range(6)]
+    same = made(rows[:3], processor), made(rows[:2] + rows[3:4], processor)
+    assert same[0].fingerprint != same[1].fingerprint
+    train, held = made(rows, processor).split(0.5)
+    assert (train.num_documents, held.num_documents) == (3, 3)
+    twice = made([rows[0], rows[0]], processor)
+    with pytest.raises(ValueError, match="no two different documents"):
+        twice.split(0.5)
+
+
+def test_mixtures_have_one_number_of_images(processor):
+    one, three = made(ROWS[:1], processor, epochs=4), made(ROWS[3:], processor, epochs=4)
+    shapes = {batch["pixel_values"].shape for batch in data.mix([one, three], [1, 1])}
+    assert shapes == {(1, 3, 3, 24, 24)}
+    text = data.chat([ROWS[2]], processor.tokenizer, length=LENGTH, batch_size=1, progress=False)
+    with pytest.raises(ValueError, match="all from `image_chat`"):
+        data.mix([one, text])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (conversation([*own("none.png"), "a"]), "an image that can't be read: .*none.png"),
+        (conversation([*own(b"no image"), "a"]), "an image that can't be read"),
+        (conversation([*own("https://a.org/b.png")]), "an image that is no file: https://a.org"),
+        (conversation([*own(3), "a"]), "an image of an unknown kind: int"),
+        (conversation([{}, "a"]), "fewer images than places"),
+        (conversation([{}, "a"]) | {"images": [picture(0)] * 2}, "images without a place: 1 more"),
+        (conversation(["a", {"type": "video", "video": "a.mp4"}]), "video in a message"),
+        (
+            conversation([{"type": "table"}, *own(picture(0))]),
+            "content that is neither text nor image",
+        ),
+        (conversation(["\ue0f1", *own(picture(0))]), "a character for private use"),
+        (conversation(["<start_of_image>", *own(picture(0))]), "a special token"),
+        (
+            {"messages": [*ROWS[2]["messages"][:1], {**ROWS[0]["messages"][0], "role": "gpt"}]},
+            "an image outside of a question: in turn 2",
+        ),
+    ],
+)
+def test_rows_that_can_not_be_used_are_named(row, message, processor):
+    with pytest.raises(data.DataError, match=message):
+        made([row, ROWS[0]], processor)
+    assert made([row, ROWS[0]], processor, invalid="drop").num_documents == 1
+
+
+def test_an_image_that_vanishes_is_named(processor, tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    dataset = made([conversation([*own(tmp_path / "a.png"), "a"])], processor)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"an image of `source`, row 1 can't be read"):
+        next(iter(dataset))
+
+
+def test_what_is_not_supported_is_refused(processor, tmp_path):
+    with pytest.raises(data.DataError, match="`data.image_chat` reads images, for Gemma 3"):
+        data.chat([ROWS[0]], processor.tokenizer, length=LENGTH, batch_size=1, progress=False)
+    with pytest.raises(TypeError, match="`processor` must be the folder of a checkpoint"):
+        made(ROWS, processor.tokenizer)
+
+    class OtherProcessor:
+        image_processor = None
+
+    with pytest.raises(ValueError, match="a OtherProcessor; supported is Gemma3Processor"):
+        made(ROWS, OtherProcessor())
+    cutting = make_processor()
+    cutting.image_processor.do_pan_and_scan = True
+    with pytest.raises(ValueError, match="divides images into crops"):
+        made(ROWS, cutting)
+    with pytest.raises(ValueError, match="`too_long`"):
+        made(ROWS, processor, too_long="cut")
+    with pytest.raises(ValueError, match=f"`processor` = {tmp_path}: Transformers can't load it"):
+        made(ROWS, tmp_path)
+
+
+def test_rows_with_images_are_found(processor, tmp_path):
+    assert data.has_images(ROWS) and not data.has_images([ROWS[2]])
+    assert not data.has_images([ROWS[2], ROWS[0]], most=1)
+    assert data.has_images([{"image": "a.png", "prompt": "a", "completion": "b"}])
+    linked = {"type": "image_url", "image_url": {"url": "a.png"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(conversation([linked, "a"])) + "\nno JSON\n")
+    assert data.has_images(tmp_path / "a.jsonl")
