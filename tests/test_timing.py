@@ -191,6 +191,26 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
     assert "from functions measured here" in str(trainer.plan)
 
 
+@pytest.mark.usefixtures("pretending_gpu")
+@pytest.mark.parametrize("in_wave", [1, 2, 4])
+def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch):
+    """The microbatches of a wave have different backwards; each counts with their mean."""
+    numbers = iter(range(1, 100))
+
+    def timer(call: RepeatedCall, agree: Any) -> float:
+        call.run(3)
+        return agree(next(numbers) * 1e-3)
+
+    monkeypatch.setattr(timing, "measured_seconds", timer)
+    case = CASES["nnx_tied"]
+    trainer = mt.Trainer(
+        case.build(), case.loss_fn, optax.adamw(1e-3), case.batch(0),
+        microbatches=2 * in_wave, waves=2,
+        precision=mt.Precision(compute="float32", sums="bfloat16"),
+    )  # fmt: skip
+    assert trainer.plan.is_measured
+
+
 def _sized(kernel: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != timing._key_dtype()]
 
