@@ -1,6 +1,8 @@
 """The kernels of the extra `kernels`, on an H100 or H200, against the operations they replace."""
 
+import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,15 +86,14 @@ def test_the_delta_rule_by_kernels_is_that_by_chunks_in_fp32(width, documents):
     )
 
     def gradients(rule, *operands):
-        def total(*operands):
+        def total(*operands: Any) -> Any:
             return jnp.sum(jnp.sin(rule(*operands).astype(jnp.float32)))
 
         return jax.jit(jax.value_and_grad(total, range(5)))(*operands)
 
     operands = q, k, v, log_decay, rate
-    found = gradients(lambda *args: gated_delta_rule(*args, segments), *operands)
+    found = gradients(functools.partial(gated_delta_rule, segments=segments), *operands)
     with jax.default_matmul_precision("highest"):
-        expected = gradients(
-            lambda *args: delta_rule_and_state(*args, segments)[0], *wide(operands)
-        )
+        in_chunks = functools.partial(delta_rule_and_state, segments=segments)
+        expected = gradients(lambda *args: in_chunks(*args)[0], *wide(operands))
     compared(found, expected, 0.03)
