@@ -177,7 +177,7 @@ def _product_on_gpu(x, matrices, sizes, *, out_first):
     from jla.ops.mosaic_gpu import ragged_dot  # pyright: ignore[reportMissingImports]
 
     # The public function takes matrices as (in, out) only. The kernel behind it reads both, since
-    # the gradient of one is the product of the other, and a copy of all matrices takes a third of
+    # the gradient of one is the product of the other, and a copy of all matrices takes a fifth of
     # a product's time.
     wide, out = (2, 1) if out_first else (1, 2)
     config = ragged_dot.select_config(matrices.shape[wide], matrices.shape[out])
