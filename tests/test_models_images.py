@@ -274,5 +274,5 @@ def test_families_without_images_are_refused(given, tmp_path):
         if name.startswith("language_model.")
     }
     save_file(text, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="is a gemma3_text, which isn't trained with images"):
+    with pytest.raises(ValueError, match="= gemma3_text isn't trained with images; gemma3 is"):
         models.load_pretrained(tmp_path, images=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import too_deep
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
-from megatrain_jax._src.models.families.registry import read_config
+from megatrain_jax._src.models.families.registry import read_config, read_vision
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope
@@ -197,17 +197,21 @@ class DecoderConfig:
                 raise TypeError(checks.refused(name, f"of models.{kind.__name__}", value))
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> "DecoderConfig":
+    def from_hf(
+        cls, config: Mapping[str, Any], *, ignore: Sequence[str] = (), images: bool = False
+    ) -> "DecoderConfig":
         """Reads the configuration in a `config.json`.
 
         Args:
             config: The JSON object.
             ignore: Names of fields to ignore.
+            images: Whether the decoder is trained with images, and so has a vision part.
 
         Raises:
             TypeError: If `config` is not a JSON object, or a field has a wrong type.
-            ValueError: If the architecture is unknown, or a field has a value that is out of bounds
-                or would change results in an unsupported way. The message names it.
+            ValueError: If the architecture is unknown, or can't be trained with images, or a field
+                has a value that is out of bounds or would change results in an unsupported way. The
+                message names it.
         """
         if not isinstance(config, Mapping):
             hint = "pass its `.to_dict()`" if hasattr(config, "to_dict") else ""
@@ -217,6 +221,8 @@ class DecoderConfig:
         if too_deep(dict(config)):
             raise ValueError("`config` is nested too deeply for a configuration")
         fields = read_config(config, as_ignored(ignore))
+        if checks.boolean("images", images):
+            fields["vision"] = read_vision(config)
         try:
             original = json.dumps(dict(config))
         except TypeError as error:

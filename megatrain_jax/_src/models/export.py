@@ -194,7 +194,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     if not family.kept and not config.unread:
         return []
     if config.source is None:
-        if family.multimodal:
+        if family.multimodal and config.vision is None:
             raise ValueError(
                 f"a {family.model_type} has parts beside the decoder, which only a checkpoint can "
                 "give: read one with load_pretrained, or make a decoder alone with "

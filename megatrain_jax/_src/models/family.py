@@ -31,8 +31,8 @@ class Family:
             are not trained, and are written as they were read. `{num_layers}` stands for the number
             of layers.
         multimodal: Whether checkpoints are incomplete without such tensors.
-        vision: Function from the object in a `config.json` and the names of all tensors to the
-            sizes of the vision part; None if the family can't be trained with images.
+        vision: Function from the object in a `config.json` to the sizes of the vision part; None if
+            the family can't be trained with images.
     """
 
     model_type: str
@@ -45,7 +45,7 @@ class Family:
     joined_experts: bool = False
     kept: tuple[str, ...] = ()
     multimodal: bool = False
-    vision: Callable[[Mapping[str, Any], frozenset[str]], VisionConfig] | None = None
+    vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None
 
     def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
         """Whether a tensor with this name is kept beside a decoder.
@@ -69,7 +69,7 @@ def text_part(
     body: str = "language_model.model",
     head: str = "language_model.lm_head",
     older: bool = False,
-    vision: Callable[[Mapping[str, Any], frozenset[str]], VisionConfig] | None = None,
+    vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None,
 ) -> Family:
     """Returns the family of multimodal checkpoints that have a decoder's `text_config`.
 

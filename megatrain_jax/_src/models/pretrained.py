@@ -1,6 +1,5 @@
 """Opens a Hugging Face checkpoint: a decoder to build, with parameters left in their files."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
-from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -76,7 +74,7 @@ def load_pretrained(
     checks.boolean("images", images)
     holds = "a checkpoint (config.json and *.safetensors)"
     folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
-    config = _read_config(folder, ignore)
+    config = _read_config(folder, ignore, images)
     tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False
     if not family.stacked:
@@ -84,8 +82,8 @@ def load_pretrained(
             tensors, lambda name: family.keeps(name, config.num_layers, config.unread)
         )
     config = _with_own_head(config, tensors)
-    if images:
-        config = _with_vision(folder, config, frozenset(tensors))
+    if config.vision is not None:
+        config = replace(config, vision=config.vision.as_in(frozenset(tensors)))
     _check_count(folder, config, tensors)
     wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
@@ -142,13 +140,13 @@ def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
     return at
 
 
-def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
+def _read_config(folder: Path, ignore: Sequence[str], images: bool) -> DecoderConfig:
     path = regular_file(folder, "config.json")
     if path is None:
         raise FileNotFoundError(f"there is no config.json in {folder}")
     values = read_json(path)
     try:
-        return DecoderConfig.from_hf(values, ignore=ignore)
+        return DecoderConfig.from_hf(values, ignore=ignore, images=images)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
 
@@ -164,30 +162,6 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
     if not config.tie_embeddings or head is None or embedding is None or same(head, embedding):
         return config
     return replace(config, tie_embeddings=False)
-
-
-def _with_vision(folder: Path, config: DecoderConfig, names: frozenset[str]) -> DecoderConfig:
-    """Returns a configuration with the checkpoint's vision part.
-
-    Args:
-        folder: The folder.
-        config: The decoder's configuration.
-        names: The names of all tensors.
-
-    Raises:
-        ValueError: If the family can't be trained with images.
-    """
-    family = family_of(config)
-    if family.vision is None:
-        known = [name for name, other in FAMILIES.items() if other.vision is not None]
-        raise ValueError(
-            f"{folder} is a {family.model_type}, which isn't trained with images; {some(known)} is"
-        )
-    try:
-        vision = family.vision(json.loads(config.original or "{}"), names)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{folder / 'config.json'}: {error}") from error
-    return replace(config, vision=vision)
 
 
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:

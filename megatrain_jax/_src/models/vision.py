@@ -57,6 +57,10 @@ class VisionConfig(ABC):
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name in a checkpoint of a parameter, from its path within the module."""
 
+    def as_in(self, names: frozenset[str]) -> "VisionConfig":
+        """Returns the configuration for a checkpoint whose tensors have these names."""
+        return self
+
     def check_batch(self, batch: Any) -> None:
         """Checks that the rows of a batch have as many images as placeholders.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import gemma2
-from megatrain_jax._src.models.families.gemma3_vision import read_vision
+from megatrain_jax._src.models.families.gemma3_vision import read_gemma3_vision
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
 
@@ -38,5 +38,5 @@ GEMMA3_MULTIMODAL = text_part(
     kept=("vision_tower.", "multi_modal_projector."),
     beside="mm_tokens_per_image boi_token_index eoi_token_index image_token_index",
     tied=True,
-    vision=read_vision,
+    vision=read_gemma3_vision,
 )

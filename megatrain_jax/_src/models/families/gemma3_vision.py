@@ -38,6 +38,11 @@ class Gemma3VisionConfig(VisionConfig):
         """Makes the module."""
         return Gemma3Vision(self, decoder, make)
 
+    def as_in(self, names: frozenset[str]) -> "Gemma3VisionConfig":
+        """Returns the configuration for a checkpoint whose tensors have these names."""
+        older = any(name.startswith(f"vision_tower.{_INSIDE}") for name in names)
+        return replace(self, inside=_INSIDE if older else "")
+
     def tensor_name(self, path: tuple[str, ...]) -> str:
         """Returns the name of a parameter in the checkpoint."""
         part, *rest = path
@@ -47,12 +52,11 @@ class Gemma3VisionConfig(VisionConfig):
         return f"vision_tower.{self.inside}{'.'.join(rest)}"
 
 
-def read_vision(config: Mapping[str, Any], names: frozenset[str]) -> Gemma3VisionConfig:
+def read_gemma3_vision(config: Mapping[str, Any]) -> Gemma3VisionConfig:
     """Reads the vision part of a checkpoint.
 
     Args:
         config: The object in its `config.json`.
-        names: The names of its tensors.
 
     Raises:
         TypeError: If a field has a wrong type.
@@ -71,14 +75,12 @@ def read_vision(config: Mapping[str, Any], names: frozenset[str]) -> Gemma3Visio
     vocabulary = Fields(fields.mapping("text_config")).integer("vocab_size", 262_208)
     if token >= vocabulary:
         raise ValueError(f"`image_token_index` = {token} must be below `vocab_size`, {vocabulary}")
-    older = any(name.startswith(f"vision_tower.{_INSIDE}") for name in names)
     return Gemma3VisionConfig(
         token=token,
         tokens_per_image=count,
         pixels=(tower.channels, tower.image_size, tower.image_size),
         mutual=True,
         tower=tower,
-        inside=_INSIDE if older else "",
     )
 
 

@@ -58,6 +58,7 @@ from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields, shown
 from megatrain_jax._src.models.tensors import some
+from megatrain_jax._src.models.vision import VisionConfig
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -143,6 +144,23 @@ def scorer_of(family: Family) -> str | None:
         return None
     usual = family.architecture.replace("ForCausalLM", "ForSequenceClassification")
     return _SCORERS.get(family.model_type, usual)
+
+
+def read_vision(config: Mapping[str, Any]) -> VisionConfig:
+    """Returns the vision part of a Hugging Face configuration.
+
+    Raises:
+        TypeError: If a field has a wrong type.
+        ValueError: If the family can't be trained with images, or a field has a value that isn't
+            supported.
+    """
+    family = FAMILIES[config["model_type"]]
+    if family.vision is None:
+        known = [name for name, other in FAMILIES.items() if other.vision is not None]
+        raise ValueError(
+            f"`model_type` = {family.model_type} isn't trained with images; {some(known)} is"
+        )
+    return family.vision(config)
 
 
 def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
