@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 import megatrain_jax as mt
 from inside import engine_of, spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
 from megatrain_jax._src.spec.step_kernels import compile_ahead
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.placement import PART, placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
 from workloads import all_resident_bytes
@@ -160,7 +161,29 @@ def test_the_least_budget_by_its_name():
 def test_xla_knows_the_options_for_a_gpu(devices):
     placement = placed_on(AbstractMesh((devices,), ("data",)))
     options = dataclasses.replace(placement, platform="gpu").compiler_options
-    assert "xla_multiheap_size_constraint_per_heap" in options
+    assert PART in options
     jax.jit(jnp.sin, compiler_options=options).lower(1.0).compile()
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(jnp.sin, compiler_options={**options, "xla_multiheap": "1"}).lower(1.0).compile()
+
+
+def test_temporaries_have_parts_of_the_largest_array_and_functions_are_traced_once(monkeypatch):
+    """XLA warns of arrays that are larger than a part."""
+    traced, parts = [], []
+
+    def function(x):
+        traced.append(x)
+        return jax.lax.map(lambda row: jnp.outer(row, row).sum(0), x)
+
+    shapes = (jax.ShapeDtypeStruct((8, 256), jnp.float32),)
+    kernel = Kernel(name="test", build=lambda: function, takes=shapes)
+    jit = jax.jit
+
+    def noted(*args, compiler_options=None, **kwargs):
+        parts.append(compiler_options and int(compiler_options[PART]))
+        return jit(*args, compiler_options=compiler_options, **kwargs)
+
+    monkeypatch.setattr(jax, "jit", noted)
+    for smallest in (1, 10**6):
+        KernelCache({PART: str(smallest)}).compile([kernel])
+    assert parts == [None, 256 * 256 * 4, None, 10**6] and len(traced) == 1

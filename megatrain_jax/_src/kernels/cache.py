@@ -3,6 +3,7 @@
 Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.state.placement import PART
 
 # With frees pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU were
 # free, and 7 GiB while 33 of 67 were in use. So kernels with large temporaries are dispatched one
@@ -50,12 +52,13 @@ class KernelCache:
     def _built(self, kernel: Kernel) -> Any:
         # Given if callers rely on shardings that XLA might not choose by itself.
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
-        return jax.jit(
-            kernel.build(),
-            donate_argnums=kernel.donated,
-            compiler_options=self._options or None,
-            **placed,
-        )
+        jitted = functools.partial(jax.jit, kernel.build(), donate_argnums=kernel.donated, **placed)
+        options = self._options
+        if PART in options and kernel.takes is not None:
+            # XLA warns of each array that is larger than a part.
+            largest = _largest_bytes(jx.opened(jitted().trace(*kernel.takes).jaxpr))
+            options = {**options, PART: str(max(int(options[PART]), largest))}
+        return jitted(compiler_options=options or None)
 
     def __len__(self) -> int:
         """The number of different functions."""
@@ -109,6 +112,13 @@ class KernelCache:
         divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
         num_devices = max((sharding.num_devices for sharding in shardings), default=1)
         return self._temporary_bytes(jaxpr, divided, num_devices)
+
+
+def _largest_bytes(jaxpr: Any) -> int:
+    """The bytes of the largest array that an open jaxpr computes."""
+    own = (jx.num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
+    inner = (_largest_bytes(jx.opened(j)) for eqn in jaxpr.eqns for j in jx.inner_jaxprs(eqn))
+    return max((*own, *inner), default=0)
 
 
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:

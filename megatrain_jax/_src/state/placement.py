@@ -29,8 +29,14 @@ from megatrain_jax._src.state.processes import Processes
 _AXIS = "data"
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 _NO_LIMIT = str(2**40)
-# Temporaries of one function are allocated in parts of this size, in bytes.
-_PART = str(2**30)
+_PART_BYTES = str(2**30)
+
+PART = "xla_multiheap_size_constraint_per_heap"
+"""XLA's option for the largest part of a function's temporaries, in bytes.
+
+Without it, XLA allocates all of them at once. After some steps no gap between other arrays was
+large enough for 5.8 GiB on an H100 with 18 GiB free.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,15 +77,14 @@ class Placement:
     def compiler_options(self) -> dict[str, str]:
         """XLA options for kernels on these devices.
 
-        XLA allocates a function's temporaries at once, up to 8 GiB of them. After some steps no gap
-        between other arrays was that large on an H100 with 18 GiB free, so it allocates parts.
+        XLA allocates a function's temporaries in parts; see `PART`.
 
         XLA combines collectives of one kind up to a threshold. A kernel sums each gradient over the
         devices where it is computed; without a threshold, they are combined into one collective.
         """
         if self.platform != "gpu":
             return {}
-        options = {"xla_multiheap_size_constraint_per_heap": _PART}
+        options = {PART: _PART_BYTES}
         if self.num_devices > 1:
             options |= {f"xla_gpu_{k}_combine_threshold_bytes": _NO_LIMIT for k in _COLLECTIVES}
         return options
