@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
 from megatrain_jax._src.spec.step_kernels import compile_ahead
-from megatrain_jax._src.state.placement import PART, placed_on
+from megatrain_jax._src.state.placement import LARGEST_PART, PART, placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
 from workloads import all_resident_bytes
@@ -184,6 +184,6 @@ def test_temporaries_have_parts_of_the_largest_array_and_functions_are_traced_on
         return jit(*args, compiler_options=compiler_options, **kwargs)
 
     monkeypatch.setattr(jax, "jit", noted)
-    for smallest in (1, 10**6):
+    for smallest in (1, 10**6, LARGEST_PART + 1):
         KernelCache({PART: str(smallest)}).compile([kernel])
-    assert parts == [None, 256 * 256 * 4, None, 10**6] and len(traced) == 1
+    assert parts == [None, 256 * 256 * 4, None, 10**6, None, LARGEST_PART] and len(traced) == 1

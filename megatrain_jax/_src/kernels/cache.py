@@ -14,7 +14,7 @@ from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.state.placement import PART
+from megatrain_jax._src.state.placement import LARGEST_PART, PART
 
 # With frees pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU were
 # free, and 7 GiB while 33 of 67 were in use. So kernels with large temporaries are dispatched one
@@ -57,7 +57,8 @@ class KernelCache:
         if PART in options and kernel.takes is not None:
             # XLA warns of each array that is larger than a part.
             largest = _largest_bytes(jx.opened(jitted().trace(*kernel.takes).jaxpr))
-            options = {**options, PART: str(max(int(options[PART]), largest))}
+            part = min(max(int(options[PART]), largest), LARGEST_PART)
+            options = {**options, PART: str(part)}
         return jitted(compiler_options=options or None)
 
     def __len__(self) -> int:

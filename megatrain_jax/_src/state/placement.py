@@ -37,6 +37,8 @@ PART = "xla_multiheap_size_constraint_per_heap"
 Without it, XLA allocates all of them at once. After some steps no gap between other arrays was
 large enough for 5.8 GiB on an H100 with 18 GiB free.
 """
+LARGEST_PART = 2**31 - 1
+"""The largest value of that option, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
