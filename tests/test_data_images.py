@@ -12,7 +12,7 @@ from megatrain_jax import data
 
 pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from tiny_images import IMAGE, VECTORS, make_processor, picture  # noqa: E402
+from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture  # noqa: E402
 
 LENGTH = 64
 
@@ -210,6 +210,12 @@ def test_rows_that_can_not_be_used_are_named(row, message, processor):
     with pytest.raises(data.DataError, match=message):
         made([row, ROWS[0]], processor)
     assert made([row, ROWS[0]], processor, invalid="drop").num_documents == 1
+
+
+def test_a_template_that_leaves_images_out_is_refused(processor):
+    template = TEMPLATE.replace("<start_of_image>", "")
+    with pytest.raises(data.DataError, match="`chat_template` doesn't show its images: 0 of 1"):
+        made(ROWS[:1], processor, chat_template=template)
 
 
 def test_an_image_that_vanishes_is_named(processor, tmp_path):

@@ -1,6 +1,7 @@
 """Training with images, beside Transformers: a frozen or trained vision part and a decoder."""
 
 import json
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from megatrain_jax._src.models.names import leaves, parameter_tensors
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import named  # noqa: E402
+from published import PUBLISHED  # noqa: E402
 from tiny_images import IMAGE, batch, checkpoint, inputs, loss_of  # noqa: E402
 
 STEPS, RATE, EPS = 5, 1e-3, 1e-4
@@ -262,6 +264,13 @@ def test_configurations_that_are_not_supported_are_named(given, change, message,
     models.load_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         models.load_pretrained(tmp_path, images=True)
+
+
+def test_a_published_checkpoint_has_as_many_parameters():
+    (released,) = (one for one in PUBLISHED.values() if one.config["model_type"] == "gemma3")
+    config = models.DecoderConfig.from_hf(released.config, images=True)
+    sizes = [math.prod(entry.shape) for entry in parameter_tensors(config)]
+    assert sum(sizes) == 4_300_079_472
 
 
 def test_families_without_images_are_refused(given, tmp_path):

@@ -148,6 +148,9 @@ class ImageTemplate(Template):
     ) -> tuple[str, list[tuple[int, int]]]:
         parted = [_parted(message) for message in messages]
         text, spans = super()._text(parted, tools, prompt, marks)
+        count = sum(message.get("content", "").count(_IMAGE) for message in messages)
+        if (shown := text.count(self._begin)) != count:
+            raise InvalidRow(f"{self.name} doesn't show its images", f"{shown} of {count}")
         more = len(self._expanded) - len(self._begin)
 
         def moved(place: int) -> int:
