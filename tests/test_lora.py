@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from inside import spec_of
+from inside import engine_of, spec_of, store_of
 from megatrain_jax import models
-from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from oracle import train_plain
 from runs import check_close, make_trainer, train
+from test_engine import state_on_device, values_on_device
 from test_models_training import EXPERTS, SMALL, batch, packed_loss
 from zoo_case import Case
 
@@ -254,3 +255,42 @@ def test_a_model_has_adapters_once():
         models.merge_lora(decoder())
     with pytest.raises(TypeError, match="`model` must be an nnx.Module or a function"):
         models.lora(3, targets="layers")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_plan_of_adapters_has_the_bytes_of_their_run(dora, monkeypatch):
+    def build():
+        return decoder(TINY)
+
+    params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(build(), nnx.Param)))
+    adapted = models.lora(build, targets="_proj", rank=2, dora=dora, params=params)
+    given = packed_loss, optax.adamw(1e-3), batch()
+    options = {
+        "trainable": adapted.trainable,
+        "precision": mt.Precision(compute=jnp.float32, frozen="bfloat16"),
+        "device_budget": "least",
+        "hardware": mt.H100,
+    }
+    # Made of shapes alone, as the command plans.
+    plan = mt.plan(models.lora(build, targets="_proj", rank=2, dora=dora).model, *given, **options)
+    trainer = mt.Trainer(adapted.model, *given, params=adapted.params, **options)
+    spec, store, engine = spec_of(trainer), store_of(trainer), engine_of(trainer)
+    before, seen, obey = state_on_device(trainer) + values_on_device(trainer, None), [], engine.obey
+
+    def watched(instruction, step):
+        obey(instruction, step)
+        here = state_on_device(trainer) + values_on_device(trainer, step)
+        seen.append(here - before)
+
+    monkeypatch.setattr(engine, "obey", watched)
+    for _ in range(2):
+        trainer.step(batch())
+    trainer.flush()
+    held = {key: sum(x.nbytes for x in slabs) for key, slabs in store.host.items()}
+    frozen = [Key(Kind.MASTERS, g) for g in spec.grouping.frozen]
+    assert plan.host_bytes == sum(held.values())
+    assert plan.frozen_bytes == sum(held[key] for key in frozen) > 0
+    # The schedule counts slabs of less than 64 numbers, too.
+    assert 0.95 * plan.device_state_bytes <= max(seen) <= plan.device_state_bytes
+    assert plan.device_state_bytes == trainer.plan.device_state_bytes
+    assert plan.device_other_bytes == trainer.plan.device_other_bytes

@@ -80,12 +80,12 @@ def curves(trainer, theirs, steps):
     return ours, expected
 
 
-def check_files(ours, theirs, most=2e-5):
+def check_files(ours, theirs):
     """Compares the tensors in the folders of both, name by name."""
     found, expected = (load_file(f / "adapter_model.safetensors") for f in (ours, theirs))
     assert set(found) == set(expected)
     for key, array in expected.items():
-        limit = most * np.abs(array).max()
+        limit = 2e-5 * np.abs(array).max()
         np.testing.assert_allclose(found[key], array, atol=limit, err_msg=key)
     return found
 
@@ -207,13 +207,12 @@ def test_dora_is_that_of_peft(tmp_path):
     models.save_lora(trainer, tmp_path / "fresh")
     theirs = peft.PeftModel.from_pretrained(
         make_torch("qwen2"), tmp_path / "fresh", is_trainable=True
-    )
+    ).double()  # in fp32 PEFT is off by up to 3.2e-5, ours by 8e-6
     curve, expected = curves(trainer, theirs, 5)
     np.testing.assert_allclose(curve, expected, rtol=4e-6)
     models.save_lora(trainer, tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    # A row's factor is near 1, and its difference from 1 is rounded.
-    found = check_files(tmp_path / "ours", tmp_path / "theirs", most=6e-5)
+    theirs.float().save_pretrained(tmp_path / "theirs")
+    found = check_files(tmp_path / "ours", tmp_path / "theirs")
     assert sum("magnitude" in name for name in found) == len(found) / 3
     # Read again, it has the same loss; and merged, the same logits.
     again = trainer_of(models.load_lora(models.load_pretrained(base), tmp_path / "theirs"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
@@ -28,7 +29,8 @@ def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement)
     """The kernel `masters -> state` of one group, both as arrays at rest."""
 
     def init_group(masters):
-        return layout.state.encode(layout.state.pack(_of_masters(fragment, layout, masters)))
+        slab = layout.state.pack(_of_masters(fragment, layout, masters))
+        return layout.state.encode(jax.tree.map(_hidden, slab))
 
     return Kernel(
         name="initial",
@@ -46,6 +48,15 @@ def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placemen
         build=lambda: lambda masters: _of_masters(fragment, layout, masters),
         gives=placement.small_on_device,
     )
+
+
+def _hidden(x: jax.Array) -> jax.Array:
+    """Returns an array whose value XLA doesn't know when it compiles.
+
+    Most initial state is zero. XLA would encode the zeros while it compiles, slowly, and keep the
+    codes in the program.
+    """
+    return jnp.where(jax.lax.optimization_barrier(True), x, jnp.ones_like(x))
 
 
 def _of_masters(fragment: Fragment, layout: GroupLayout, masters: Any) -> list[jax.Array]:
