@@ -23,8 +23,9 @@ from megatrain_jax._src.state.placement import Placement
 
 # Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
 _MOST_TILES = 64
-# If nothing fits, more tiles have to reduce the need to less than this fraction.
-_WORTH = 0.8
+# If nothing fits, tiles have to reduce the need to less than this fraction. The fewest tiles are
+# taken for which the least need is at least the other fraction.
+_WORTH, _NEAR = 0.8, 0.95
 
 
 class TileFinder:
@@ -57,7 +58,7 @@ class TileFinder:
         Args:
             step: The step; its stages may be tiled already.
             room: Maximum bytes of a kernel's temporaries. A kernel that fits in no number of tiles
-                gets the number that needs the fewest bytes.
+                gets the fewest that need about as few bytes as the most tiles.
             training: Whether it is a training step, not an evaluation.
         """
         # Kernels that this schedule doesn't run keep their tiles, because a later one may run them.
@@ -88,24 +89,24 @@ class TileFinder:
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
-        least, best = self._cache.estimate([kernel]), None
-        if least <= room:
+        whole = self._cache.estimate([kernel])
+        if whole <= room:
             return None
         counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
-        for count in counts:
-            found = self._in_tiles(kernel, count)
-            # The first number that fits is chosen; before that, a number is an improvement only if
-            # it needs far less than the best so far.
-            if found is not None and (found[1] <= room or found[1] < _WORTH * least):
-                best, least = found
-                if least <= room:
-                    break
-            # More tiles never need more memory. So the need in the most tiles, mainly of undivided
-            # parts, tells whether the numbers between are worth estimating.
-            smallest = self._in_tiles(kernel, counts[-1])
-            if smallest is not None and smallest[1] > room and smallest[1] >= _WORTH * least:
-                break
-        return best
+        if not counts:
+            return None
+        first = self._in_tiles(kernel, counts[0])
+        if first is not None and first[1] <= room:
+            return first[0]
+        # More tiles never need more memory than fewer, and the most need mainly the undivided
+        # parts. Comparing with the most, not with the tiles tried before, depends on no tie.
+        most = self._in_tiles(kernel, counts[-1])
+        least = min(whole, most[1]) if most else whole
+        if least > room and least >= _WORTH * whole:
+            return None
+        limit = room if least <= room else least / _NEAR
+        rows = (self._in_tiles(kernel, count) for count in counts)
+        return next((found[0] for found in rows if found and found[1] <= limit), None)
 
     def _of(self, kernel: Kernel) -> Divisible:
         like = kernel.name, kernel.key
