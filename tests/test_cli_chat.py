@@ -1,6 +1,7 @@
 """The commands `megatrain-jax chat` and `merge`, against Transformers and PEFT themselves."""
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
+import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.main import main
 
@@ -21,6 +23,7 @@ from tiny_chats import make_checkpoint  # noqa: E402
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
+OPENED = models.Generator
 QUESTION, TOKENS = "count from 3 to 7 please", 6
 GREEDY = ["--temperature", "0", "--max-tokens", str(TOKENS)]
 
@@ -72,10 +75,11 @@ def test_answers_are_those_of_transformers(given, capsys):
     assert capsys.readouterr().out.split() == expected.split() != plain.split()
 
 
-def test_a_conversation_goes_on(given, capsys, monkeypatch):
+@pytest.mark.parametrize("library", ["transformers", "jax"])
+def test_a_conversation_goes_on(library, given, capsys, monkeypatch):
     model, tokenizer = load(given / "run" / "model")
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n\nfrom 5\n{'to ' * 200}\nto 9\n"))
-    assert main(["chat", str(given / "run"), *GREEDY]) == 0
+    assert main(["chat", str(given / "run"), *GREEDY, "--library", library]) == 0
     turns = [QUESTION]
     for question in ("from 5", "to 9"):
         turns += [answer(model, tokenizer, *turns), question]
@@ -99,6 +103,26 @@ def test_a_model_without_a_template_continues_texts(given, tmp_path, capsys):
     assert "`system` needs a chat template" in capsys.readouterr().err
 
 
+def test_jax_answers_where_it_knows_the_model_and_its_options(given, tmp_path, capsys, monkeypatch):
+    folder = make_checkpoint(tmp_path / "model")
+    words = ["chat", str(folder), "--prompt", QUESTION, *GREEDY]
+    # As with a GPU; what JAX does not know, Transformers answers.
+    monkeypatch.setattr(mt, "this_machine", lambda: mt.H100)
+    opened = []
+    monkeypatch.setattr(models, "Generator", lambda *a, **k: opened.append(a) or OPENED(*a, **k))
+    assert main(words) == 0 and len(opened) == 1
+    found = capsys.readouterr().out
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 1.3, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert main(words) == 0 and len(opened) == 1
+    assert capsys.readouterr().out
+    assert main([*words, "--library", "jax"]) == 2
+    assert "has repetition_penalty, which generation in JAX lacks" in capsys.readouterr().err
+    model, tokenizer = load(given / "run" / "model")
+    assert found.split() == answer(model, tokenizer, QUESTION).split()
+
+
 @pytest.mark.parametrize(
     ("words", "without", "error"),
     [
@@ -109,6 +133,12 @@ def test_a_model_without_a_template_continues_texts(given, tmp_path, capsys):
         (["run", "--temperature", "-1"], None, "`temperature` must be"),
         (["run", "--prompt", " "], None, "`prompt` is empty"),
         (["run"], "torch", "pip install torch"),
+        (
+            ["adapter", "--base", "run/model", "--library", "jax"],
+            None,
+            "`megatrain-jax merge` makes",
+        ),
+        (["run", "--library", "jax", "--device", "cpu"], None, "`device` is a device of PyTorch"),
         (["adapter", "--base", "run/model"], "peft", "pip install peft, or `megatrain-jax merge`"),
     ],
 )

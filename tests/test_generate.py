@@ -292,7 +292,9 @@ def test_texts_end_at_tokens_and_texts(model: models.Decoder):
     (ended,) = models.generate(model, ["fhb"], stop=[text[4:6]], **options)
     assert (ended.ids.tolist(), ended.text, ended.finish) == (ids[: at + 2], text[:at], "stop")
     tokenizer.eos_token_id = ids[3]
-    (ended,) = models.generate(model, ["fhb"], **options)
+    seen: list[tuple[int, int, str]] = []
+    (ended,) = models.generate(model, ["fhb"], on_text=lambda *x: seen.append(x), **options)
+    assert seen[-1] == (0, 0, ended.text)
     assert ended.ids.tolist() == ids[: ids.index(ids[3]) + 1]
 
 
@@ -384,6 +386,7 @@ def test_layers_without_a_cache_are_refused_by_name(layer: Any):
         ({"top_p": 0}, ValueError, "`top_p` must be"),
         ({"top_p": 1.5}, ValueError, "`top_p` must be at most 1"),
         ({"top_k": -1}, ValueError, "`top_k` must be at least 0"),
+        ({"on_text": 3}, TypeError, "`on_text` must be a function"),
         ({"stop": 3}, TypeError, "`stop` must be a collection"),
         ({"stop": ["a"]}, ValueError, "to stop at texts, pass `tokenizer`"),
         ({"seed": -1}, ValueError, "`seed` must be"),

@@ -1,4 +1,4 @@
-"""`megatrain-jax chat`: a conversation with an exported model through Transformers."""
+"""`megatrain-jax chat`: a conversation with an exported model."""
 
 import importlib
 import json
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatrain_jax as mt
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
+_NEEDS_TORCH = "chat needs PyTorch: pip install torch"
 Messages = list[dict[str, str]]
 
 
@@ -34,7 +37,7 @@ def run(settings: ChatSettings) -> int:
     return 0
 
 
-def _converse(speaker: "Speaker", messages: Messages) -> None:
+def _converse(speaker: "Speaker | JaxSpeaker", messages: Messages) -> None:
     """Reads questions until the input ends; an interrupted answer is forgotten."""
     while True:
         try:
@@ -109,15 +112,17 @@ class Speaker:
             raise ValueError(f"the chat template fails on these messages: {why}") from error
 
 
-def open_speaker(settings: ChatSettings) -> Speaker:
+def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
     """Loads the model, with its adapters if the folder has some.
 
     Raises:
         FileNotFoundError: If a folder is missing.
         ImportError: If PyTorch, or PEFT for adapters, is not installed.
-        ValueError: If Transformers can't load the model or its tokenizer.
+        ValueError: If the model or its tokenizer can't be loaded.
     """
-    torch = _imported("torch", "chat needs PyTorch: pip install torch")
+    tries_jax = settings.library == "jax" or _is_for_jax(settings)
+    if not tries_jax:
+        _imported("torch", _NEEDS_TORCH)  # before all else, which may take long
     transformers = _imported("transformers", 'chat needs pip install "megatrain-jax[finetune]"')
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -138,6 +143,18 @@ def open_speaker(settings: ChatSettings) -> Speaker:
         raise ValueError(
             f"`system` needs a chat template, but the tokenizer in {with_tokenizer} has none"
         )
+    if tries_jax:
+        try:
+            if has_adapters:
+                raise ValueError(
+                    f"`library`=jax answers with whole models, but {folder} has adapters: "
+                    "`megatrain-jax merge` makes one of them"
+                )
+            return open_jax_speaker(settings, base, tokenizer)
+        except (TypeError, ValueError):
+            if settings.library == "jax":
+                raise
+    torch = _imported("torch", _NEEDS_TORCH)
     model = _loaded(transformers.AutoModelForCausalLM, base, dtype="auto")
     if has_adapters:
         peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
@@ -145,6 +162,11 @@ def open_speaker(settings: ChatSettings) -> Speaker:
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     return Speaker(model.to(device).eval(), tokenizer, _options(settings, model, tokenizer))
+
+
+def _is_for_jax(settings: ChatSettings) -> bool:
+    """Whether JAX is tried first: on a GPU it needs no second library for it."""
+    return settings.library is None and settings.device is None and mt.this_machine() is not None
 
 
 def _folder(given: str) -> Path:

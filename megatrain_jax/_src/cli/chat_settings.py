@@ -1,13 +1,14 @@
 """The settings of `megatrain-jax chat`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatrain_jax._src.common import checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """Chats with an exported model through Transformers; Ctrl-D ends the chat.
+    """Chats with an exported model; Ctrl-D ends the chat.
 
     Attributes:
         model: Folder of a run, of a model or of adapters, or a name on the Hugging Face Hub.
@@ -19,6 +20,8 @@ class ChatSettings:
         temperature: Temperature of sampling, 0 for the most likely tokens; default: as the model's
             generation_config.json says.
         seed: Seed of sampling.
+        library: What computes the answers, this library (jax) or Transformers; default: jax where
+            JAX finds a GPU and knows the model, and no device is given.
         device: Device of PyTorch, such as cpu; default: cuda if there is a GPU, otherwise cpu.
     """
 
@@ -29,6 +32,7 @@ class ChatSettings:
     max_tokens: int = 512
     temperature: float | None = None
     seed: int = 0
+    library: Literal["jax", "transformers"] | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,5 +46,7 @@ class ChatSettings:
         checks.integer("seed", self.seed, least=0)
         if self.temperature is not None:
             checks.number("temperature", self.temperature, least=0)
+        if self.library == "jax" and self.device is not None:
+            raise ValueError("`device` is a device of PyTorch: leave it out with `library`=jax")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("`prompt` is empty")

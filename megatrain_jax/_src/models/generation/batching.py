@@ -72,6 +72,7 @@ class WritingTask:
         dials: Its numbers.
         stops: Ids that end a text.
         check: Returns the number of a text's tokens up to where something else ends it, or None.
+        watch: Called with each text that has new tokens.
         num_rows: Number of texts that are written at a time.
         pages: Numbers of the layers with caches in pinned host memory.
         size: Number of tokens of the longest text, prompt included, rounded up.
@@ -82,6 +83,7 @@ class WritingTask:
     dials: Dials
     stops: np.ndarray
     check: Callable[[OpenText], int | None]
+    watch: Callable[[OpenText], None]
     num_rows: int
     pages: frozenset[int]
     size: int
@@ -230,6 +232,7 @@ class Batch:
                 text.finish = "length"
             elif not rows.active[row]:
                 again.append(text)
+            self._task.watch(text)
             if not rows.active[row] or text.finish:
                 self._texts[row] = None
                 ended.append(row)

@@ -1,6 +1,6 @@
 """`generate`: continues prompts with a decoder; `Generator` keeps its weights on the device."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -153,8 +153,11 @@ class Generator:
         seed: int = 0,
         num_samples: int = 1,
         max_batch: int = 256,
+        on_text: Callable[[int, int, str], None] | None = None,
     ) -> list[Completion]:
         """Continues prompts; see the function `generate` for arguments and errors."""
+        if on_text is not None and not callable(on_text):
+            raise TypeError(checks.refused("on_text", "a function, or None", on_text))
         check_prompts(prompts, self._tokenizer)
         max_tokens = checks.integer("max_tokens", max_tokens)
         num_samples = checks.integer("num_samples", num_samples)
@@ -182,6 +185,9 @@ class Generator:
             dials=dials,
             stops=stops,
             check=_Ends(self._tokenizer, ends),
+            watch=lambda text: (
+                on_text and on_text(text.prompt, text.sample, self._text(text, ends))
+            ),
             num_rows=form.num_rows,
             pages=form.pages,
             size=size,
@@ -194,22 +200,26 @@ class Generator:
         Batch(source.form, self._decoding, task, self._room.shapes).write(texts)
         return [self._completion(text, ends) for text in texts]
 
-    def _completion(self, text: OpenText, ends: Sequence[str]) -> Completion:
-        assert text.finish is not None
+    def _text(self, text: OpenText, ends: Sequence[str]) -> str:
+        """The words written so far, without the token or the text that ended them."""
         ids = text.ids[text.start :]
         is_stopped = text.finish == "stop" and not text.is_cut
         shown = ids[:-1] if is_stopped else ids
         if self._tokenizer is None:
-            words = " ".join(map(str, shown))
-        else:
-            words = self._tokenizer.decode(shown)
+            return " ".join(map(str, shown))
+        words = self._tokenizer.decode(shown)
         for end in ends if text.is_cut else ():
             words = words.split(end)[0]
+        return words
+
+    def _completion(self, text: OpenText, ends: Sequence[str]) -> Completion:
+        assert text.finish is not None
+        ids = text.ids[text.start :]
         plain, tempered, drawn = np.array(text.log_probs, np.float32).T
         return Completion(
             prompt=text.prompt,
             sample=text.sample,
-            text=words,
+            text=self._text(text, ends),
             prompt_ids=np.array(text.ids[: text.start], np.int32),
             ids=np.array(ids, np.int32),
             log_probs=plain,
@@ -235,6 +245,7 @@ def generate(
     dtype: Any = None,
     device_budget: int | str | None = None,
     max_batch: int = 256,
+    on_text: Callable[[int, int, str], None] | None = None,
 ) -> list[Completion]:
     """Continues prompts with a decoder, with caches of what its layers have read.
 
@@ -264,6 +275,8 @@ def generate(
         device_budget: Maximum bytes of device memory, as a number or as text such as "22 GiB"; None
             for nine tenths of the memory that is free.
         max_batch: Maximum number of texts that are written at a time.
+        on_text: A function that is called whenever a text has some new tokens, with the number of
+            its prompt, the number of its sample, and the text so far.
 
     Returns:
         A `Completion` of each sample: all samples of the first prompt, then of the second, and so
@@ -287,6 +300,7 @@ def generate(
             seed=seed,
             num_samples=num_samples,
             max_batch=max_batch,
+            on_text=on_text,
         )
 
 
