@@ -323,6 +323,7 @@ def test_a_plan_for_a_hopper_gpu_counts_its_kernels(monkeypatch):
             hardware=hardware,
         )
 
+    monkeypatch.setattr(hopper_kernels, "is_installed", lambda: False)
     slow = planned(mt.H100)
     monkeypatch.setattr(hopper_kernels, "is_installed", lambda: True)
     assert planned(mt.H100).loop_kernels_per_step < slow.loop_kernels_per_step / 4

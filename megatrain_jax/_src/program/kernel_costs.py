@@ -50,12 +50,14 @@ def workspace_bytes(eqn: Any) -> int:
     keys, values, times = _delta_shapes(eqn)
     itemsize = eqn.outvars[0].aval.dtype.itemsize
     tokens = math.prod(values[:3])  # times heads of values
-    inverses = tokens * _CHUNK * itemsize
+    # Normalised queries and keys, and the inverse of each chunk's corrections. XLA's figure on an
+    # H200, for 8,192 tokens, 16 heads of keys and 32 of values of width 128, is 98 MiB; this, 96.
+    forward = 2 * math.prod(keys) * itemsize + tokens * _CHUNK * itemsize
     if times == 1:
-        return inverses
-    # The states before all chunks and their gradients; fp32 gradients of keys and queries by head.
+        return forward
+    # Also the states before all chunks and their gradients: 389 MiB; this, 384.
     states = 2 * tokens * keys[-1] * values[-1] * itemsize // _CHUNK
-    return inverses + states + 2 * tokens * keys[-1] * 4
+    return forward + states + tokens * _CHUNK * itemsize
 
 
 def _delta_shapes(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
