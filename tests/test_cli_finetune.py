@@ -251,6 +251,11 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
         (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),
         (["--weights", "[1, 2]"], "`weights` must be one for each of two or more files of `data`"),
         (["--warmup", "2"], "`warmup` must be a share from 0 to 1, but is 2"),
+        (["--lora-rank", "2", "--lora-targets", "nothing"], "`lora_targets`='nothing' chooses no"),
+        (
+            ["--lora-rank", "2", "--lora-modules-to-save", "nothing"],
+            "`lora_modules_to_save` has",
+        ),
         (["--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--trainable", "a", "--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
@@ -299,6 +304,16 @@ def test_missing_files_are_told_before_the_plan(given, tmp_path, options, messag
     assert tune(given, "--out", tmp_path / "out", "--held-out", 0, *options) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_what_datasets_on_the_hub_need_is_told_before_the_plan(
+    given, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert tune(given, "--out", tmp_path / "out", "--data", "some/chats:train") == 2
+    printed = capsys.readouterr()
+    assert "`data` = some/chats:train is a dataset on" in printed.err and not printed.out
+    assert "pip install datasets" in printed.err
 
 
 def test_a_longer_run_is_told_where_to_begin(tmp_path):

@@ -162,7 +162,8 @@ class FinetuneSettings(TrainingSettings):
         if self.lora_rank is not None and not trained:
             raise ValueError(
                 "`new_tokens` beside adapters have embeddings that are frozen as they begin: set "
-                "`lora_modules_to_save`=[embed_tokens, lm_head]"
+                "`lora_modules_to_save`=[embed_tokens, lm_head], or, if these are one matrix, "
+                "`trainable`=embed_tokens and `export_as`=model"
             )
 
     def _check_needed(self) -> None:

@@ -1,5 +1,6 @@
 """A run's model and batch as its settings describe them, for plans and for runs."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from megatrain_jax import models
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.setting_rules import Frozen
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
+
+# Options of `models.lora`, named in its errors.
+_OF_ADAPTERS = re.compile("`(alpha|dora|dropout|modules_to_save|rank|rslora|targets)`")
 
 
 def checkpoint_folder(given: str) -> str:
@@ -55,7 +59,11 @@ def with_adapters(model: Any, trainable: Sequence[str] | str | None, **options: 
     Raises:
         ValueError: If the model can't have such adapters.
     """
-    return trained_with(models.lora(model, **options), trainable)
+    try:
+        adapted = models.lora(model, **options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(re.sub(_OF_ADAPTERS, r"`lora_\1`", str(error))) from error
+    return trained_with(adapted, trainable)
 
 
 def trained_with(adapted: models.Lora, trainable: Sequence[str] | str | None) -> Adapted:

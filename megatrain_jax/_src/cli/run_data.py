@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,19 @@ def check_files(settings: TrainingSettings) -> None:
 
     Raises:
         FileNotFoundError: If a file or folder does not exist, or a pattern has no match.
+        ImportError: If a dataset on the Hugging Face Hub can't be read without a package.
     """
     for option, given in _given(settings).items():
         for source in given:
             path = os.path.expanduser(source)
+            is_on_hub = hub_rows(source) is not None
+            if is_on_hub and find_spec("datasets") is None:
+                raise ImportError(
+                    f"`{option}` = {source} is a dataset on the Hugging Face Hub, which is read by "
+                    "`datasets`: pip install datasets"
+                )
             if (
-                hub_rows(source)
+                is_on_hub
                 or os.path.exists(path)
                 or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
             ):

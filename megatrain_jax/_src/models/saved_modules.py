@@ -42,6 +42,6 @@ def saved_modules(model: nnx.Module, wanted: Sequence[str]) -> tuple[str, ...]:
     if tied and "embed_tokens" in found:
         raise ValueError(
             "`modules_to_save` chooses embed_tokens, whose matrix is the head, too, and PEFT would "
-            "load two: train it with a larger pattern `trainable` and use save_pretrained"
+            "load two: train it by a larger pattern `trainable`, and export the merged model"
         )
     return tuple(sorted(found))
