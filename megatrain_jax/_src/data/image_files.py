@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Float32
 from PIL import Image, ImageOps
 
-from megatrain_jax._src.common.hub import folder_or_download
+from megatrain_jax._src.common.hf_folder import regular_file
+from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.data.report import InvalidRow
-from megatrain_jax._src.data.tokenizer import tokenizer_files
+from megatrain_jax._src.data.tokenizer import load_tokenizer
 
 _PROCESSORS = ("Gemma3Processor",)
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -147,9 +148,11 @@ class ImageProcessor:
 
 
 def _loaded(given: str | PathLike[str]) -> Any:
-    folder = folder_or_download(
-        "processor", given, "a processor of images", (*_FILES, *tokenizer_files())
-    )
+    folder = folder_or_download("processor", given, "a processor of images", TOKENIZER_FILES)
+    # Files that are damaged, or links out of the folder, are refused before Transformers reads.
+    for name in _FILES:
+        regular_file(folder, name)
+    load_tokenizer(folder, "processor")
     try:
         # Imported only here, because it imports PyTorch if that is installed.
         loader = importlib.import_module("transformers").AutoProcessor

@@ -20,18 +20,14 @@ _JSON = (
 _OTHER = ("chat_template.jinja", "merges.txt", "tekken.json", "tokenizer.model", "vocab.txt")
 
 
-def tokenizer_files() -> tuple[str, ...]:
-    """The names of the files of a tokenizer."""
-    return (*_JSON, *_OTHER)
-
-
-def load_tokenizer(given: Any) -> Any:
+def load_tokenizer(given: Any, argument: str = "tokenizer") -> Any:
     """Loads the tokenizer in a folder on disk, as `AutoTokenizer` does.
 
     No code in the folder is run.
 
     Args:
         given: The argument `tokenizer`: the folder, or the name of a Hugging Face Hub model.
+        argument: Name of the argument, for errors.
 
     Returns:
         A Transformers tokenizer.
@@ -40,9 +36,7 @@ def load_tokenizer(given: Any) -> Any:
         FileNotFoundError: If there is no such folder, and it can't be downloaded.
         ValueError: If one of its files is damaged or not regular, or Transformers can't load it.
     """
-    folder = folder_or_download(
-        "tokenizer", given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER)
-    )
+    folder = folder_or_download(argument, given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER))
     # Checked separately: a link out of the folder is refused before Transformers follows it.
     for name in _OTHER:
         regular_file(folder, name)
@@ -63,8 +57,8 @@ def load_tokenizer(given: Any) -> Any:
                 "it asks for code of its own (`auto_map` in tokenizer_config.json), which isn't run"
             )
         raise ValueError(
-            f"`tokenizer` = {folder}: {why}. A tokenizer that you loaded may be passed in place of "
-            "its folder"
+            f"`{argument}` = {folder}: {why}. A {argument} that you loaded may be passed in place "
+            "of its folder"
         ) from error
     return tokenizer
 
