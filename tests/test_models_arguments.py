@@ -112,7 +112,8 @@ def of_loss(**changes: Any) -> Any:
 
 
 def of_load(**changes: Any) -> Any:
-    return load_pretrained(**{"folder": "nothing"} | changes)
+    given: dict[str, Any] = {"folder": "nothing"}
+    return load_pretrained(**given | changes)
 
 
 def of_save(**changes: Any) -> Any:
