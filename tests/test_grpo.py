@@ -278,7 +278,8 @@ def run_and_die(folder: Path, place: str) -> None:
     arrays = jax.tree.leaves((result.params, result.trainer.opt_state))
     names = ("loss", "reward", "completions/mean_length", "clip_ratio/region_mean")
     found: dict[str, Any] = {f"array{i}": np.asarray(x) for i, x in enumerate(arrays)}
-    np.savez(folder / "end.npz", **(found | {n: result.history[n] for n in names}))
+    found |= {name: result.history[name] for name in names}
+    np.savez(folder / "end.npz", **found)
 
 
 @pytest.mark.long

@@ -545,8 +545,8 @@ def test_sums_in_bfloat16_are_rounded_once_per_wave(waves, budget):
     # Only a wave's last backward reads the sums: one kernel, or two, or three.
     spec = spec_of(trainer)
     every = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
-    kernels = {k.key: k for k in every if k.name == "backward"}.values()
-    taken = [[x.dtype.name for x in jax.tree.leaves((k.takes or ())[3])] for k in kernels]
+    takes = {k.key: k.takes for k in every if k.name == "backward" and k.takes}.values()
+    taken = [[x.dtype.name for x in jax.tree.leaves(own[3])] for own in takes]
     assert sum("bfloat16" in row for row in taken) == len(taken) / min(MICROBATCHES // waves, 3)
 
 
