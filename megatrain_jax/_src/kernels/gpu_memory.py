@@ -25,9 +25,8 @@ Example, with arrays of 4 bytes::
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from megatrain_jax._src.kernels.division import (
     Divided,
@@ -36,6 +35,7 @@ from megatrain_jax._src.kernels.division import (
     gathered_operands,
 )
 from megatrain_jax._src.kernels.flat_equations import Equation, FlatEquations
+from megatrain_jax._src.kernels.gpu_order import Node, in_order
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.kernel_costs import workspace_bytes
 from megatrain_jax._src.program.primitives import (
@@ -58,32 +58,14 @@ _FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS
 # Operations that overwrite a part of their first operand.
 _OVERWRITING = frozenset(("dynamic_update_slice", "scatter", "scatter-add"))
 _SUMS = ("add", "add_any")
+# Operations that read no more of an array than they write, and indices.
+_PARTS = ("gather", "dynamic_slice", "slice")
 # Operations that take as long as reading so many times their result.
 _SLOW = {"gather": 3, "tanh": 1, "erf": 1}
 # Workspace of a matrix product on an H100, and a piece of an update that is computed in a loop.
 _WORKSPACE = 2**26
 # A value of this size is fused in any case.
 _SMALL = 2**16
-
-
-class _Node(NamedTuple):
-    """An equation that writes arrays.
-
-    Attributes:
-        eqn: The equation.
-        reads: The arrays that it reads, also through fused values.
-        waits: The nodes that it has to follow.
-        makes: The arrays that it allocates.
-        floats: Whether it depends only on arguments.
-        multiplies: Whether it computes a matrix product, at least of a sum.
-    """
-
-    eqn: Equation
-    reads: frozenset[Any]
-    waits: frozenset[int]
-    makes: Sequence[Any]
-    floats: bool
-    multiplies: bool
 
 
 def gpu_temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 1) -> int:
@@ -94,20 +76,34 @@ def gpu_temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: in
         axes: For each input that devices divide, the divided axis.
         num_devices: Number of devices; the result is per device.
     """
-    peak = _Function(jx.opened(jaxpr), axes or {}, num_devices, in_loop=False).peak()
+    peak = GpuFunction(jx.opened(jaxpr), axes or {}, num_devices, in_loop=False).peak()
     return peak + min(peak // 2, _WORKSPACE)
 
 
-class _Function:
-    """A function's values: arrays, with the nodes that write them, and fused values."""
+class GpuFunction:
+    """A function's values: arrays, with the nodes that write them, and fused values.
+
+    Attributes:
+        nodes: The equations that write arrays.
+        made_by: The equation of each value that is no input.
+    """
 
     def __init__(self, jaxpr: Any, axes: Divided, num_devices: int, *, in_loop: bool):
+        """Opens a jaxpr, and decides which of its values are arrays.
+
+        Args:
+            jaxpr: A jaxpr, open or closed.
+            axes: For each input that devices divide, the divided axis.
+            num_devices: Number of devices.
+            in_loop: Whether it is the body of a loop, which writes its carry in place.
+        """
         flat = FlatEquations(jaxpr)
         pairs = zip(flat.invars, jaxpr.invars, strict=True)
         given = {v: axes[own] for v, own in pairs if own in axes}
         self._axes = divided_axes(flat, given, num_devices) if given else {}
         self._num_devices = num_devices
         self._eqns = flat.eqns
+        self.made_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
         self._readers: dict[Any, list[Equation]] = {}
         for eqn in flat.eqns:
             for v in eqn.operands:
@@ -123,16 +119,16 @@ class _Function:
         self._summed = self._summed_products()
         self._arrays: dict[Any, frozenset[Any]] = {}  # behind each value
         self._read_bytes: dict[Any, int] = {}  # that a kernel reads to get a value
-        self._nodes: list[_Node] = []
+        self.nodes: list[Node] = []
         self._make_nodes()
 
     def peak(self) -> int:
         """The peak bytes of all arrays, besides arguments and results."""
-        uses = Counter(array for node in self._nodes for array in node.reads)
+        uses = Counter(array for node in self.nodes for array in node.reads)
         alive: set[Any] = set()
         live = most = 0
-        for number in _ordered(self._nodes, self._held):
-            node = self._nodes[number]
+        for number in in_order(self.nodes, self._held):
+            node = self.nodes[number]
             # A kernel reads its operands while it writes its results, so both count.
             alive.update(node.makes)
             live += self._held(node.makes)
@@ -142,6 +138,16 @@ class _Function:
             live -= self._held(dead)
             alive -= dead
         return most
+
+    def moved(self, node: Node) -> tuple[int, int]:
+        """The bytes that a node's kernel reads, also through fused values, and that it writes."""
+        eqn = node.eqn
+        written = sum(map(self._size, eqn.outvars))
+        if eqn.name in _OVERWRITING:  # reads a part of the array, and writes it again
+            part = jx.num_bytes(eqn.invars[2 if eqn.name.startswith("scatter") else 1].aval)
+            return 2 * part, part
+        read = sum(self._read_bytes.get(v, self._size(v)) for v in eqn.operands)
+        return (min(read, 2 * written) if eqn.name in _PARTS else read), written
 
     def _size(self, v: Any) -> int:
         return jx.num_bytes(v.aval) // (self._num_devices if v in self._axes else 1)
@@ -160,7 +166,7 @@ class _Function:
             return workspace_bytes(eqn)  # such kernels run on one device only
         in_loop = eqn.name in ("scan", "while")
         most = max(
-            _Function(body, axes, self._num_devices, in_loop=in_loop).peak()
+            GpuFunction(body, axes, self._num_devices, in_loop=in_loop).peak()
             for body, axes in divided_within(eqn, self._axes, self._num_devices)
         )
         return most + sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, self._axes))
@@ -226,7 +232,7 @@ class _Function:
         for eqn in self._eqns:
             behind = nothing.union(*(self._behind(v) for v in eqn.operands))
             waits = nothing.union(*(after.get(v, nothing) for v in eqn.operands))
-            makes, number, is_node = [], len(self._nodes), False
+            makes, number, is_node = [], len(self.nodes), False
             for v in eqn.outvars:
                 read = self._bytes_through(eqn, v)
                 if _renames(eqn) and not products.isdisjoint(eqn.operands):
@@ -243,7 +249,7 @@ class _Function:
             if is_node:
                 floats = eqn.name in _FUSED and not waits
                 multiplies = eqn.name == "dot_general" or not products.isdisjoint(eqn.operands)
-                self._nodes.append(_Node(eqn, behind, waits, makes, floats, multiplies))
+                self.nodes.append(Node(eqn, behind, waits, makes, floats, multiplies))
 
     def _behind(self, v: Any) -> frozenset[Any]:
         return self._arrays.get(v, frozenset((v,)))
@@ -263,91 +269,6 @@ class _Function:
             return False
         times, size = self._times[v], self._size(v)
         return size < _SMALL or times == 1 or times * read < read + size * (1 + times)
-
-
-def _ordered(nodes: Sequence[_Node], held: Any) -> list[int]:
-    """The numbers of nodes in the order in which they run."""
-    followers: dict[int, list[int]] = {}
-    missing = [len(node.waits) for node in nodes]
-    for number, node in enumerate(nodes):
-        for before in node.waits:
-            followers.setdefault(before, []).append(number)
-    # A kernel that decodes several weights at once makes all of them.
-    together: dict[Any, list[int]] = {}
-    for number, node in enumerate(nodes):
-        if node.floats and len(node.reads) > 1:
-            like = node.reads, held(node.makes)
-            together.setdefault(like, []).append(number)
-    order: dict[int, None] = {}
-
-    def run(number: int) -> None:
-        todo = [number]
-        while todo:
-            number = todo.pop()
-            if number in order:
-                continue
-            node = nodes[number]
-            if lacking := [before for before in node.waits if before not in order]:
-                todo += [number, *sorted(lacking, reverse=True)]
-                continue
-            order[number] = None
-            if node.floats:
-                todo += together.get((node.reads, held(node.makes)), ())
-            for other in followers.get(number, ()):
-                missing[other] -= 1
-                # A node without new arrays runs at once, because it may free memory.
-                is_free = not nodes[other].multiplies and not held(nodes[other].makes)
-                if not missing[other] and is_free:
-                    todo.append(other)
-
-    readers: dict[Any, list[int]] = {}
-    for number, node in enumerate(nodes):
-        for array in node.reads if node.multiplies else ():
-            readers.setdefault(array, []).append(number)
-    firm = sorted(
-        (number for number, node in enumerate(nodes) if not node.floats),
-        key=_last(nodes).__contains__,
-    )
-    for number, following in zip_longest(firm, firm[1:]):
-        # A weight may be cut out before the last of the product's other operands is computed.
-        if following is not None and number in nodes[following].waits:
-            for before in sorted(nodes[following].waits):
-                if nodes[before].floats:
-                    run(before)
-        for smaller in sorted(_smaller(nodes, number, held, order, readers)):
-            run(smaller)
-        run(number)
-    for number in range(len(nodes)):  # results that depend only on arguments
-        run(number)
-    return list(order)
-
-
-def _last(nodes: Sequence[_Node]) -> set[int]:
-    """The nodes that run last: products that no other product needs, and their followers."""
-    needed: set[int] = set()  # by a product
-    for number in reversed(range(len(nodes))):
-        if nodes[number].multiplies or number in needed:
-            needed.update(nodes[number].waits)
-    found: set[int] = set()
-    for number, node in enumerate(nodes):
-        is_last = node.multiplies and number not in needed
-        if is_last or not found.isdisjoint(node.waits):
-            found.add(number)
-    return found
-
-
-def _smaller(nodes, number, held, order, readers):
-    """The products of an operand of a product that could run before it, and need less memory."""
-    node = nodes[number]
-    if not node.multiplies or number in order:
-        return []
-    found = {n for array in node.reads for n in readers[array] if n > number and n not in order}
-    return [
-        n
-        for n in found
-        if 0 < held(nodes[n].makes) < held(node.makes)
-        and all(before in order or nodes[before].floats for before in nodes[n].waits)
-    ]
 
 
 def _in_place(flat: FlatEquations, outputs: set[Any]) -> set[Any]:

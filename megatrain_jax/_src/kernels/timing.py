@@ -1,12 +1,12 @@
 """Measures the seconds of compiled functions on their devices, before a run has any state.
 
 Each function is called several times by itself. Its arguments are pseudo-random numbers, because a
-GPU multiplies zeros faster than other numbers. A small function computes them on the device, so
+GPU multiplies zeros faster than real data. A small function computes them on the device, so
 nothing is copied from the host; at any time, the arguments of only one function exist.
 
 Example: a function takes about 4 ms.
 
-    1. it runs once, which loads it, and a second time, which takes 4.1 ms
+    1. it runs once to be loaded, and once more in 4.1 ms
     2. five batches of five calls each: 20.3, 20.1, 20.0, 20.2 and 23.0 ms
     3. the median is 20.2 ms, so a call takes 4.04 ms
 
@@ -44,7 +44,7 @@ class RepeatedCall:
     """
 
     def __init__(self, function: Callable[..., Any], kernel: Kernel, arguments: tuple[Any, ...]):
-        """Owns the arguments, which must not be used anywhere else."""
+        """Owns the arguments; they must not be used anywhere else."""
         self._function, self._donated = function, kernel.donated
         self._arguments, self._result = list(arguments), None
 

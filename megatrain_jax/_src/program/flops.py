@@ -52,7 +52,7 @@ def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) ->
         The number of operations on floating or complex numbers.
     """
     # From JAX 0.11 closed and open jaxprs are one class, and `.jaxpr` returns itself.
-    return sum(_equation_flops(eqn, counts) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(equation_flops(eqn, counts) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
 def is_product(eqn: Any, itemsize: int = 0) -> bool:
@@ -70,7 +70,8 @@ def is_float32_product(eqn: Any) -> bool:
     return jnp.promote_types(left, right) == jnp.float32
 
 
-def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
+def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
+    """The floating-point operations of one equation; see `count_flops`."""
     name = eqn.primitive.name
     if name == "scan":
         return eqn.params["length"] * count_flops(jx.loop_body(eqn).jaxpr, counts)

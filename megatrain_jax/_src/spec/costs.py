@@ -19,9 +19,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program.loss.gradients import leaves_read
 from megatrain_jax._src.schedule.workload import Costs, Link
+from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -82,8 +84,9 @@ def find_costs(
     """Estimates the seconds that stages, updates and transfers take.
 
     The time of a stage comes from its floating-point operations in all microbatches, with a
-    separate rate for attention kernels, from the kernels of its loops, from the sums that its
-    gradients are added to, and from its collectives. The time of an update comes from the bytes
+    separate rate for attention kernels, from the bytes that its other kernels read and write, from
+    the kernels of its loops, from the sums that its gradients are added to, and from its
+    collectives. The time of an update comes from the bytes
     that it reads and writes in device memory, and from the numbers that it decodes and encodes.
 
     Args:
@@ -98,14 +101,16 @@ def find_costs(
     work = forward_work([b.stage for b in bound])
     each = microbatches / num_devices
 
-    def seconds(work: Work) -> float:
-        return microbatches * work.seconds(hardware, hardware.sustained, num_devices)
+    def seconds(work: Work, traffic: Traffic) -> float:
+        computing = work.seconds(hardware, hardware.sustained, num_devices)
+        return microbatches * (computing + seconds_beside(work, traffic, hardware, num_devices))
 
-    forward = [seconds(w) for w in work]
+    traffic = stage_traffic(bound)
+    forward = [seconds(w, t) for w, (t, _) in zip(work, traffic, strict=True)]
     backward = [
-        seconds(backward_work(b.stage, w))
+        seconds(backward_work(b.stage, w), t)
         + microbatches * _adding_seconds(b, num_devices, hardware)
-        for b, w in zip(bound, work, strict=True)
+        for b, w, (_, t) in zip(bound, work, traffic, strict=True)
     ]
     per_second = hardware.collective_bytes_per_s(num_devices)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]

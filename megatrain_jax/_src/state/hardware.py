@@ -37,7 +37,8 @@ class Hardware:
             refused.
         memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
             infinite by default, so that operations that only move bytes take no time.
-        sustained: Share of `flops_per_s` that the stages of a step reach outside attention kernels.
+        sustained: Share of `flops_per_s` that matrix products reach in the stages of a step. The
+            other kernels of a stage are bound by the memory and count in addition.
         sustained_attention: Share of `flops_per_s` that attention kernels, such as cuDNN's, reach
             in forward and backward together; operations that a causal mask skips don't count.
         has_bfloat16: Whether the card computes in bfloat16, as NVIDIA's do from Ampere on.
@@ -72,7 +73,7 @@ class Hardware:
     float32_share: float = 1.0
     float8_flops_per_s: float | None = None
     memory_bytes_per_s: float = math.inf
-    sustained: float = 0.7
+    sustained: float = 0.8
     # 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691); assumed for other cards too.
     sustained_attention: float = 0.6
     has_bfloat16: bool = True

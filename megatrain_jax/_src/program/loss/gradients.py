@@ -128,7 +128,7 @@ def leaves_read(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> t
         arriving: For each output, whether a cotangent arrives.
         give_outputs: Whether the backward computes the outputs too.
     """
-    traced = _traced_pullback(stage, arriving, give_outputs)
+    traced = traced_pullback(stage, arriving, give_outputs)
     # Constants and cotangents are the first inputs of the trace; leaves follow.
     used = jx.used_inputs(traced)[len(traced.consts) + sum(arriving) :]
     return tuple(used[: len(stage.leaves)])
@@ -139,14 +139,14 @@ def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[b
 
     A pullback is linear, so a result that does not depend on its arguments is zero.
     """
-    traced = _traced_pullback(stage, arriving, give_outputs=False)
+    traced = traced_pullback(stage, arriving, give_outputs=False)
     first = len(traced.consts)
     depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + sum(arriving)])
     flags = [not jx.is_literal(a) and a in depends for a in traced.jaxpr.outvars]
     return flags[: sum(stage.is_trainable)], flags[sum(stage.is_trainable) :]
 
 
-def _traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> jx.Traced:
+def traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> jx.Traced:
     """A stage's backward, `(cotangents, leaves, inputs) -> (of leaves, of inputs, outputs)`."""
     shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]

@@ -1,0 +1,100 @@
+"""Counts the bytes that a function's kernels move in a GPU's memory, besides its products.
+
+A matrix product is bound by arithmetic, and attention kernels have a rate of their own. The
+remaining kernels are bound by the memory: each reads its operands and writes its results once. The
+equations that share a kernel are found by the rules of `gpu_memory.py`.
+
+Example: attention written out, with scores of 1 GiB in bfloat16::
+
+    s = dot q k      # a product: 1 GiB written, with few operations per byte
+    m = max s        # reads 1 GiB
+    e = exp (s - m)  # computed by the kernels that read it
+    t = sum e        # reads 1 GiB
+    p = div e t      # a product reads p: 1 GiB read, 1 GiB written
+    o = dot p v
+
+Softmax moves 4 GiB. A product counts the bytes that take longer than its arithmetic.
+Products of many matrices need these one after another in memory: operands with heads behind the
+tokens are copied first.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.kernels.gpu_memory import GpuFunction
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.attention import KERNELS
+from megatrain_jax._src.program.flops import equation_flops
+from megatrain_jax._src.program.primitives import PRODUCTS
+
+# Operations per byte of memory traffic at which a product's both take equally long: 150 to 230
+# on A100, H100, H200 and RTX 4090.
+_BALANCED = 200
+# Kernels with bytes of their own. Sums of products are written by the products.
+_KERNELS = (*KERNELS, "pallas_call")
+
+
+class Traffic(NamedTuple):
+    """Bytes that kernels read and write in the device's memory, besides products' hidden bytes.
+
+    Attributes:
+        outside: Bytes outside loops.
+        in_loops: Bytes in loops, of all their iterations.
+    """
+
+    outside: float = 0.0
+    in_loops: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes outside and in loops."""
+        return self.outside + self.in_loops
+
+
+def count_traffic(jaxpr: Any) -> Traffic:
+    """Counts the bytes of one evaluation of a jaxpr, of all devices together.
+
+    The trip count of a `while` is unknown; its body counts once. A `cond` counts its costliest
+    branch. Attention kernels and Pallas kernels count nothing.
+
+    Args:
+        jaxpr: A jaxpr, open or closed.
+    """
+    function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False)
+    outside = in_loops = 0.0
+    for node in function.nodes:
+        eqn = node.eqn
+        if eqn.name in _KERNELS:
+            continue
+        if eqn.name in ("scan", "while"):
+            times = eqn.params["length"] if eqn.name == "scan" else 1
+            in_loops += times * count_traffic(jx.loop_body(eqn).jaxpr).total
+        elif eqn.name == "cond":
+            found = max(
+                (count_traffic(body.jaxpr) for body in jx.branches(eqn)), key=lambda row: row.total
+            )
+            outside, in_loops = outside + found.outside, in_loops + found.in_loops
+        elif eqn.name in PRODUCTS:
+            outside += max(0.0, sum(function.moved(node)) - equation_flops(eqn) / _BALANCED)
+            outside += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
+        elif not node.multiplies:
+            outside += sum(function.moved(node))
+    return Traffic(outside, in_loops)
+
+
+def _rearranged(eqn: Any, made_by: Mapping[Any, Any]) -> list[Any]:
+    """The operands that are copied because their matrices don't lie one after another.
+
+    An elementwise operation writes its result in the order that the product needs.
+    """
+    if eqn.name != "dot_general":
+        return []
+    found = []
+    for v, batch in zip(eqn.invars[:2], eqn.params["dimension_numbers"][1], strict=True):
+        order, maker = list(range(len(v.aval.shape))), made_by.get(v)
+        if maker is not None and maker.name == "transpose":
+            order, maker = list(maker.params["permutation"]), made_by.get(maker.invars[0])
+        is_moved = [order[axis] for axis in batch] != list(range(len(batch)))
+        if is_moved and (maker is None or maker.name in (*PRODUCTS, "reshape")):
+            found.append(v)
+    return found

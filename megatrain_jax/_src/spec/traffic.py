@@ -1,0 +1,54 @@
+"""The memory traffic of stages' forwards and backwards, besides their products.
+
+Example: a layer with attention written out, 8 rows of 1,024 tokens. Its products take 1.4 ms on an
+H100, and its other kernels move 2 GB of scores, norms and activations: 0.6 ms more.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.gpu_traffic import Traffic, count_traffic
+from megatrain_jax._src.program.loss.gradients import traced_pullback
+from megatrain_jax._src.spec.work import Work
+from megatrain_jax._src.state.hardware import Hardware
+
+
+def stage_traffic(bound: Sequence[BoundStage]) -> list[tuple[Traffic, Traffic]]:
+    """The traffic of each stage's forward and backward of one microbatch, over all devices.
+
+    A backward counts with its recomputed forward, as traced. Stages of one template are traced
+    once.
+    """
+    known: dict[Hashable, Traffic] = {}
+    found = []
+    for b in bound:
+        stage, mode = b.stage, b.mode
+        if stage.key not in known:
+            known[stage.key] = count_traffic(stage.jaxpr)
+        backward = Traffic()
+        if mode is not None:
+            flags = stage.is_trainable, stage.active, mode.arriving, mode.give_outputs
+            like = stage.key, flags
+            if like not in known:
+                traced = traced_pullback(stage, mode.arriving, mode.give_outputs)
+                known[like] = count_traffic(traced.jaxpr)
+            backward = known[like]
+        found.append((known[stage.key], backward))
+    return found
+
+
+def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices: int) -> float:
+    """Seconds of memory traffic that the estimate of a stage's operations doesn't contain.
+
+    Args:
+        work: Operations of the stage; it counts copies in loops, and the bytes of float8 codes.
+        traffic: Bytes of the stage.
+        hardware: The rates.
+        num_devices: Number of devices that share the bytes.
+    """
+    per_second = hardware.memory_bytes_per_s * num_devices
+    outside = max(0.0, traffic.outside - work.coded) / per_second
+    in_loops = traffic.in_loops / per_second
+    return outside + max(
+        0.0, in_loops - work.loop_seconds(hardware, hardware.sustained, num_devices)
+    )

@@ -1,0 +1,82 @@
+"""The bytes that a function's kernels move in a GPU's memory, besides its products."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megatrain_jax._src.kernels.gpu_traffic import Traffic, count_traffic
+
+ROWS, TOKENS, HEADS, WIDTH = 4, 1024, 8, 64
+SCORES = ROWS * HEADS * TOKENS * TOKENS * 2
+X = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+SIZE = 4096 * 1024 * 2
+
+
+def traffic_of(function: Callable[..., Any], *args: Any) -> Traffic:
+    return count_traffic(jax.make_jaxpr(function)(*args))
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def test_softmax_of_scores_moves_them_several_times():
+    q = jax.ShapeDtypeStruct((ROWS, HEADS, TOKENS, WIDTH), jnp.bfloat16)
+    moved = traffic_of(attention, q, q, q).outside
+    # Read for the maximum and for the sum, read and written for the weights. The products write
+    # the scores and read the weights, which takes longer than their operations.
+    operations = 2 * 2 * ROWS * HEADS * TOKENS**2 * WIDTH
+    expected = 4 * SCORES + 2 * SCORES - operations / 200
+    assert expected < moved < 1.05 * expected
+
+
+def test_products_of_heads_behind_the_tokens_copy_their_operands():
+    def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+    def of_heads(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bhqd,bhkd->bhqk", q, k)
+
+    apart = jax.ShapeDtypeStruct((ROWS, TOKENS, HEADS, WIDTH), jnp.bfloat16)
+    ready = jax.ShapeDtypeStruct((ROWS, HEADS, TOKENS, WIDTH), jnp.bfloat16)
+    more = traffic_of(scores, apart, apart).outside - traffic_of(of_heads, ready, ready).outside
+    assert more == 2 * 2 * ROWS * TOKENS * HEADS * WIDTH * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: jnp.tanh(jnp.sin(x) * 2), 2 * SIZE),  # one kernel
+        (lambda x: (jnp.sin(x), jnp.cos(x)), 4 * SIZE),
+        (lambda x: x[:1024] + 1, SIZE // 2),  # a part is read, and written
+        (lambda x: jnp.take(x, jnp.arange(4), axis=0), 0),
+    ],
+)
+def test_each_kernel_reads_its_operands_and_writes_its_results(function, expected):
+    assert expected <= traffic_of(function, X).outside <= expected + SIZE / 50
+
+
+def test_operations_hide_the_bytes_of_a_large_product():
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    assert traffic_of(lambda x, w: x @ w, X, w) == Traffic()
+    row = jax.ShapeDtypeStruct((1, 1024), jnp.bfloat16)
+    assert traffic_of(lambda x, w: x @ w, row, w).outside > 0.95 * 1024 * 1024 * 2
+
+
+def test_a_loop_moves_its_bytes_in_each_iteration_and_a_branch_once():
+    rows = jax.ShapeDtypeStruct((16, *X.shape), X.dtype)
+
+    def looped(xs: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: jnp.sin(x), xs)
+
+    def branched(x: jax.Array, which: jax.Array) -> jax.Array:
+        return jax.lax.cond(which, lambda x: jnp.sin(x), lambda x: x, x)
+
+    moved = traffic_of(looped, rows)
+    assert moved.outside == 0 and moved.in_loops >= 16 * 2 * SIZE
+    which = jax.ShapeDtypeStruct((), jnp.bool_)
+    assert 2 * SIZE <= traffic_of(branched, X, which).outside <= 2.1 * SIZE
