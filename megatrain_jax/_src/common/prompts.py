@@ -63,7 +63,7 @@ def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
         raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    kinds = {part.get("type") for part in parts if isinstance(part, Mapping)}
+    kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)}
     # A template would write a placeholder for them, and the model would read it as a word.
     if others := sorted(kinds & {"image", "image_url", "video", "audio"}):
         raise ValueError(f"`prompts` have a part of the type {others[0]}: only text is supported")
