@@ -24,6 +24,7 @@ from megatrain_jax._src import planning
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.models import causal_attention
+from megatrain_jax._src.models.image_attention import full_attention
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.program.flops import count_flops, is_product
@@ -124,6 +125,19 @@ def test_a_kernel_counts_within_calls(cudnn, wrap):
     assert counted(layers, *shapes())[1] == 3 * expected
     more = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in shapes()]
     assert counted(jax.vmap(function), *more)[1] == 5 * expected
+
+
+def test_a_tower_counts_as_much_in_a_plan_as_on_a_gpu(cudnn):
+    q, _, _ = shapes()
+
+    def pulled(*arrays):
+        out, pull = jax.vjp(full_attention, *arrays)
+        return pull(out)
+
+    on_gpu = counted(pulled, q, q, q)[1]
+    with planned_for(128):
+        planned = counted(pulled, q, q, q)[1]
+    assert planned == on_gpu == 7 * forward_of(mask_of(96, 96, False, None)) // 2
 
 
 @pytest.mark.parametrize("window", [None, 7])

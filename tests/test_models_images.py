@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install 
 
 from families import named  # noqa: E402
 from published import PUBLISHED  # noqa: E402
-from tiny_images import IMAGE, batch, checkpoint, inputs, loss_of  # noqa: E402
+from tiny_images import IMAGE, batch, checkpoint, inputs, loss_of, make_processor  # noqa: E402
 
 STEPS, RATE, EPS = 5, 1e-3, 1e-4
 TEXT = r"^(?!vision/)"
@@ -243,6 +243,17 @@ def test_batches_that_do_not_fit_are_refused(given, tmp_path):
         model.check_batch(arrays | {"pixel_values": arrays["pixel_values"][..., :20]})
     with pytest.raises(ValueError, match="the decoder has no vision part"):
         models.next_token_loss(models.load_pretrained(pretrained.folder).model(), arrays)
+
+
+def test_texts_are_continued_as_without_a_vision_part(given):
+    _, pretrained = given
+    both = filled(pretrained), filled(models.load_pretrained(pretrained.folder))
+    (one,), (other,) = (models.generate(model, [[2, 5, 6]], max_tokens=4) for model in both)
+    assert one.ids.tolist() == other.ids.tolist()
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    tokenizer = make_processor().tokenizer
+    with pytest.raises(ValueError, match="`prompts` have a part of the type image: only text is"):
+        models.generate(both[0], [question], tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(

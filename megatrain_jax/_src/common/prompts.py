@@ -61,6 +61,12 @@ def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
     if not hasattr(tokenizer, "apply_chat_template"):
         hint = "only tokenizers of Transformers have a chat template: pass a text"
         raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)}
+    # A template would write a placeholder for them, and the model would read it as a word.
+    if others := sorted(kinds & {"image", "image_url", "video", "audio"}):
+        raise ValueError(f"`prompts` have a part of the type {others[0]}: only text is supported")
     options = {"add_generation_prompt": True, "return_dict": True}
     return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
 
