@@ -72,6 +72,7 @@ _PRECISIONS = {
     "fp32": mt.Precision(),
     "bf16": mt.Precision(master=jnp.bfloat16),
     "compact": mt.Precision.compact(),
+    "sums": mt.Precision.compact(sums="bfloat16"),
     "int4": mt.Precision(master=jnp.bfloat16, state="int4"),
     "int8": mt.Precision(master="int8", state="int8"),
 }
@@ -95,6 +96,7 @@ class Case:
         microbatches: Number of microbatches; with several, backwards add to sums.
         optimizer: Name of the optimizer.
         precision: Name of the precision.
+        waves: Number of waves.
         budget: The device budget.
         only: Names of the functions; empty for all.
     """
@@ -105,12 +107,13 @@ class Case:
     microbatches: int = 1
     optimizer: str = "adamw"
     precision: str = "compact"
+    waves: int = 1
     budget: int | str = "least"
     only: tuple[str, ...] = ()
 
 
 _LLAMA, _QWEN = "Llama-3-70B", "Qwen3-14B"
-_UPDATES = ("update", "reduce")
+_UPDATES, _BACKWARD = ("update", "reduce"), ("backward",)
 CASES = {
     "Llama 1 x 1024": Case(_LLAMA, 1, 1024),
     "Llama 1 x 2048, summed": Case(_LLAMA, 1, 2048, 2),
@@ -120,6 +123,7 @@ CASES = {
     "Llama adafactor": Case(_LLAMA, 1, 1024, 1, "adafactor", "bf16", only=_UPDATES),
     "Llama muon": Case(_LLAMA, 1, 1024, 1, "muon", only=_UPDATES),
     "Qwen 4 x 2048, clipped": Case(_QWEN, 4, 2048, 2, "clip"),
+    "Qwen 4 x 2048, bf16 sums": Case(_QWEN, 4, 2048, 2, "clip", "sums", 2, only=_BACKWARD),
     "Qwen 4 x 2048, fp32": Case(_QWEN, 4, 2048, 1, "adamw", "fp32"),
     "Qwen int4": Case(_QWEN, 1, 1024, 1, "adamw", "int4", only=_UPDATES),
     "Qwen 1 x 1024, int8": Case(_QWEN, 1, 1024, 1, "lion", "int8"),
@@ -140,6 +144,7 @@ def kernels(case: Case, placement: Placement | None = None) -> Iterator[Kernel]:
         precision=_PRECISIONS[case.precision],
         hardware="H100",
         microbatches=case.microbatches,
+        waves=case.waves,
         device_budget=case.budget,
     )
     with attention_kernel.planned_for(128):

@@ -80,12 +80,18 @@ class NarrowSums:
             if stored:
                 total = [x + y for x, y in zip(total, stored, strict=True)]
         elif stored:
-            # Otherwise products would be added to the stored sum, which would be written in fp32
-            # before, and read again in fp32 after it.
-            total = layout.add(stored, leaves, lambda x: jax.lax.optimization_barrier(spread(x)))
+            total = layout.add(stored, self._apart(leaves), spread)
         else:
             total = layout.pack_segments(leaves, spread, order)
         return self._rounded(total, rounding)
+
+    def _apart(self, leaves: Sequence[jax.Array | None]) -> Sequence[jax.Array | None]:
+        """The same gradients, which the compiler does not add to sums while it computes them."""
+        # A product that adds to the stored sum would have it written in fp32 before, and its result
+        # read again after it. Over several devices, gradients are exchanged in between anyway.
+        if self._placement.num_devices > 1:
+            return leaves
+        return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]
 
     def _rounded(self, total: Segments, rounding: str) -> tuple[jax.Array, ...]:
         draw = part_of(draw_of(self._key, self._step, next(self._groups)), _SUMS)
