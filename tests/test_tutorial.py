@@ -1,4 +1,4 @@
-"""The tutorial with a real chat model: its commands, from a wheel on PyPI to a taught answer."""
+"""The tutorials with a real chat model: their commands, from a wheel on PyPI to taught answers."""
 
 import json
 import os
@@ -13,14 +13,17 @@ import pytest
 from pages import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
+OF_REWARDS = ROOT / "docs" / "tutorials" / "rewards.md"
 FOLDER = ROOT / "experiments" / "smollm2"
 # Enough for the style of the answers, which is learned before their content.
 STEPS = 8
+# Enough for short answers, which are rewarded at once.
+STEPS_OF_REWARDS = 6
 
 
-def commands() -> list[str]:
-    """The commands of the page, without those that install."""
-    text = PAGE.read_text(encoding="utf-8")
+def commands(page: Path = PAGE) -> list[str]:
+    """The commands of a page, without those that install."""
+    text = page.read_text(encoding="utf-8")
     lines = [
         line
         for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
@@ -29,9 +32,9 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith(("python experiments", "megatrain-jax"))]
 
 
-def shown() -> list[str]:
-    """The blocks of text on the page: the chat before, the training, the chat after."""
-    return re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+def shown(page: Path = PAGE) -> list[str]:
+    """The blocks of text on a page: the chat before, the training, the chat after."""
+    return re.findall(r"^```text\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 def questions(chat: str) -> list[str]:
@@ -56,9 +59,9 @@ def run(folder: Path, command: str, typed: str = "") -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def answers(folder: Path, chat: str) -> list[str]:
-    """The model's answers to the questions of the page."""
-    asked = questions(shown()[0])
+def answers(folder: Path, chat: str, page: Path = PAGE) -> list[str]:
+    """The model's answers to the questions of a page."""
+    asked = questions(shown(page)[0])
     status, printed = run(folder, chat, "".join(f"{line}\n" for line in [*asked, ""]))
     assert not status, printed
     found = re.findall(r"model: (.*)", printed)
@@ -82,22 +85,55 @@ def test_the_page_shows_its_files():
     assert questions(before) == questions(after) and not taught & {*questions(after)}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_the_real_model_learns_to_answer_like_a_pirate(tmp_path: Path):
+def test_the_page_of_rewards_shows_its_files():
+    text = OF_REWARDS.read_text(encoding="utf-8")
+    assert (FOLDER / "grpo.yaml").read_text(encoding="utf-8") in text
+    _, functions = (FOLDER / "rewards.py").read_text(encoding="utf-8").split("\n\n", 1)
+    assert functions in text
+    rows = (FOLDER / "capitals.jsonl").read_text(encoding="utf-8").splitlines()
+    (row,) = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    assert json.loads(row) in map(json.loads, rows) and f"{len(rows)} questions" in text
+    before, _, after = shown(OF_REWARDS)
+    assert questions(before) == questions(after)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the first command has made the real model's checkpoint."""
     for name in ("torch", "gguf"):
         pytest.importorskip(name, reason='needed by the tutorial: pip install -e ".[torch]"')
-    (tmp_path / "experiments").symlink_to(FOLDER.parent)
-    get, chat_before, tune, chat_after = commands()
-    status, printed = run(tmp_path, get)
+    folder = tmp_path_factory.mktemp("tutorial")
+    (folder / "experiments").symlink_to(FOLDER.parent)
+    status, printed = run(folder, commands()[0])
     if "No matching distribution found" in printed:
         pytest.skip("pip cannot download the wheel of the model here")
     assert not status, printed
-    before = answers(tmp_path, chat_before)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_real_model_learns_to_answer_like_a_pirate(checkpoint: Path):
+    _, chat_before, tune, chat_after = commands()
+    before = answers(checkpoint, chat_before)
     assert not any(is_taught(answer) for answer in before), before
-    status, printed = run(tmp_path, f"{tune} --steps {STEPS}")
+    status, printed = run(checkpoint, f"{tune} --steps {STEPS}")
     assert not status, printed
-    report = json.loads((tmp_path / "runs" / "pirate" / "report.json").read_text())
+    report = json.loads((checkpoint / "runs" / "pirate" / "report.json").read_text())
     assert report["last_loss"] < report["first_loss"] / 2
-    after = answers(tmp_path, chat_after)
+    after = answers(checkpoint, chat_after)
     assert all(is_taught(answer) for answer in after), after
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_real_model_learns_by_rewards_to_be_brief(checkpoint: Path):
+    chat_before, train, chat_after = commands(OF_REWARDS)
+    before = answers(checkpoint, chat_before, OF_REWARDS)
+    status, printed = run(checkpoint, f"{train} --steps {STEPS_OF_REWARDS}")
+    assert not status, printed
+    history = json.loads((checkpoint / "runs" / "brief" / "report.json").read_text())["history"]
+    rewards = [record["reward"] for record in history]
+    assert max(rewards[1:]) > rewards[0] + 0.3, rewards
+    after = answers(checkpoint, chat_after, OF_REWARDS)
+    assert after != before

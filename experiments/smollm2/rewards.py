@@ -13,5 +13,5 @@ def right(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
 
 
 def brief(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-    """Almost 1 for a completion of one token, 0 for one of the maximum length."""
+    """Almost 1 for a completion of one token, 0 for the longest."""
     return [1 - len(ids) / MOST_TOKENS for ids in completion_ids]

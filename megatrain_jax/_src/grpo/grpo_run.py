@@ -98,7 +98,11 @@ def grpo(
         precision = precision_of("precision", precision)
         if precision.frozen is None:
             precision = replace(precision, frozen="int8")
-    rollouts = Rollouts(prompts, rewarding, options, tokenizer=tokenizer)
+    mesh, microbatches = settings.get("mesh"), settings.get("microbatches", 1)
+    unit = None
+    if isinstance(microbatches, int):
+        unit = max(microbatches, 1) * (1 if mesh is None else mesh.size)
+    rollouts = Rollouts(prompts, rewarding, options, tokenizer=tokenizer, unit=unit)
     trainer = mt.Trainer(
         trained,
         grpo_loss(options),

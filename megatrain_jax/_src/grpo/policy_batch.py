@@ -22,6 +22,9 @@ Batch = Mapping[str, Any]
 Loss = Callable[[nnx.Module, Batch], tuple[Array, dict[str, Array]]]
 # The most numbers of rows that batches of a run have.
 _NUMBERS_OF_ROWS = 8
+# A row holds several documents of maximum length if there are this number of rows for each
+# microbatch, and if it has this number of tokens at most.
+_FEWEST_ROWS, _LONGEST_ROW = 4, 4096
 
 
 def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -33,23 +36,44 @@ def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def packed_rows(completions: Sequence[Completion], length: int, unit: int) -> list[np.ndarray]:
+def documents_per_row(completions: int, longest: int, unit: int) -> int:
+    """The number of documents of maximum length that a row holds.
+
+    More of them leave less padding. But rows must still differ in number from step to step, and
+    attention may compute a row's whole square.
+
+    Args:
+        completions: Number of completions of a batch.
+        longest: Maximum number of tokens of a document.
+        unit: Number of microbatches times that of devices.
+    """
+    for number in (4, 2):
+        rows, left = divmod(completions, number * unit)
+        if not left and rows >= _FEWEST_ROWS and number * longest <= _LONGEST_ROW:
+            return number
+    return 1
+
+
+def packed_rows(
+    completions: Sequence[Completion], length: int, unit: int, most: int
+) -> list[np.ndarray]:
     """The numbers of the completions of each row, packed by best fit.
 
     A step is compiled for each number of rows, so there are few: multiples of `unit` and of about
-    an eighth of the completions, and at most a row for each.
+    an eighth of the most.
 
     Args:
-        completions: The completions; their number is a multiple of `unit`.
+        completions: The completions.
         length: Number of tokens of a row.
         unit: Number of microbatches times that of devices.
+        most: The most rows, a multiple of `unit`.
     """
     lengths = np.array([_length(one) for one in completions], np.int32)
     packing = pack(lengths, length)
     by_length = np.argsort(-lengths, kind="stable")
     rows = np.split(by_length[packing.ranks], packing.offsets[1:-1])
-    step = unit * -(-len(completions) // (unit * _NUMBERS_OF_ROWS))
-    return spread(rows, min(len(completions), step * -(-len(rows) // step)))
+    step = unit * -(-most // (unit * _NUMBERS_OF_ROWS))
+    return spread(rows, min(most, step * -(-len(rows) // step)))
 
 
 def policy_batch(

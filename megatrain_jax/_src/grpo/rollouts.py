@@ -14,7 +14,7 @@ from megatrain_jax import Trainer, losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.prompts import is_messages, prompt_ids, shown_prompt
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.grpo.policy_batch import packed_rows, policy_batch
+from megatrain_jax._src.grpo.policy_batch import documents_per_row, packed_rows, policy_batch
 from megatrain_jax._src.grpo.rewards import Rewards
 from megatrain_jax._src.models.generation.generate import Completion, generate
 
@@ -88,11 +88,19 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
 
     Attributes:
         notes: Numbers of the completions of the last few steps, by step.
-        num_rows: Number of completions of a batch, and the most rows that it can have.
+        num_rows: The most rows of a batch.
         length: Number of tokens of a row.
     """
 
-    def __init__(self, prompts: Prompts, rewards: Rewards, options: GrpoOptions, *, tokenizer: Any):
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: Rewards,
+        options: GrpoOptions,
+        *,
+        tokenizer: Any,
+        unit: int | None,
+    ):
         """Generates nothing yet; `use` must be called before.
 
         Args:
@@ -100,14 +108,16 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             rewards: The reward functions.
             options: The options.
             tokenizer: The tokenizer.
+            unit: Number of microbatches times that of devices; None if the plan chooses it.
         """
         self._prompts, self._rewards, self._options = prompts, rewards, options
-        self._tokenizer = tokenizer
-        self.num_rows = options.prompts_per_step * options.num_generations
+        self._tokenizer, self._unit = tokenizer, 1
+        completions = options.prompts_per_step * options.num_generations
         longest = prompts.length + options.max_completion_length
-        self.length = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
+        longest = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
+        number = 1 if unit is None else documents_per_row(completions, longest, unit)
+        self.num_rows, self.length = completions // number, number * longest
         self._trainer: Trainer | None = None
-        self._unit = 1
         self.notes: dict[int, dict[str, Any]] = {}
         # Seconds of training of the last few steps, by step.
         self.seconds: dict[int, float] = {}
@@ -179,7 +189,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         total = self._rewards.total(each)
         size = options.num_generations
         advantages = losses.group_advantages(total, size, scale_rewards=options.scale_rewards)
-        in_rows = packed_rows(found, self.length, self._unit)
+        in_rows = packed_rows(found, self.length, self._unit, self.num_rows)
         self._batch = policy_batch(in_rows, found, advantages, length=self.length, options=options)
         self._num_generations += 1
         padding = float((self._batch["segments"] == 0).mean())
