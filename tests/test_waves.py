@@ -546,7 +546,7 @@ def test_sums_in_bfloat16_are_rounded_once_per_wave(waves, budget):
     spec = spec_of(trainer)
     every = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
     kernels = {k.key: k for k in every if k.name == "backward"}.values()
-    taken = [[x.dtype.name for x in jax.tree.leaves((k.takes or ())[3])] for k in kernels]
+    taken = [[x.dtype.name for x in jax.tree.leaves(list(k.takes or ())[3])] for k in kernels]
     assert sum("bfloat16" in row for row in taken) == len(taken) / min(MICROBATCHES // waves, 3)
 
 
