@@ -127,3 +127,18 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     short, long = largest(4096), largest(16384)
     # The values of all tokens, up to the end of their last span, are the largest array.
     assert 16384 * 4 * 6 <= long < 1.1 * 16384 * 4 * 6 and long < 4.2 * short
+
+
+def test_decays_between_tokens_are_as_exact_as_token_by_token():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 64, 1, 8)).astype(np.float32)
+    v = rng.normal(size=(1, 64, 2, 8)).astype(np.float32)
+    log_decay = -np.exp(rng.normal(size=(1, 64, 2)) + 1).astype(np.float32)
+    state, expected = np.zeros((2, 8, 8)), np.zeros((64, 2, 8))
+    for t in range(64):
+        added = k[0, t, 0].astype(np.float64)[:, None] * v[0, t][:, None, :]
+        state = state * np.exp(log_decay[0, t].astype(np.float64))[:, None, None] + added
+        expected[t] = q[0, t, 0] @ state
+    found = gated_delta_rule(*map(jnp.asarray, (q, k, v, log_decay)), None, None)
+    # Rounded sums of decays, down to -300, would make an error of 1.4e-6.
+    assert np.linalg.norm(found[0] - expected) <= 3e-7 * np.linalg.norm(expected)

@@ -204,11 +204,15 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     the previous state stores for the key.
     """
     k = chunk.k
-    summed = _running_sum(chunk.log_decay)
+    coarse, fine = _running_sums(chunk.log_decay)
+    summed = coarse + fine
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
     # The logarithm is masked, not the result, because it may be large where nothing is seen.
-    differences = summed[..., :, None] - summed[..., None, :]
+    # The coarse sums' difference is exact; that of whole sums would have their rounding.
+    differences = (coarse[..., :, None] - coarse[..., None, :]) + (
+        fine[..., :, None] - fine[..., None, :]
+    )
     decay = jnp.exp(jnp.where(seen, differences, -jnp.inf))
     fading = jnp.exp(summed)[..., None]
     knows = (chunk.run == chunk.before[..., None])[..., None, None, :, None]
@@ -229,13 +233,16 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     )
 
 
-def _running_sum(x: Float[Array, "*batch tokens"]) -> Float[Array, "*batch tokens"]:
-    """Returns cumulative sums, rounded once, because differences of large sums must be exact.
+def _running_sums(
+    x: Float[Array, "*batch tokens"],
+) -> tuple[Float[Array, "*batch tokens"], Float[Array, "*batch tokens"]]:
+    """Returns cumulative sums in two parts, because differences of large sums must be exact.
 
-    Multiples of 2^-12 are summed without rounding, and the rest of each number is small.
+    The first part sums multiples of 2^-12, without rounding. The second sums the small rest of each
+    number, and has the gradient.
     """
     coarse = jax.lax.stop_gradient(jnp.round(x * 4096) / 4096)
-    return jnp.cumsum(coarse, axis=-1) + jnp.cumsum(x - coarse, axis=-1)
+    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(x - coarse, axis=-1)
 
 
 @jax.custom_vjp
