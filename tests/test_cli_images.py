@@ -14,7 +14,7 @@ from megatrain_jax._src.cli.main import main
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from tiny_images import checkpoint, make_processor, picture  # noqa: E402
+from tiny_images import TEMPLATE, checkpoint, make_processor, picture  # noqa: E402
 
 STEPS = 3
 
@@ -107,6 +107,16 @@ def test_adapters_are_trained_with_images(given):
     options = ["--lora_rank", "2", "--lora_targets", "layers/.*/[qv]_proj", "--export_as", "model"]
     assert tune(given, "adapters", "--held_out", "0.2", *options) == 0
     transformers.AutoModelForImageTextToText.from_pretrained(given / "adapters" / "model")
+
+
+def test_images_need_a_processor(given, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((given / "tiny" / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    command = ["finetune", "--model", tmp_path, "--data", given / "rows.jsonl"]
+    command += ["--out", tmp_path / "out", "--length", 48, "--batch", 2, "--steps", 1]
+    assert main(list(map(str, command))) == 2
+    assert "content that is no text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

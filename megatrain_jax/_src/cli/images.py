@@ -1,6 +1,7 @@
 """Fine-tuning with images: how data with images is found, and what it needs."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,15 +13,20 @@ from megatrain_jax._src.cli.run_data import called
 
 # Without a pattern from the user, only the decoder is trained.
 DECODER = "^(?!vision/)"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def with_images(settings: FinetuneSettings) -> bool:
-    """Whether the data has images.
+    """Whether the checkpoint has a processor of images, and the data has images.
+
+    Without a processor, images are no content of messages, and other columns are ignored.
 
     Raises:
         ValueError: If it has, and the settings can't be used with images.
     """
-    if settings.format != "chat" or settings.objective == "distill":
+    folder = Path(settings.model).expanduser()
+    has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+    if not has_processor or settings.format != "chat" or settings.objective == "distill":
         return False
     with called("data"):
         found = any(data.has_images(source) for source in settings.sources)
