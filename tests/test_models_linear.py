@@ -139,6 +139,7 @@ def test_decays_between_tokens_are_as_exact_as_token_by_token():
         added = k[0, t, 0].astype(np.float64)[:, None] * v[0, t][:, None, :]
         state = state * np.exp(log_decay[0, t].astype(np.float64))[:, None, None] + added
         expected[t] = q[0, t, 0] @ state
-    found = gated_delta_rule(*map(jnp.asarray, (q, k, v, log_decay)), None, None)
+    q, k, v, log_decay = map(jnp.asarray, (q, k, v, log_decay))
+    found = gated_delta_rule(q, k, v, log_decay, None)
     # Rounded sums of decays, down to -300, would make an error of 1.4e-6.
     assert np.linalg.norm(found[0] - expected) <= 3e-7 * np.linalg.norm(expected)
