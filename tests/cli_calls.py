@@ -135,7 +135,11 @@ class _Library:
             model=lambda: None,
             params="those of the checkpoint",
             config=SimpleNamespace(
-                family="llama", original="{}", saved_dtype="bfloat16", scores=False
+                family="llama",
+                original="{}",
+                saved_dtype="bfloat16",
+                scores=False,
+                vision=None,
             ),
         )
         adapted = SimpleNamespace(

@@ -212,6 +212,13 @@ def test_rows_that_can_not_be_used_are_named(row, message, processor):
     assert made([row, ROWS[0]], processor, invalid="drop").num_documents == 1
 
 
+def test_advice_on_long_conversations_can_be_taken(processor):
+    with pytest.raises(data.DataError, match='or pass `too_long="drop"`') as caught:
+        made([ROWS[3], ROWS[2]], processor, length=16)
+    assert '"split"' not in str(caught.value)
+    assert made([ROWS[3], ROWS[2]], processor, length=16, too_long="drop").num_documents == 1
+
+
 def test_a_template_that_leaves_images_out_is_refused(processor):
     template = TEMPLATE.replace("<start_of_image>", "")
     with pytest.raises(data.DataError, match="`chat_template` doesn't show its images: 0 of 1"):
@@ -222,7 +229,16 @@ def test_an_image_that_vanishes_is_named(processor, tmp_path):
     picture(0).save(tmp_path / "a.png")
     dataset = made([conversation([*own(tmp_path / "a.png"), "a"])], processor)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(ValueError, match=r"an image of `source`, row 1 can't be read"):
+    with pytest.raises(ValueError, match=r"an image of `source`, row 1, \S*a.png, can't be read"):
+        next(iter(dataset))
+
+
+def test_a_damaged_image_is_named_with_advice(processor, tmp_path):
+    file = tmp_path / "a.png"
+    picture(0, 50, 50).save(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    dataset = made([conversation([*own(file), "a"])], processor)
+    with pytest.raises(ValueError, match=r"row 1, \S*a.png, can't be read: .*\. Repair the file"):
         next(iter(dataset))
 
 

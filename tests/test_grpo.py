@@ -127,6 +127,15 @@ def test_wrong_rewards_are_named(found: Any, error: type[Exception], words: str)
         Rewards(bad)(completions=["a", "b"])
 
 
+def test_a_column_that_a_function_needs_is_named_before_the_run():
+    def right(completions, answer, scale=1.0):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(TypeError, match=r"function right needs answer, .*only \['wanted'\]"):
+        models.grpo(decoder, ROWS, right, optax.sgd(1.0), steps=1, tokenizer=None)
+    Rewards([right, lambda **columns: []]).check_columns(["answer", "more"])
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="`loss_type` must be"):
         models.GrpoOptions(loss_type="ppo")  # type: ignore[arg-type]

@@ -34,6 +34,10 @@ _ADVICE_TOO_LONG_PAIRS = (
     "Pass a larger `length`, which has to hold both conversations of a pair (the longest has "
     '{longest:,} tokens), or pass `too_long="drop"`.'
 )
+_ADVICE_TOO_LONG_IMAGES = (
+    "Pass a larger `length`, which has to hold a conversation with all its images (the longest has "
+    '{longest:,} tokens), or pass `too_long="drop"`.'
+)
 _ADVICE_BEYOND = (
     "Use the tokenizer that the model was trained with, or a model with a row for each token that "
     'was added to it; or pass `invalid="drop"` to leave such rows out.'
@@ -187,7 +191,10 @@ def _finish(
     """
     # Over all documents, even dropped ones, so that the advice names a sufficient `length`.
     longest = builder.longest
-    too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
+    if builder.processor is not None:
+        too_long = _ADVICE_TOO_LONG_IMAGES
+    else:
+        too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
     report.check(
         {
             InvalidRow: _ADVICE_INVALID,

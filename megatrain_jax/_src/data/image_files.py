@@ -49,7 +49,11 @@ class ImageReference:
                     return ImageOps.exif_transpose(image).convert("RGB")
             return ImageOps.exif_transpose(given).convert("RGB")
         except Exception as error:  # Pillow's errors for damaged files have no common type
-            raise ValueError(f"an image of {self.origin} can't be read: {error}") from error
+            name = f"{self.origin}, {given}," if isinstance(given, Path) else self.origin
+            raise ValueError(
+                f"an image of {name} can't be read: {error}. Repair the file, or leave its row "
+                "out: data is checked by the headers of images alone, before training"
+            ) from error
 
     @property
     def num_bytes(self) -> int:

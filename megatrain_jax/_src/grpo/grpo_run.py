@@ -92,6 +92,7 @@ def grpo(
         raise TypeError(checks.refused("options", "a models.GrpoOptions", options))
     rewarding = Rewards(rewards, options.reward_weights)
     prompts = Prompts(rows, tokenizer, options)
+    rewarding.check_columns(prompts.columns)
     trained: Any = model
     if options.beta and not has_adapters(model):
         trained, params, trainable = with_reference(model, params, trainable)

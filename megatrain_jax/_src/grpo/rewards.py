@@ -10,6 +10,8 @@ import numpy as np
 from megatrain_jax._src.common import checks
 
 RewardFunction = Callable[..., Sequence[float | None]]
+# The arguments beside the columns of the rows.
+_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Rewards:
@@ -51,6 +53,24 @@ class Rewards:
         self.names = _different([getattr(f, "__name__", type(f).__name__) for f in given])
         self.weights = np.array([1.0] * len(given) if weights is None else weights, np.float64)
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Checks that the functions can be called with the columns of the rows.
+
+        Args:
+            columns: The names of the columns, without `prompt`.
+
+        Raises:
+            TypeError: If a function has an argument, without a default, that is no column.
+        """
+        for name, function in zip(self.names, self._functions, strict=True):
+            for wanted in _required(function):
+                if wanted not in (*_ARGUMENTS, *columns):
+                    raise TypeError(
+                        f"the reward function {name} needs {wanted}, but `rows` have no such "
+                        f"column besides `prompt`, only {list(columns)}: add the column, or give "
+                        "the argument a default"
+                    )
+
     def __call__(self, **columns: Sequence[Any]) -> np.ndarray:
         """Calls all functions.
 
@@ -82,6 +102,16 @@ def _different(names: Sequence[str]) -> list[str]:
         name if names.count(name) == 1 else f"{name}_{names[: i + 1].count(name)}"
         for i, name in enumerate(names)
     ]
+
+
+def _required(function: RewardFunction) -> list[str]:
+    """The arguments of a function that have no default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
 
 
 def _accepted(function: RewardFunction, columns: Mapping[str, Any]) -> dict[str, Any]:
