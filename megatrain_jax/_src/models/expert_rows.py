@@ -63,7 +63,7 @@ class _Rows(NamedTuple):
     ) -> Float[Array, "tokens width"]:
         """Adds the rows of each token's `each` assignments in fp32, multiplied by shares if given.
 
-        One assignment after the other, because XLA would write all gathered rows in fp32 before it
+        One assignment at a time, because XLA would write all gathered rows in fp32 before it
         adds them.
         """
         places = self.places.reshape(-1, each)

@@ -8,7 +8,7 @@ and three by the last. Two primitives are all that products and their gradients 
 
 As primitives they stay one equation in a trace, so losses are cut and counted without a look into
 the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere to
-`jax.lax.ragged_dot`, which tests compare with. Sums are in fp32; results have the dtype of the
+`jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
 rows.
 """
 
@@ -46,7 +46,7 @@ def product_within(
         into, out = (-1, -2) if out_first else (-2, -1)
         width = matrix.shape[out]
         if bias is not None:
-            # One more input, which is 1 for every row: the gradient is a product, too.
+            # One more input, 1 for every row: the gradient is a product, too.
             x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
             bias = jnp.expand_dims(bias.astype(matrix.dtype), into)
             matrix = jnp.concatenate([matrix, bias], axis=into)
@@ -133,7 +133,7 @@ def _no_tangent(numbers: Array) -> np.ndarray:
 
 
 def grouped_product(x: Any, matrices: Any, sizes: Any, *, out_first: bool) -> Any:
-    """Multiplies rows by their group's matrix, which is (out, in) or (in, out); no derivative."""
+    """Multiplies rows by their group's matrix, (out, in) or (in, out); no derivative."""
     return _product_p.bind(x, matrices, sizes, out_first=out_first)
 
 

@@ -40,7 +40,7 @@ def full_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 class ImageRows(Past):
     """Rows of text and images: layers get it in place of `segments`, while a model is trained.
 
-    Tokens attend to those before them, and the tokens of an image also to the later ones of the
+    Tokens attend to earlier tokens, and the tokens of an image also to the later ones of the
     same image. In layers with a window, no token attends further back than the window.
     """
 

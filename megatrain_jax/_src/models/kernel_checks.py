@@ -1,4 +1,4 @@
-"""Checks that a library's kernels compute on this GPU what JAX's own operations compute.
+"""Checks of a library's kernels on this GPU against JAX's own operations.
 
 The kernels come from a young library and compile for one generation of GPUs. So the first trace
 that may call them compares a small case with the plain operations, once per process. That takes 5
@@ -126,7 +126,7 @@ def _delta_rules() -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _by_token(q: Any, k: Any, v: Any, log_decay: Any, rate: Any, segments: Any) -> Any:
-    """The gated delta rule as it is defined, which compiles faster than in chunks."""
+    """The gated delta rule as it is defined; this compiles faster than chunks."""
     first = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
     def step(state, token):

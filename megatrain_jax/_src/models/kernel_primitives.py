@@ -1,6 +1,6 @@
-"""Primitives that a GPU computes by a library's kernels and other devices by JAX's operations.
+"""Primitives that a GPU computes by a library's kernels, and JAX's operations elsewhere.
 
-As a primitive, a function stays one equation in a trace, which is cut and counted without a look
+As a primitive, a function stays one equation in a trace, to be cut and counted without a look
 into the kernels. Only the compilation for a GPU imports the library.
 """
 
@@ -28,7 +28,7 @@ def define(
         name: Its name in a jaxpr.
         shapes: Maps abstract operands to abstract results.
         on_gpu: Computes the results on an NVIDIA GPU.
-        elsewhere: Computes the results on any other device.
+        elsewhere: Computes the results on all remaining devices.
         several: Whether the results are a list.
     """
     primitive = Primitive(name)
@@ -41,7 +41,7 @@ def define(
         )
 
     def mapped(args, axes, **params):
-        """Computes one element of the mapped axis after the other."""
+        """Computes the elements of the mapped axis one by one."""
         size = next(a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None)
         whole = tuple(
             jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)

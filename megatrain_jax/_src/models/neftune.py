@@ -14,7 +14,7 @@ from megatrain_jax._src.models.decoder import Decoder
 
 
 class EmbeddingNoise(nnx.Module):
-    """Uniform noise within alpha / sqrt(length * width), which `.eval()` turns off.
+    """Uniform noise within alpha / sqrt(length * width); `.eval()` turns it off.
 
     Attributes:
         alpha: The largest noise of embeddings with one number.
@@ -54,7 +54,7 @@ def neftune(model: Any, *, alpha: float = 5.0, seed: int = 0) -> Any:
     generation have no noise, nor has a model after `.eval()`.
 
     Args:
-        model: A `Decoder`, also one with adapters, which is not modified; or a function that builds
+        model: A `Decoder`, also one with adapters; it is not modified. Or a function that builds
             one.
         alpha: Size of the noise, such as 5, 10 or 15.
         seed: Seed of the noise. Checkpoints save its place, so a resumed run draws the same.

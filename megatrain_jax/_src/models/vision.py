@@ -58,7 +58,7 @@ class VisionConfig(ABC):
         """Returns the name in a checkpoint of a parameter, from its path within the module."""
 
     def as_in(self, names: frozenset[str]) -> "VisionConfig":
-        """Returns the configuration for a checkpoint whose tensors have these names."""
+        """Returns the configuration for a checkpoint with tensors of these names."""
         return self
 
     def check_batch(self, batch: Any) -> None:
@@ -127,12 +127,12 @@ def with_images(
     vectors: Float[Array, "rows images vectors width"],
     token: int,
 ) -> Float[Array, "rows length width"]:
-    """Returns embeddings in which the images' vectors replace those of the placeholders.
+    """Returns embeddings with the images' vectors in place of the placeholders'.
 
     Args:
         x: The tokens' embeddings.
         tokens: The tokens.
-        vectors: The vectors of each row's images, in order. Those that have no placeholder are not
+        vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
             used; a placeholder without a vector becomes NaN.
         token: The placeholder.
     """

@@ -140,14 +140,14 @@ def rounding_seconds(
     """Seconds per wave, by stage, to add gradients to sums in bfloat16 and to round them again.
 
     Per sum, the first microbatch writes 4 bytes, the next ones read and write 8, and the last one
-    writes 4, which it then reads with the 4 of the earlier ones and the 2 of the sum, and writes 2.
+    writes 4, then reads them with the 4 of the earlier ones and the 2 of the sum, and writes 2.
     A single microbatch moves 12 bytes. So these are 4 bytes more than 8 per microbatch.
     """
     return tuple(0.5 * _adding_seconds(b, num_devices, hardware) for b in bound)
 
 
 def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> float:
-    """Seconds to add the gradients of one microbatch to sums, which are read and written.
+    """Seconds to add the gradients of one microbatch to sums, by reading and writing them.
 
     The product that computes a gradient adds it to the sum, so the gradient itself is not written.
     For 14.8B parameters in fp32 that is 0.04 s on an H100: 0.6 s of a step of 16 microbatches.

@@ -1,6 +1,6 @@
 """Measures the functions of a run's step on its devices, and schedules the step by their times.
 
-A run is planned by estimates, which also choose the functions to compile. Once they are compiled,
+A run is planned by estimates; they also choose the functions to compile. Once they are compiled,
 each is timed with the run's shapes, and the schedule is made again by these times. It runs the same
 functions, so times never change results, and nothing is compiled again.
 """

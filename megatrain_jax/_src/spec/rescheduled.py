@@ -85,7 +85,7 @@ def by_measured_seconds(
         found = list(estimates)
         for s in range(len(found)):
             if (op, s) in seconds:
-                # The clock subtracts what residuals save, which is not in the measured time.
+                # The clock subtracts the time that residuals save; the measured time lacks it.
                 more = saved[s] if op is Op.BACKWARD and s in kept else 0.0
                 found[s] = each * seconds[op, s] + more
         return tuple(found)

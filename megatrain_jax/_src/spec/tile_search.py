@@ -7,7 +7,7 @@ Example: 16 GiB for temporaries, and the backward of a block with 524,288 tokens
     tiles      undivided     2       4       8
     estimate    97 GiB      55      29      15 GiB: chosen
 
-The block's forward, which needs 12 GiB, stays undivided.
+The block's forward needs 12 GiB and stays undivided.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megatrain_jax._src.state.placement import Placement
 # Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
 _MOST_TILES = 64
 # If nothing fits, tiles have to reduce the need to less than this fraction. The fewest tiles are
-# taken for which the least need is at least the other fraction.
+# taken for which the least need is at least the second fraction.
 _WORTH, _NEAR = 0.8, 0.95
 
 
