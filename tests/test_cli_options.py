@@ -192,6 +192,7 @@ COMMON = [
     option("state", "compact", *precision("master", "bfloat16")),
     option("state", "two_bytes", *precision("master", "int8"), *precision("state", "int4")),
     option("master", "bfloat16", *precision("master")),
+    option("sums", "bfloat16", *precision("sums"), microbatches=2),
     option("compute", "float16", *precision("compute")),
     option("products", "float8", *precision("products")),
     option("products", "float8-all", *precision("products", (("*", "float8"),))),

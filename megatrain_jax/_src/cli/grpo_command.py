@@ -150,7 +150,12 @@ def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
     )
     compute = settings.compute or ("float32" if here is None else None)
     precision = precision_of(
-        settings.state, settings.master, frozen, compute, products=settings.products
+        settings.state,
+        settings.master,
+        frozen,
+        compute,
+        sums=settings.sums,
+        products=settings.products,
     )
     return {
         "model": model,

@@ -10,6 +10,7 @@ from megatrain_jax._src.cli.setting_rules import (
     Microbatches,
     Products,
     State,
+    Sums,
     check_needed,
     check_optimizer,
 )
@@ -64,7 +65,7 @@ class PlanSettings:
     microbatches: Microbatches = 1
     state: State = "float32"
     master: Master | None = None
-    sums: Master = "float32"
+    sums: Sums = "float32"
     compute: Compute | None = None
     products: Products | None = None
     optimizer: str = "adamw"

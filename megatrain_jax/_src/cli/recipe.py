@@ -14,6 +14,7 @@ from megatrain_jax._src.cli.setting_rules import (
     Master,
     Products,
     State,
+    Sums,
 )
 
 
@@ -22,7 +23,7 @@ def precision_of(
     master: Master | None,
     frozen: Frozen | None,
     compute: DTypeLike | None = None,
-    sums: Master = "float32",
+    sums: Sums = "float32",
     products: Products | None = None,
 ) -> mt.Precision:
     """The precision of a run.

@@ -11,6 +11,7 @@ from megatrain_jax._src.cli.setting_rules import (
     Master,
     Products,
     State,
+    Sums,
     check_needed,
     check_optimizer,
 )
@@ -46,6 +47,7 @@ class RunSettings:
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16,
             two_bytes is int4 beside masters in int8.
         master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
+        sums: Form of sums of gradients over microbatches.
         compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
             bfloat16, and float32 elsewhere. float16 scales the loss.
         products: Form of large products with parameters, or float8-all for small ones, too;
@@ -82,6 +84,7 @@ class RunSettings:
     clip: float | None = 1.0
     state: State = "float32"
     master: Master | None = None
+    sums: Sums = "float32"
     compute: Compute | None = None
     products: Products | None = None
     device_budget: int | str | None = None

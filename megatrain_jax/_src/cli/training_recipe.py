@@ -120,7 +120,12 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
     return {
         "microbatches": settings.microbatches,
         "precision": precision_of(
-            settings.state, settings.master, job.frozen, compute, products=settings.products
+            settings.state,
+            settings.master,
+            job.frozen,
+            compute,
+            sums=settings.sums,
+            products=settings.products,
         ),
         "trainable": job.trainable,
         "device_budget": settings.device_budget,
