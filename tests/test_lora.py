@@ -290,7 +290,11 @@ def test_a_plan_of_adapters_has_the_bytes_of_their_run(dora, monkeypatch):
     frozen = [Key(Kind.MASTERS, g) for g in spec.grouping.frozen]
     assert plan.host_bytes == sum(held.values())
     assert plan.frozen_bytes == sum(held[key] for key in frozen) > 0
-    # The schedule counts slabs of less than 64 numbers, too.
-    assert 0.95 * plan.device_state_bytes <= max(seen) <= plan.device_state_bytes
+    parts = ("cold", "steady", "flush")
+    ledger = [row for part in parts for row in trainer.schedule.ledger[part]]
+    assert plan.device_state_bytes == max(ledger)
+    shares = [actual / allowed for actual, allowed in zip(seen, ledger, strict=True) if allowed]
+    # The schedule counts slabs of less than 64 numbers, too, and slabs that leave until they land.
+    assert 0.95 <= max(shares) <= 1
     assert plan.device_state_bytes == trainer.plan.device_state_bytes
     assert plan.device_other_bytes == trainer.plan.device_other_bytes
