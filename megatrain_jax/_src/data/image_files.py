@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 from megatrain_jax._src.common.hf_folder import regular_file
 from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.data.report import InvalidRow
-from megatrain_jax._src.data.tokenizer import load_tokenizer
 
 _PROCESSORS = ("Gemma3Processor",)
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -156,6 +155,8 @@ def _loaded(given: str | PathLike[str]) -> Any:
     # Files that are damaged, or links out of the folder, are refused before Transformers reads.
     for name in _FILES:
         regular_file(folder, name)
+    from megatrain_jax._src.data.tokenizer import load_tokenizer  # needs Transformers
+
     load_tokenizer(folder, "processor")
     try:
         # Imported only here, because it imports PyTorch if that is installed.
