@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Never
 
 import jax
@@ -35,7 +34,7 @@ from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import fit_to_host
 from megatrain_jax._src.spec.measured import by_measured_times
 from megatrain_jax._src.spec.microbatches import fit_with_parts
-from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.start import compiled_here, cut_here, kernels_of, on_this_machine
@@ -166,7 +165,7 @@ def plan(
             usable,
             TileFinder(kernels, placement),
         )
-        return make_plan(replace(spec, first=with_all_waves(spec.first)))
+        return make_plan(run_with_all_waves(spec))
 
 
 def _measured(
@@ -189,9 +188,8 @@ def _measured(
         spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
     kernels, spread = kernels_of(spec, placement), placement.processes.spread
     spec, _ = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
-    whole = replace(spec, first=with_all_waves(spec.first))
-    found = make_plan(whole, *spread)
+    found = make_plan(run_with_all_waves(spec), *spread)
     if found.fits_device is False:
         return found
     spec = by_measured_times(spec, kernels, placement)
-    return make_plan(replace(spec, first=with_all_waves(spec.first)), *spread)
+    return make_plan(run_with_all_waves(spec), *spread)

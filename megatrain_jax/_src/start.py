@@ -54,7 +54,7 @@ from megatrain_jax._src.spec.host import (
 )
 from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuring
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
-from megatrain_jax._src.spec.rescheduled import with_all_waves
+from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
 from megatrain_jax._src.spec.step_kernels import estimate_ahead
 from megatrain_jax._src.spec.tile_search import TileFinder
@@ -262,11 +262,12 @@ def _started(
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             spec, free = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
-            _check(spec, kernels, placement, free, has_gpu=has_gpu)
+            whole = run_with_all_waves(spec)
+            _check(whole, kernels, placement, free, has_gpu=has_gpu)
         if has_gpu and is_worth_measuring(spec):
             with phases.phase("timing"):
-                spec = by_measured_times(spec, kernels, placement)
-        spec = replace(spec, first=with_all_waves(spec.first))
+                whole = run_with_all_waves(by_measured_times(spec, kernels, placement))
+        spec = whole
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
@@ -315,7 +316,6 @@ def _check(
 ) -> None:
     """Refuses a run that needs too much memory of its host or its device."""
     processes = placement.processes
-    spec = replace(spec, first=with_all_waves(spec.first))
     # On a CPU nothing is compiled before the first step, and temporaries are in host memory.
     ahead = spec.first, spec.layouts, spec.optimizer, placement
     temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)

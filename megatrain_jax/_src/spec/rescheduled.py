@@ -12,6 +12,7 @@ from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_
 from megatrain_jax._src.schedule.workload import Costs, Workload
 from megatrain_jax._src.spec.activations import computed_again, last_read_by_task
 from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.run_spec import RunSpec
 
 
 def spanning(
@@ -118,6 +119,11 @@ def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -
 def _computing_again(workload: Workload, again: frozenset[int]) -> Workload:
     # The same object if nothing changes, because a search remembers results by workload.
     return workload if workload.again == again else dataclasses.replace(workload, again=again)
+
+
+def run_with_all_waves(spec: RunSpec) -> RunSpec:
+    """A run whose training step has the instructions of all waves; see `with_all_waves`."""
+    return dataclasses.replace(spec, first=with_all_waves(spec.first))
 
 
 def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
