@@ -1,6 +1,6 @@
 """The engine: executes the instructions of a schedule.
 
-All dispatches are asynchronous. A step waits for the device only at the schedule's waits, which
+All dispatches are asynchronous. A step waits for the device only at the schedule's waits, to
 enforce the byte budget, and before stages with large temporaries. The engine dispatches
 computations, `Transfers` dispatches copies, and the store holds the state.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import loss_scale, steps, updates
-from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.bound_stage import Backward, BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -32,7 +32,7 @@ class Engine:
     """Runs steps on the state in a store.
 
     Attributes:
-        store: The run's state, which steps replace.
+        store: The run's state. Steps replace it.
         group_ok: Groups in the order of the last step's gradients, each with the value of `ok`
             after its gradient.
         kernels: The run's compiled functions.
@@ -48,15 +48,15 @@ class Engine:
         # `ok` and the step number of the pending updates.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
-        self._large: set[Hashable] = set()  # of these, those with large temporaries
+        self._large: set[Hashable] = set()  # keys of functions with large temporaries
         self._dispatched = Dispatched()
         self._running: Schedule | None = None  # of the lists since the state was last at rest
-        self._begun = 0  # tasks of those lists
+        self._begun = 0  # tasks of the running lists
 
     # ---- whole steps
 
     def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Dispatches one training step and returns its metrics, which may not be ready yet."""
+        """Dispatches one training step and returns its metrics, maybe before they are ready."""
         schedule = step.schedule
         assert not schedule.left_out
         # A steady step continues from the device state that its own schedule left. A step with a
@@ -181,10 +181,10 @@ class Engine:
         """Executes one instruction of the schedule.
 
         Transfers are collected until the next computation. A wait dispatches them first if they
-        include a fetch, which would be delayed otherwise; offloads queue behind earlier ones
+        include a fetch, so that it is not delayed; offloads queue behind earlier ones
         anyway.
         """
-        # Negative numbers are tasks of the previous step, which `_begun` has counted.
+        # Negative numbers are tasks of the previous step, already in `_begun`.
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
         key = instruction.key
@@ -227,10 +227,16 @@ class Engine:
                 self._large.add(key)
         return self._found[key]
 
-    def _of_stage(self, op: Op, number: int, step: BoundStep, microbatch: int = 0) -> Callable:
+    def _of_stage(
+        self,
+        op: Op,
+        number: int,
+        step: BoundStep,
+        microbatch: int = 0,
+        mode: Backward | None = None,
+    ) -> Callable:
         """A stage's function; waits first if it has large temporaries, so call it at once."""
-        part, placement = step.part(number, microbatch), self.store.placement
-        key = op, number, step, part.mode
+        key, placement = (op, number, step, mode), self.store.placement
         function = self._find(key, lambda: stage_kernel(step, op, number, placement, microbatch))
         if key in self._large:
             self._dispatched.wait_for_stage()
@@ -272,9 +278,9 @@ class Engine:
         sums = {g: self._take(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
         made: dict[int, Slabs] = {}  # in fp32, if sums are in bfloat16
         for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
-            run = self._of_stage(Op.BACKWARD, number, live.step, m)
             part = live.step.part(number, m)
             assert part.mode is not None
+            run = self._of_stage(Op.BACKWARD, number, live.step, m, part.mode)
             added_to = made if part.mode.is_partial else sums
             outputs, gradients, back, *more = run(
                 self._masters(bound),
