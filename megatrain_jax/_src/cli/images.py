@@ -1,4 +1,4 @@
-"""Fine-tuning with images: how data with images is found, and what it needs."""
+"""Fine-tuning with images: finds data with images, and checks and adapts its options."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,22 +10,22 @@ import jax.numpy as jnp
 from megatrain_jax import data, models
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.run_data import called
+from megatrain_jax._src.common.hf_folder import PROCESSOR_FILES
 
 # Without a pattern from the user, only the decoder is trained.
 DECODER = "^(?!vision/)"
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def with_images(settings: FinetuneSettings) -> bool:
     """Whether the checkpoint has a processor of images, and the data has images.
 
-    Without a processor, images are no content of messages, and other columns are ignored.
+    Without a processor, images are no content of messages, and columns of images are ignored.
 
     Raises:
         ValueError: If it has, and the settings can't be used with images.
     """
     folder = Path(settings.model).expanduser()
-    has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+    has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if not has_processor or settings.format != "chat" or settings.objective == "distill":
         return False
     with called("data"):
@@ -54,6 +54,6 @@ def image_shapes(
 
 
 def image_options(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `data.image_chat`, of those that all functions of data share."""
+    """The options that `data.image_chat` shares with all functions of data."""
     workers = common["workers"] or 2
     return {name: given for name, given in common.items() if name != "cache"} | {"workers": workers}

@@ -17,6 +17,8 @@ from megatrain_jax._src.common import checks
 _MAX_JSON_BYTES = 2**28
 # Deeper nesting could exceed the JSON reader's recursion limit, which depends on Python's version.
 _MAX_LEVELS = 64
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files of a processor of images; a folder may have only one of them."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",

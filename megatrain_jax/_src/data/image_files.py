@@ -1,4 +1,4 @@
-"""References to images, which are opened only for their batch, and processors that read them."""
+"""References to images, opened only for their batch, and processors that read them."""
 
 import hashlib
 import importlib
@@ -13,17 +13,16 @@ import numpy as np
 from jaxtyping import Float32
 from PIL import Image, ImageOps
 
-from megatrain_jax._src.common.hf_folder import regular_file
+from megatrain_jax._src.common.hf_folder import PROCESSOR_FILES, regular_file
 from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.data.report import InvalidRow
 
 _PROCESSORS = ("Gemma3Processor",)
-_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReference:
-    """An image of a row, which is decoded when it is opened.
+    """An image of a row. It is decoded when it is opened.
 
     Attributes:
         source: Path of a file, the bytes of one, or a PIL image.
@@ -39,7 +38,7 @@ class ImageReference:
         """Decodes the image, upright and in RGB.
 
         Raises:
-            ValueError: If it can't be read, which names its row.
+            ValueError: If it can't be read; the message names its row.
         """
         given = self.source
         try:
@@ -64,11 +63,11 @@ class ImageReference:
 
 
 def to_reference(given: Any, folder: Path, origin: str) -> ImageReference:
-    """Returns a reference to a row's image, of which only the header is read.
+    """Returns a reference to a row's image; only the image's header is read.
 
     Args:
         given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
-        folder: The folder in which relative paths begin.
+        folder: The folder where relative paths begin.
         origin: Origin of the row.
 
     Raises:
@@ -153,7 +152,7 @@ class ImageProcessor:
 def _loaded(given: str | PathLike[str]) -> Any:
     folder = folder_or_download("processor", given, "a processor of images", TOKENIZER_FILES)
     # Files that are damaged, or links out of the folder, are refused before Transformers reads.
-    for name in _FILES:
+    for name in PROCESSOR_FILES:
         regular_file(folder, name)
     from megatrain_jax._src.data.tokenizer import load_tokenizer  # needs Transformers
 
