@@ -43,7 +43,7 @@ def most_layers(shape: Shape, limit: int) -> int:
     """Returns how many layers of a shape's width fit into `limit` bytes of host memory.
 
     A layer more adds the same bytes every time once there are more layers than arrays in flight,
-    so two plans tell all others.
+    so two plans are enough.
 
     Raises:
         SystemExit: If not even a few layers fit.
@@ -76,14 +76,14 @@ def main() -> None:
     """Measures the rows and prints the table."""
     options = parser(__doc__, "large")
     add_shape(options, "qwen2.5-7b-untied")
-    options.add_argument("--layers", type=int, help="layers of the largest; else what fits")
+    options.add_argument("--layers", type=int, help="layers of the largest; else as many as fit")
     options.add_argument(
         "--reserve", type=float, default=8.0, help="GiB of host memory to leave to all else"
     )
     args = options.parse_args()
     layers = args.layers
     if layers is None:
-        # This process only plans, and the GPU's memory belongs to those that measure.
+        # This process only plans, and leaves the GPU's memory to the processes that measure.
         jax.config.update("jax_platforms", "cpu")
         total = host_memory.total_bytes()
         if total is None:
