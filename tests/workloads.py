@@ -7,10 +7,11 @@ from dataclasses import replace
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.room import least_bytes
-from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 
+LISTS = ("cold", "steady", "flush", "evaluation")  # a schedule's lists of instructions
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
 MOVES = COPIES | WAITS
 OF_GROUPS = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
@@ -131,3 +132,8 @@ def all_resident_bytes(workload: Workload) -> int:
     bare = replace(workload, residuals=(), kept=frozenset())
     resident = find_schedule(bare, sys.maxsize).resident
     return least_bytes(build_task_lists(bare), resident)
+
+
+def bytes_moved(workload: Workload, schedule: Schedule, op: Op, when: str = "steady") -> int:
+    """Bytes that a list of instructions fetches or offloads."""
+    return sum(workload.size(r.key) for r in getattr(schedule, when) if r.op is op and r.key)

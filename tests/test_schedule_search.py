@@ -1,0 +1,209 @@
+"""The search for a schedule: its choice among candidates, and bounds known without one."""
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.schedule import search
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.least_time import least_seconds
+from megatrain_jax._src.schedule.passing import least_passing_bytes
+from megatrain_jax._src.schedule.search import BudgetError, find_schedule, whole_schedule
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from schedule_machine import run_everything
+from workloads import (
+    all_resident_bytes,
+    bytes_moved,
+    chain,
+    costs,
+    decoder,
+    host,
+    random_workload,
+)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(30), pytest.param(range(30, 150), marks=pytest.mark.long)], ids=["30", "150"]
+)
+def test_the_fastest_steps_are_taken_for_which_the_host_has_room(seeds):
+    slower = 0
+    for seed in seeds:
+        plain, rng = random_workload(seed), random.Random(seed)
+        saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
+        workload = replace(plain, costs=replace(plain.costs, recompute=saved))
+        lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
+        smallest = find_schedule(workload, None).smallest_bytes
+        made = workload, round(smallest * rng.uniform(1, 2)), lean
+        fastest, least = find_schedule(*made), find_schedule(*made, host_room=0)
+        assert find_schedule(*made, host_room=fastest.passing_bytes) == fastest
+        room = rng.randint(least.passing_bytes, max(least.passing_bytes, fastest.passing_bytes))
+        found = find_schedule(*made, host_room=room)
+        assert least.passing_bytes <= found.passing_bytes <= room
+        # Of steps that are about as fast, the one that moves least is taken.
+        assert found.seconds <= 1.03 * least.seconds and fastest.seconds <= 1.03 * found.seconds
+        slower += found.seconds > 1.03 * fastest.seconds
+        for schedule in (least, found):
+            run_everything(lean if schedule.lean else workload, schedule)
+    assert slower > 2
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 400), marks=pytest.mark.long)], ids=["60", "400"]
+)
+def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
+    for seed in seeds:
+        plain, rng = random_workload(seed), random.Random(seed)
+        if (waves := (1, 2, 5)[seed % 3]) > 1:
+            plain = replace(plain, accumulate=True, waves=waves)
+        workload = replace(plain, may_travel=bool(seed % 2))
+        lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
+        smallest = find_schedule(workload, None).smallest_bytes
+        budget = round(smallest * rng.uniform(1, 2))
+        least = least_passing_bytes(build_task_lists(workload), budget)
+        for room in (0, math.inf):
+            found = find_schedule(workload, budget, lean, room)
+            assert 0 <= least <= found.passing_bytes
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.long)], ids=["12", "60"]
+)
+def test_no_step_takes_less_time_than_its_bound(seeds):
+    """The bound for the memory that the step needs, whatever it stores there."""
+    for seed in seeds:
+        workload = random_workload(seed)
+        if workload.accumulate:
+            workload = replace(workload, waves=1 + seed % 5)
+        every = all_resident_bytes(replace(workload, waves=1))
+        for budget in (None, every // 2, every, 10**9):
+            for lean in (None, replace(workload, lean=True)):
+                try:
+                    step = find_schedule(workload, budget, lean)
+                except BudgetError:
+                    continue
+                bound = least_seconds(workload, lean, step.peak_bytes, step.passing_bytes)
+                assert bound <= step.seconds * (1 + 1e-9)
+                assert least_seconds(workload, lean) <= bound
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_that_remembers_finds_the_same(seed):
+    """For several rooms of the host, as when a run is fitted to it."""
+    workload = random_workload(seed)
+    lean = replace(workload, lean=True)
+    budget = find_schedule(workload, None).smallest_bytes * 5 // 4
+
+    def found() -> list[Any]:
+        rooms = (math.inf, 40, 0)
+        return [vars(find_schedule(workload, budget, lean, room)) for room in rooms]
+
+    with remembering():
+        remembered = found()
+    assert remembered == found()
+
+
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 3.0])
+def test_of_equal_blocks_it_is_known_without_a_schedule_how_many_bytes_are_in_flight(share):
+    workload = chain(20)
+    budget = round(find_schedule(workload, None).smallest_bytes * share)
+    least = least_passing_bytes(build_task_lists(workload), budget)
+    assert least == find_schedule(workload, budget, host_room=0).passing_bytes == 36
+
+
+def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):
+    one, laid_down = search._with_residents, []
+
+    def noted(choice, budget):
+        laid_down.append(choice)
+        return one(choice, budget)
+
+    def found(seed):
+        plain = random_workload(seed)
+        # Of some it is so little that what moves less is taken.
+        share = 0.9 if seed % 2 else 0.05
+        saved = tuple(share * seconds for seconds in plain.costs.backward)
+        workload = replace(plain, costs=replace(plain.costs, recompute=saved))
+        budget = 2 * find_schedule(workload, None).smallest_bytes
+        return find_schedule(workload, budget, replace(workload, lean=True))
+
+    def all_of_them(choices, budget):
+        return [noted(choice, budget) for choice in choices]
+
+    monkeypatch.setattr(search, "_with_residents", noted)
+    some, num_some = [found(seed) for seed in range(60)], len(laid_down)
+    monkeypatch.setattr(search, "_worth_trying", all_of_them)
+    assert [found(seed) for seed in range(60)] == some
+    assert num_some < 0.9 * (len(laid_down) - num_some)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_three_waves_tell_how_long_many_take(deferred):
+    workload = decoder(accumulate=True, waves=12, deferred=deferred)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    for budget in (least, (least + most) // 2, most):
+        few = find_schedule(workload, budget)
+        assert few.left_out == 9
+        whole = whole_schedule(workload, few)
+        assert not whole.left_out
+        assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+        assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
+
+
+def test_masters_stay_before_sums_and_these_before_optimizer_state():
+    """A wave needs masters twice; optimizer state moves once a step."""
+    workload = chain(8, accumulate=True, waves=4)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    seen = set()
+    for budget in range(least, most, 8):
+        kinds = {key.kind for key in find_schedule(workload, budget).resident}
+        assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
+        assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
+        seen |= kinds
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferred):
+    # Copies take no time worth mentioning, so that all schedules are as fast.
+    workload = decoder(deferred=deferred, costs=costs(20, 20, link=host(1e-6)))
+    smallest = find_schedule(workload, None)
+    roomier = find_schedule(workload, all_resident_bytes(workload) - 1)
+    assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
+    moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in (roomier, smallest)]
+    assert moved[0] < moved[1] / 4
+
+
+def test_too_small_a_budget_names_the_smallest_that_works():
+    workload = chain(4)
+    smallest = find_schedule(workload, None).smallest_bytes
+    said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "least", or None'
+    with pytest.raises(ValueError, match=said):
+        find_schedule(workload, smallest - 1)
+
+
+def test_steps_that_compute_for_longer_are_not_taken_for_their_fewer_copies(monkeypatch):
+    """Copies may be slower than estimated; then the steps with fewer of them are faster."""
+
+    def steps(seconds: float, computing: float, moved: int) -> Any:
+        return SimpleNamespace(
+            seconds=seconds,
+            lists=SimpleNamespace(computing=computing),
+            workload=SimpleNamespace(kept=(), waves=2),
+            moved=moved,
+            fits_host=lambda room: True,
+        )
+
+    fewer, longer, slow = steps(102, 90, 40), steps(102.5, 99, 10), steps(104, 90, 20)
+    made = [steps(100, 90, 50), fewer, longer, slow]
+    monkeypatch.setattr(search, "copies", lambda steps: (steps.moved, steps.moved))
+    room = search._Room(device=0, host=math.inf)
+    assert search._best(made, room) is fewer
+    # Saved copies of 40 seconds, estimated 5% too short, gain 2 seconds.
+    worth_it = steps(101.9, 99, 10)
+    assert search._best([*made, worth_it], room) is worth_it
