@@ -7,13 +7,7 @@ import pytest
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.search import find_schedule
 from schedule_machine import run_everything
-from workloads import (
-    LISTS,
-    all_resident_bytes,
-    chain,
-    computing,
-    spell,
-)
+from workloads import LISTS, all_resident_bytes, chain, computing, spell
 
 
 def test_immediate_step_by_hand():

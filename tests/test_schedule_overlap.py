@@ -11,15 +11,7 @@ from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
-from workloads import (
-    MOVES,
-    all_resident_bytes,
-    bytes_moved,
-    costs,
-    decoder,
-    host,
-    random_workload,
-)
+from workloads import MOVES, all_resident_bytes, bytes_moved, costs, decoder, host, random_workload
 
 
 @pytest.mark.parametrize("seed", range(60))

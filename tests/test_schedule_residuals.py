@@ -12,14 +12,7 @@ from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule
 from schedule_machine import run_everything
-from workloads import (
-    COPIES,
-    all_resident_bytes,
-    chain,
-    costs,
-    host,
-    random_workload,
-)
+from workloads import COPIES, all_resident_bytes, chain, costs, host, random_workload
 
 
 @pytest.mark.parametrize("deferred", [False, True])

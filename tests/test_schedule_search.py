@@ -17,15 +17,7 @@ from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.search import BudgetError, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from schedule_machine import run_everything
-from workloads import (
-    all_resident_bytes,
-    bytes_moved,
-    chain,
-    costs,
-    decoder,
-    host,
-    random_workload,
-)
+from workloads import all_resident_bytes, bytes_moved, chain, costs, decoder, host, random_workload
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,224 @@
+"""The number of waves and microbatches that a plan or a run chooses."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from inside import on_one_device
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.spec import microbatches, wave_search
+from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.wave_search import lowest
+from megatrain_jax._src.start import with_parts
+from optimizers import OPTIMIZERS
+from poison import Spoiled, batch, loss_fn
+from runs import make_trainer
+from zoo import CASES
+
+
+@pytest.mark.parametrize("waves", [3, 8])
+def test_waves_have_equally_many_microbatches(waves):
+    words = re.escape(f"`waves`={waves} does not divide `microbatches`=4")
+    with pytest.raises(ValueError, match=words):
+        make_trainer(CASES["nnx_scan"], OPTIMIZERS["adam"], microbatches=4, waves=waves)
+
+
+# Little memory and a fast link: residuals of one wave fit, those of all microbatches don't.
+MACHINE = mt.Hardware(
+    name="small",
+    device_bytes=128 * 2**20,
+    device_share=1.0,
+    host_bytes=64 * 2**30,
+    link_bytes_per_s=20e9,
+    flops_per_s=5e12,
+    memory_bytes_per_s=1e12,
+)
+
+
+def mlp_loss(model: Any, batch: jax.Array) -> jax.Array:
+    x = batch
+    for layer in model["layers"].values():
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def tied_loss(model: Any, batch: jax.Array) -> jax.Array:
+    first = model["layers"]["0"]
+    return mlp_loss(model, jnp.tanh(batch @ first["up"]) @ first["down"])
+
+
+def build_mlp() -> Any:
+    layer = {"up": jnp.ones((512, 1024)), "down": jnp.ones((1024, 512))}
+    return {"layers": {str(i): dict(layer) for i in range(8)}}
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+BATCHES = {rows: jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16) for rows in (64, 8192)}
+
+
+def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> Any:
+    given = {"hardware": MACHINE, **options}
+    return mt.plan(build_mlp, loss, CLIPPED, BATCHES[rows], **given)
+
+
+@pytest.fixture
+def traced_once():
+    """Has plans share what doesn't depend on their options."""
+    with remembering():
+        yield
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_the_plan_chooses_waves_that_save_time():
+    chosen, one = planned(microbatches=16), planned(microbatches=16, waves=1)
+    assert chosen.waves > one.waves == 1
+    assert chosen.num_kept > one.num_kept
+    others = [planned(microbatches=16, waves=waves) for waves in (2, 4, 8, 16)]
+    fastest = min(plan.seconds_per_step for plan in others)
+    assert chosen.seconds_per_step == pytest.approx(fastest, rel=0.03)
+    assert chosen.seconds_per_step < 0.95 * one.seconds_per_step
+    share = f"the link is busy for {chosen.link_share:.0%}"
+    assert f"waves of {16 // chosen.waves} microbatch" in str(chosen) and share in str(chosen)
+    assert "waves" not in str(one)
+
+
+@pytest.mark.parametrize("first", [1.0, 9.0, 100.0])
+@pytest.mark.parametrize("best", [2, 8, 64])
+def test_the_lowest_value_is_found_from_any_guess(best, first):
+    numbers, asked = [2, 4, 8, 16, 32, 64], []
+
+    def value(number: int) -> float:
+        asked.append(number)
+        return math.inf if number < best else number / best
+
+    assert lowest(numbers, first, value) == best
+    assert set(asked) <= set(numbers)
+    every = set(asked)
+    asked.clear()
+    # Numbers whose bound is above the lowest value so far are not asked for.
+    assert lowest(numbers, first, value, lambda number: number / best) == best
+    assert set(asked) <= every
+    assert 2 * best not in asked or first != best + 1
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
+    asked: list[int] = []
+    in_waves = wave_search.in_waves
+
+    def counted(step: Any, waves: int, budget: int | None) -> Any:
+        asked.append(waves)
+        return in_waves(step, waves, budget)
+
+    monkeypatch.setattr(wave_search, "in_waves", counted)
+
+    def plans() -> list[mt.Plan]:
+        given: tuple[dict[str, Any], ...] = (
+            {"microbatches": 16},
+            {"microbatches": "auto"},
+            {"microbatches": 16, "host_budget": "1GiB"},
+            {"microbatches": 4, "rows": 64},
+        )
+        return [planned(**options) for options in given]
+
+    found, fewer = plans(), len(asked)
+    for module in (wave_search, microbatches):
+        monkeypatch.setattr(module, "least_seconds", lambda *_: -math.inf)
+    assert plans() == found
+    assert fewer < len(asked) - fewer
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
+    assert planned(microbatches=16, loss=tied_loss).waves == 1
+    assert planned(microbatches=16, loss=tied_loss, waves=4).waves == 4
+    # Few rows: the link is the bound.
+    for options in ({"rows": 64, "microbatches": 4}, {"microbatches": 1}):
+        assert planned(**options) == planned(**options, waves=1)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_the_plan_chooses_microbatches_whose_functions_leave_room():
+    whole, auto = planned(microbatches=1), planned(microbatches="auto")
+    assert auto.microbatches > 1 and 8192 % auto.microbatches == 0
+    assert auto.device_temporary_bytes < whole.device_temporary_bytes
+    assert auto.seconds_per_step < whole.seconds_per_step
+    same = planned(microbatches=auto.microbatches, waves=auto.waves)
+    assert (same.seconds_per_step, same.host_peak_bytes) == (
+        auto.seconds_per_step, auto.host_peak_bytes
+    )  # fmt: skip
+    # Few rows are left whole; without a machine nothing tells how many fit.
+    fewer: tuple[dict[str, Any], ...] = ({"rows": 64}, {"hardware": None})
+    for options in fewer:
+        assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_waves_are_taken_where_one_has_no_room_in_the_budget():
+    smallest = planned(microbatches=16, waves=16, device_budget="least").device_state_bytes
+    budget = smallest * 11 // 10
+    with pytest.raises(ValueError, match="is too small for this model"):
+        planned(microbatches=16, waves=1, device_budget=budget)
+    found = planned(microbatches=16, device_budget=budget)
+    assert found.waves > 1 and found.device_state_bytes <= budget
+    with pytest.raises(ValueError, match="is too small for this model"):
+        planned(microbatches=16, device_budget=smallest // 2)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_a_run_on_a_gpu_takes_the_parts_of_its_plan():
+    plan, adapted = planned(microbatches="auto"), adapt(build_mlp, mlp_loss, BATCHES[8192], 0)[0]
+
+    def make(run: Options) -> RunSpec:
+        return make_run_spec(adapted, mlp_loss, CLIPPED, BATCHES[8192], run)
+
+    def parts(*, has_gpu: bool, **given: Any) -> tuple[Any, Any]:
+        run, placement = Options(hardware=MACHINE, **given), on_one_device()
+        found = with_parts(run, make, BATCHES[8192], placement, has_gpu=has_gpu)
+        return found.microbatches, found.waves
+
+    assert parts(has_gpu=True, microbatches="auto") == (plan.microbatches, plan.waves)
+    given = {"microbatches": plan.microbatches}
+    assert parts(has_gpu=True, **given) == (plan.microbatches, plan.waves)
+    assert parts(has_gpu=True, **given, waves=2) == (plan.microbatches, 2)
+    # Where nothing tells how much memory there is, a batch is left whole.
+    assert parts(has_gpu=False, microbatches="auto") == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": "auto", "waves": 2}, "`waves`=2 needs a number of `microbatches`"),
+        ({"waves": 2}, "`waves`=2 does not divide `microbatches`=1"),
+    ],
+)
+def test_parts_that_make_no_sense_are_named(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        planned(**options)
+
+
+def test_a_run_that_resumes_keeps_the_parts_of_its_checkpoint(tmp_path):
+    """Where the plan has chosen them: on another machine it would choose other ones."""
+    data, optimizer = [batch(seed) for seed in range(4)], optax.adam(1e-2)
+
+    def fit(steps: int, **options: Any) -> mt.FitResult:
+        given = {"precision": mt.Precision(compute=jnp.float32), "progress": False, **options}
+        model = Spoiled(nnx.Rngs(0))
+        return mt.fit(
+            model, loss_fn, data, optimizer, checkpoint_dir=tmp_path, steps=steps, **given
+        )
+
+    fit(2, microbatches=4, waves=2)
+    resumed = fit(4, microbatches="auto")
+    assert resumed.trainer.num_steps == 4
+    assert resumed.trainer.plan.microbatches == 4 and resumed.trainer.plan.waves == 2
