@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from inside import store_of
@@ -45,6 +46,14 @@ def trainer(**options: Any) -> mt.Trainer:
     )
 
 
+def trained() -> mt.Trainer:
+    """A trainer after two steps."""
+    made = trainer()
+    for seed in range(2):
+        made.read(made.step(batch(seed)))
+    return made
+
+
 def fit(folder: Path | str | None, steps: int | None, **options: Any) -> mt.FitResult:
     data = options.pop("data", None) or (batch(seed) for seed in itertools.count())
     return mt.fit(
@@ -74,6 +83,12 @@ def state(trainer: mt.Trainer) -> Any:
     """A copy of all that training changes."""
     trainer.flush()
     return jax.tree.map(np.array, [trainer.params, trainer.opt_state, store_of(trainer).step])
+
+
+def plain(path: Path) -> Any:
+    """A checkpoint as Orbax alone reads it."""
+    with v1.Context():
+        return v1.load(str(path))
 
 
 def files(path: Path) -> list[Path]:
