@@ -20,6 +20,7 @@ from typing import Any
 
 import megatrain_jax as mt
 import small
+from log_trainer import LogTrainer, batch_of
 from megatrain_jax import FitResult
 from megatrain_jax._src import run_state, run_steps
 from megatrain_jax._src import trainer as trainers
@@ -28,7 +29,6 @@ from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime import evaluation, interrupt, training
 from megatrain_jax._src.train import loop, run, series, source
 from runs import check_same_bits
-from test_fit import LogTrainer, batch_of
 
 RUNS, REAL_RUNS = 80, 25
 LOOP: set[str | None] = {module.__file__ for module in (interrupt, loop, run, source)}

@@ -23,8 +23,8 @@ import small
 from megatrain_jax._src.report.curves import running_mean
 from megatrain_jax._src.report.memory_fill import fills
 from megatrain_jax._src.report.run_view import result_cells
+from plans import GIB, big_plan, small_plan
 from runs import check_same_bits
-from test_plan_table import GIB, big_plan, small_plan
 
 pytestmark = pytest.mark.usefixtures("started_once")
 

@@ -17,7 +17,7 @@ from megatrain_jax._src.spec.host import check_host, fit_to_host
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
-from test_plan_table import GIB, SGD, big_plan, spec_of
+from plans import GIB, SGD, big_plan, layers_spec
 
 # Two devices on each of two hosts. A second carries 2 GiB over a link, and 3 through a host's
 # memory, which leaves each link 1.5; devices exchange 3 / (2 * 2) GiB in a second.
@@ -119,7 +119,7 @@ def test_processes_divide_the_host_memory_of_a_run_without_a_pool():
 
 
 def test_a_plan_counts_what_its_run_says():
-    spec = spec_of(CLIPPING, device_budget="least", hardware=mt.H200)
+    spec = layers_spec(CLIPPING, device_budget="least", hardware=mt.H200)
     plan, schedule = make_plan(spec), spec.first.schedule
     idle = (Op.WAIT, Op.LAND, Op.RELEASE)
     assert any(row.op is Op.RELEASE for row in schedule.steady)
@@ -141,7 +141,7 @@ def test_lists_of_a_gpu_s_memory_count_where_jax_allocates_it(monkeypatch):
     """JAX's own allocator has 8 bytes in the host for each 256 bytes that it takes of a GPU."""
     machine = replace(mt.H100, device_share=0.85, host_bytes=64 * GIB)
     lists = (machine.usable_bytes or 0) // 32
-    spec = spec_of(device_budget="least", hardware=machine)
+    spec = layers_spec(device_budget="least", hardware=machine)
 
     def planned(of, num_processes=1):
         return make_plan(of, num_processes, num_processes).host_process_bytes or 0
@@ -168,7 +168,7 @@ def test_lists_of_a_gpu_s_memory_count_where_jax_allocates_it(monkeypatch):
 
 
 def test_flops_of_stages_computed_again_and_of_reductions():
-    step = spec_of().first
+    step = layers_spec().first
     again = replace(step, workload=replace(step.workload, again=frozenset({1})))
     more = microbatch_work(again).flops - microbatch_work(step).flops
     assert more == count_flops(step.stages[1].stage.jaxpr) > 0
@@ -178,7 +178,7 @@ def test_flops_of_an_update_are_those_of_plain_optax():
     params = [jnp.ones(size) for size in (64, 128, 256, 128, 64)]
 
     def planned(optimizer):
-        return make_plan(spec_of(optimizer)).flops_per_step
+        return make_plan(layers_spec(optimizer)).flops_per_step
 
     def plain(optimizer):
         return count_flops(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))

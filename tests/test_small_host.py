@@ -1,0 +1,372 @@
+"""Plans and runs on a host with too little memory: fitted to it, or refused."""
+
+import bisect
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import megatrain_jax as mt
+from inside import steps_of
+from megatrain_jax._src import start
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.schedule import passing
+from megatrain_jax._src.spec import budget as budget_module
+from megatrain_jax._src.spec import host, rescheduled
+from megatrain_jax._src.spec.budget import fit_to_machine
+from megatrain_jax._src.spec.host import fit_to_host, peak_bytes
+from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.tile_search import TileFinder
+from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import placed_on
+from runs import SLOW, check_same_bits
+from small_layers import BATCH, WIDTH, layers, make_params, wide_layers
+
+GIB = 2**30
+
+
+def least_host(gib: float) -> float:
+    """The least memory of a host, in GiB, on which a process can have so much in its pool."""
+    num_bytes, mib = int(gib * GIB), 2**20
+
+    def is_enough(total: int) -> bool:
+        return pool.process_bytes(num_bytes, 0, total) <= pool.most_process_bytes(total)
+
+    return (
+        bisect.bisect_left(range(128 * GIB // mib), True, key=lambda n: is_enough(n * mib)) / 1024
+    )
+
+
+def test_activations_stay_on_the_device_where_the_host_has_no_room_for_them():
+    """State has its place in the host anyway, so it is the state that moves."""
+    width, depth = 8192, 12
+    batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}  # 0.5 GiB between layers
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def plan(**hosts):
+        return mt.plan(
+            lambda: {"layers": [jnp.zeros((width, width)) for _ in range(depth)]},
+            loss_fn,
+            optax.adam(1e-3),
+            batch,
+            precision=mt.Precision(compute=jnp.float32),
+            hardware=dataclasses.replace(mt.H200, device_bytes=64 * GIB),
+            device_budget="12 GiB",
+            **hosts,
+        )
+
+    roomy, state = plan(host_gib=64), depth * 0.75  # three arrays of 0.25 GiB a layer
+    assert roomy.host_peak_bytes / GIB > state + 4
+    tight = plan(host_gib=least_host(state + 4))
+    assert tight.fits_host and tight.num_again == 0
+    assert tight.host_peak_bytes / GIB <= state + 4
+    # A budget of the process is as good as a host of that size.
+    asked = plan(host_gib=64, host_budget=tight.host_process_bytes)
+    assert asked.fits_host and asked.num_again == 0
+    assert asked.host_peak_bytes <= tight.host_peak_bytes
+    assert "fits in a budget of" in str(asked)
+    assert not plan(host_gib=64, host_budget="10 GiB").fits_host
+
+
+@pytest.mark.parametrize("device_gib", [6, pytest.param(7, marks=pytest.mark.long)])
+def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_gib, monkeypatch):
+    """What is known without a search changes no result, and saves the searches."""
+    width, depth = 8192, 12
+    batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}  # 0.5 GiB between layers
+    shape = jax.ShapeDtypeStruct((width, width), jnp.float32)
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    adapted, _ = adapt(lambda: [jnp.zeros(shape.shape)] * depth, loss_fn, batch, 0)
+    options = Options(
+        precision=mt.Precision(compute=jnp.float32),
+        hardware=mt.H200,
+        device_budget=device_gib * GIB,
+    )
+    spec = make_run_spec(adapted, loss_fn, optax.adam(1e-3), batch, options)
+    state, peak = 3 * depth * width**2 * 4, peak_bytes(spec.first)
+    searches, search = [], rescheduled.find_schedule
+    monkeypatch.setattr(
+        rescheduled, "find_schedule", lambda *given: searches.append(given) or search(*given)
+    )
+    ends = []
+    for share in (0.02, 0.2, 0.5, 0.8, 1.0):
+        most = pool.process_bytes(
+            int(state + share * (peak - state)), spec.largest_slab_bytes, 256 * GIB
+        )
+        asked = dataclasses.replace(spec, options=dataclasses.replace(options, host_budget=most))
+        found, numbers = [], []
+        for least in (lambda *_: 0, passing.least_passing_bytes):
+            monkeypatch.setattr(host, "least_passing_bytes", least)
+            searches.clear()
+            fitted = fit_to_host(asked)
+            found.append(fitted and (fitted.first.schedule, fitted.first.workload.again))
+            numbers.append(len(searches))
+        assert found[0] == found[1] and numbers[1] <= numbers[0]
+        ends.append((found[0] is not None, *numbers))
+    assert not ends[0][0] and ends[0][1] > 1 and ends[0][2] == 0, "nothing has to be tried"
+    assert ends[-1][0], ends
+
+
+def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():
+    with pytest.raises(MemoryError, match="may take 64.00 MiB .`host_budget`") as caught:
+        mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, host_budget="64MiB")
+    said = str(caught.value)
+    assert "Nothing was allocated" in said
+    # JAX alone takes more, whatever the model.
+    assert "Use a larger `host_budget`" in said and "compact" not in said
+
+
+def test_fewer_bytes_a_parameter_are_advised_where_they_may_be_enough():
+    refused, own = "would not help", "Precision.compact()"
+    for fixed, most, said, unsaid in ((1, 2, own, refused), (2, 2, refused, own)):
+        advice = host._advice(fixed, most)
+        assert said in advice and unsaid not in advice and "larger `host_budget`" in advice
+
+
+def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}  # 1 GiB between layers
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_params())
+
+    def plan(gib):
+        hardware = dataclasses.replace(mt.H200, host_bytes=int(gib * GIB), device_bytes=32 * GIB)
+        return mt.plan(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params),
+            layers,
+            optax.adam(1e-3),
+            batch,
+            precision=mt.Precision(compute=jnp.float32),
+            hardware=hardware,
+            device_budget="least",
+        )
+
+    roomy = plan(64)
+    # Blocks hand on 1 GiB each; 6 are more than every second one. The state is small.
+    needed = 0, 1, 2, 3, 6
+    plans = [plan(least_host(roomy.host_peak_bytes / GIB - n + 0.5)) for n in needed]
+    assert all(p.fits_host for p in plans)
+    counts = [p.num_again for p in plans]
+    assert counts == list(needed)
+    assert plans[-1].host_peak_bytes < plans[0].host_peak_bytes / 2
+    assert plans[-1].flops_per_step > plans[0].flops_per_step
+    text = " ".join(str(plans[-1]).split())
+    assert f"forward computed again in {counts[-1]} of 12 stages" in text
+    # Where the state alone is too large, nothing is gained.
+    assert plan(0.001).num_again == 0
+
+
+def test_a_host_is_too_small_where_blocks_computed_again_need_more_of_the_device():
+    width, layers = 8192, [{"up": (1, 4), "down": (4, 1), "q": (1, 1)}] * 6
+
+    def build():
+        made = [{k: jnp.zeros((a * width, b * width)) for k, (a, b) in x.items()} for x in layers]
+        return {"embed": jnp.zeros((1000, width)), "layers": made}
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["x"]]
+        for layer in params["layers"]:
+            x = x + jnp.tanh((x @ layer["q"]) @ layer["up"]) @ layer["down"]
+        logits = (x @ params["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    rows = jax.ShapeDtypeStruct((256, 2048), jnp.int32)
+    made = build, loss_fn, optax.adamw(1e-3), {"x": rows, "y": rows}
+    plans = [
+        mt.plan(*made, hardware="H100", host_gib=gib, precision=mt.Precision.compact())
+        for gib in (16, 32, 128)
+    ]
+    assert [plan.fits_host for plan in plans] == [False, False, True]
+
+
+def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
+    rows = jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+
+    def plan(gib):
+        return mt.plan(
+            lambda: {"layers": [{"up": jnp.zeros(up.shape)} for _ in range(12)]},
+            wide_layers,
+            optax.adam(1e-3),
+            {"x": rows},
+            precision=mt.Precision(compute=jnp.float32),
+            hardware=dataclasses.replace(SLOW, host_bytes=int(gib * GIB), device_bytes=256 * GIB),
+            device_budget=int(8.8 * GIB),
+        )
+
+    whole = plan(64)
+    peak = whole.host_peak_bytes / GIB
+    plans = [whole, *(plan(least_host((1 - share) * peak)) for share in (0.1, 0.4))]
+    assert all(p.fits_host and p.keeps_costliest for p in plans)
+    assert [p.num_again for p in plans] == [0] * 3
+    kept = [p.num_kept for p in plans]
+    assert kept[0] == 11 > kept[1] > kept[2] > 0
+    seconds = [p.seconds_per_step or 0 for p in plans]
+    assert 0 < seconds[0] < seconds[1] < seconds[2]
+
+
+def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
+    def batch(rows):
+        return {"x": np.random.default_rng(rows).normal(size=(rows, WIDTH)).astype(np.float32)}
+
+    optimizer, fp32 = optax.adam(1e-3), mt.Precision(compute=jnp.float32)
+    short, long, longer = batch(2**12), batch(2**16), batch(2**16 + 8)
+    plan = mt.plan(make_params(), layers, optimizer, longer, precision=fp32, device_budget="least")
+
+    def trained():
+        options = {
+            "precision": fp32,
+            "progress": False,
+            "device_budget": 2 * plan.device_state_bytes,
+        }
+        trainer = mt.Trainer(make_params(), layers, optimizer, short, **options)
+        losses = [trainer.read(trainer.step(b))["loss"] for b in (short, long, short)]
+        return trainer, losses
+
+    whole, expected = trained()
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: plan.host_peak_bytes * 2 // 3)
+    narrow, losses = trained()
+    assert losses == expected
+    first, second = steps_of(narrow)
+    assert not first.workload.again and second.workload.again
+    # Fitted to a long batch, a run computes nothing again for a short one.
+    options = {"precision": fp32, "progress": False, "device_budget": 2 * plan.device_state_bytes}
+    reverse = mt.Trainer(make_params(), layers, optimizer, long, **options)
+    reverse.read(reverse.step(short))
+    assert [bool(step.workload.again) for step in steps_of(reverse)] == [True, False]
+    assert peak_bytes(second) <= plan.host_peak_bytes * 2 // 3 < plan.host_peak_bytes
+    # Where nothing helps, it is said before anything is computed.
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 2**14)
+    with pytest.raises(MemoryError, match="on batches of this shape takes .* in all"):
+        narrow.step(longer)
+    assert narrow.num_steps == 3
+    check_same_bits(narrow.params, whole.params)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, monkeypatch):
+    short, long = ({"x": np.ones((n, WIDTH), np.float32)} for n in (2**12, 2**18))
+    made, fp32 = (make_params(), layers, optax.adam(1e-3)), mt.Precision(compute=jnp.float32)
+    room = mt.plan(*made, short, precision=fp32, device_budget=GIB).device_bytes * 2
+    machine = dataclasses.replace(mt.H200, device_bytes=room, host_bytes=64 * GIB)
+    if not given:
+        monkeypatch.setattr(start, "this_machine", lambda: machine)
+        monkeypatch.setattr(pool, "free_device_bytes", lambda placement: room)
+    budget = room if given else None
+    trainer = mt.Trainer(*made, short, precision=fp32, progress=False, device_budget=budget)
+    error, text = (ValueError, "device_budget=") if given else (MemoryError, "first batch")
+    for call, what in ((trainer.step, "step"), (lambda x: trainer.evaluate([x]), "evaluation")):
+        with pytest.raises(error, match=rf"(?i){what} on batches of this shape takes \d+") as info:
+            call(long)
+        assert text in str(info.value)
+    trainer.read(trainer.step(short))
+
+
+def test_a_named_card_is_in_this_host(monkeypatch):
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=9 * GIB)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    made = make_params(), layers, optax.adam(1e-3), BATCH
+    named = (None, "RTX 4090", dataclasses.replace(mt.H100, host_bytes=8 * GIB))
+    plans = [mt.Trainer(*made, progress=False, hardware=hardware).plan for hardware in named]
+    hosts = [plan.hardware.host_bytes for plan in plans if plan.hardware]
+    assert hosts == [9 * GIB, 9 * GIB, 8 * GIB]
+
+
+def skipping(params, batch):
+    x, skips = batch["x"], []
+    half = len(params["layers"]) // 2
+    for layer in params["layers"][:half]:
+        skips.append(x := jnp.tanh(x @ layer["w"]))
+    for layer in params["layers"][half:]:
+        x = jnp.tanh((x + skips.pop()) @ layer["w"])
+    return (x**2).mean()
+
+
+def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
+    rows, fp32 = [2**12, 2**14, 2**16], mt.Precision(compute=jnp.float32)
+    short, middle, long = ({"x": np.ones((n, WIDTH), np.float32)} for n in rows)
+    made = make_params(), skipping, optax.adam(1e-3)
+    least = mt.plan(*made, long, precision=fp32, device_budget="least").device_state_bytes
+    options = {"precision": fp32, "progress": False, "device_budget": 6 * least // 5}
+    expected = mt.Trainer(*made, short, **options).evaluate([middle])
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 6 * 2**20)
+    trainer = mt.Trainer(*made, short, **options)
+    with pytest.raises(MemoryError, match=r"An evaluation on batches of this shape takes \d"):
+        trainer.evaluate([long])
+    assert trainer.evaluate([middle]) == expected
+    trainer.read(trainer.step(short))
+
+
+def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
+    monkeypatch,
+):
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
+    up = jnp.zeros((WIDTH, 4 * WIDTH))
+    adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def budget(least):
+        asked = []
+
+        def to_host(spec):
+            asked.append(spec.temporary_bytes)
+            return spec if spec.budget_bytes >= least else None
+
+        found = fit_to_machine(spec, KernelCache(), 24 * GIB, nowhere, to_host)
+        assert len(set(asked)) == len(asked) > 1, "a search for each need"
+        return found.budget_bytes or 0
+
+    # The last share gives again what the one before it has given.
+    monkeypatch.setattr(budget_module, "_SHARES", (0.5, 0.25, 0.25))
+    # What the device holds need not wait in the host.
+    usual = budget(0)
+    assert budget(usual + 1) > 2 * usual
+    assert budget(24 * GIB) == usual, "refused with what it would take"
+
+
+def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
+    up = jnp.zeros((WIDTH, 4 * WIDTH))
+    adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def lean(spec):
+        schedule = dataclasses.replace(
+            spec.first.schedule, kept=frozenset({1, 2}), lean=True, seconds=0.0
+        )
+        return dataclasses.replace(spec, first=dataclasses.replace(spec.first, schedule=schedule))
+
+    usual = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lambda spec: spec)
+    found = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lean)
+    assert not usual.first.schedule.kept and usual.first.stages[1].tiles
+    assert (found.temporary_bytes or 0) >= TileFinder(KernelCache(), nowhere).most(found.first)
+    names = ["forward keeping the costliest", "backward of the costliest"]
+    assert set(names) & set(found.first.stages[1].tiles)
+    assert found.budget_bytes == usual.budget_bytes
