@@ -1,6 +1,6 @@
 """Tokens per second of GRPO's whole loop, with random weights of a known model's sizes.
 
-    python experiments/grpo_speed.py Qwen2.5-7B --out grpo-7b.json
+    python experiments/grpo_speed.py Qwen2.5-7B
     python experiments/grpo_speed.py --tiny
 
 All parameters are trained with AdamW. Each completion has the maximum length. The first step
@@ -9,52 +9,59 @@ compiles, and is left out. On a CPU only `--tiny` is of use.
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-import optax
-from flax import nnx
+sys.path.append(str(Path(__file__).resolve().parent / "throughput"))
 
-from megatrain_jax import models
-from megatrain_jax._src.cli.catalogue import known_models
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+from generation_speed import sizes  # noqa: E402
+from machine import hardware, peak_device_gib, peak_host_gib, versions  # noqa: E402
+from record import add_origin_options, find_origin, write  # noqa: E402
+
+from megatrain_jax import models  # noqa: E402
+from megatrain_jax._src.cli.catalogue import known_models  # noqa: E402
+
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 
-def parsed() -> argparse.Namespace:
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="Qwen2.5-7B")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", default="Qwen2.5-7B", choices=sorted(known_models()), metavar="MODEL"
+    )
     parser.add_argument("--tiny", action="store_true", help="two small layers, short completions")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="the first one is left out")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--state", default="compact", help="a name of precisions")
     parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--out", help="file for the figures")
-    return parser.parse_args()
-
-
-def sizes(options: argparse.Namespace) -> models.DecoderConfig:
-    """The model's configuration."""
-    values = dict(known_models()[options.model].config)
-    if options.tiny:
-        values |= {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
-        values |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return models.DecoderConfig.from_hf(values)
-
-
-def main() -> None:
-    """Runs some steps, and prints the figures."""
-    options = parsed()
+    parser.add_argument("--out", type=Path, default=Path("runs/grpo_speed.json"))
+    add_origin_options(parser)
+    options = parser.parse_args(argv)
+    if options.steps < 2:
+        parser.error("--steps must be 2 at least, because the first step compiles")
     if options.tiny:
         options.prompts, options.group, options.microbatches = 4, 2, 2
-        options.prompt_tokens, options.tokens = 8, 16
-    config = sizes(options)
+        options.prompt_tokens, options.tokens, options.state = 8, 16, "float32"
+    return options
+
+
+def trained(options: argparse.Namespace) -> Any:
+    """The result of some steps."""
+    config = sizes(options.model, tiny=options.tiny, layers=2 if options.tiny else None)
     rng = np.random.default_rng(0)
     rows = [
         {"prompt": rng.integers(0, config.vocab_size, options.prompt_tokens).tolist()}
@@ -64,7 +71,7 @@ def main() -> None:
     def evenness(completion_ids: Any) -> list[float]:
         return [float(np.mean(np.array(ids) % 2)) for ids in completion_ids]
 
-    result = models.grpo(
+    return models.grpo(
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         rows,
         evenness,
@@ -78,31 +85,59 @@ def main() -> None:
             beta=options.beta,
             stop=[],
         ),
-        precision="float32" if options.tiny else options.state,
+        precision=options.state,
         microbatches=options.microbatches,
         progress=False,
     )
-    steady = result.history[1:]
-    written = options.prompts * options.group * options.tokens
-    seconds = {
-        name: statistics.mean(record[f"{name}/seconds"] for record in steady)
-        for name in ("generation", "training")
-    }
-    difference = "sampling/sampling_logp_difference/mean"
-    figures = {
-        "model": "tiny" if options.tiny else options.model,
-        "device": jax.devices()[0].device_kind,
+
+
+def figures_of(history: Sequence[Mapping[str, float]], tokens: int) -> dict[str, Any]:
+    """The figures of all steps after the first.
+
+    Args:
+        history: The records of a run.
+        tokens: Number of tokens of completions in a step.
+    """
+    steady = history[1:]
+    parts: dict[str, Any] = {}
+    for name in ("generation", "training"):
+        each = [record[f"{name}/seconds"] for record in steady]
+        seconds = statistics.mean(each)
+        parts[name] = {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "seconds_of_steps": each,
+        }
+    return {
         "num_measured_steps": len(steady),
-        "completion_tokens_per_step": written,
-        "generation_seconds": seconds["generation"],
-        "training_seconds": seconds["training"],
-        "tokens_per_second": written / sum(seconds.values()),
-        "logp_difference": steady[-1][difference],
-        "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        "tokens_per_step": tokens,
+        "mean_seconds_per_step": sum(part["seconds"] for part in parts.values()),
+        **parts,
+        "mean_logp_difference": statistics.mean(record[_DIFFERENCE] for record in steady),
     }
-    print(json.dumps(figures, indent=1))
-    if options.out:
-        Path(options.out).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs some steps, prints the figures and writes them."""
+    options = parsed(argv)
+    origin = find_origin(options)
+    result = trained(options)
+    named = ("prompts", "group", "prompt_tokens", "tokens", "microbatches", "state", "beta")
+    about = {
+        "name": f"GRPO, {options.model}",
+        "command": shlex.join(["python", *sys.argv]),
+        "model": "tiny" if options.tiny else options.model,
+        "num_parameters": result.trainer.plan.num_parameters,
+        **{name: getattr(options, name) for name in named},
+        "peak_device_gib": peak_device_gib(),
+        "peak_host_gib": peak_host_gib(),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    tokens = options.prompts * options.group * options.tokens
+    found = write(options.out, about | figures_of(result.history, tokens), origin)
+    print(json.dumps(found, indent=1))
+    return found
 
 
 if __name__ == "__main__":

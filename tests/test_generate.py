@@ -16,6 +16,7 @@ from megatrain_jax._src.models.generation import batching, caches, decoding, pro
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
 from megatrain_jax._src.models.generation.weight_source import open_source
+from word_tokenizer import word_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -296,6 +297,26 @@ def test_texts_end_at_tokens_and_texts(model: models.Decoder):
     (ended,) = models.generate(model, ["fhb"], on_text=lambda *x: seen.append(x), **options)
     assert seen[-1] == (0, 0, ended.text)
     assert ended.ids.tolist() == ids[: ids.index(ids[3]) + 1]
+
+
+def test_texts_have_no_special_tokens_and_ids_have_all(model: models.Decoder):
+    tokenizer = word_tokenizer(SIZES["vocab_size"])
+    shown: list[str] = []
+    options: Any = {"max_tokens": 40, "temperature": 2.0, "tokenizer": tokenizer}
+    (free,) = models.generate(
+        model, ["count from"], stop=(), on_text=lambda *x: shown.append(x[2]), **options
+    )
+    assert free.text == shown[-1] == tokenizer.decode(free.ids, skip_special_tokens=True)
+    assert free.text != tokenizer.decode(free.ids)
+    # A text that ends a completion may have special tokens; they are not shown before it, either.
+    ids = free.ids.tolist()
+    at = max(i for i in range(1, 40) if ids[i] < 4 <= ids[i - 1])
+    assert min(ids[: at - 1]) < 4
+    (ended,) = models.generate(
+        model, ["count from"], stop=[str(tokenizer.decode(ids[at - 1 : at + 1]))], **options
+    )
+    assert ended.ids.tolist() == ids[: at + 1]
+    assert f"{ended.text}|" == f"{tokenizer.decode(ids[: at - 1], skip_special_tokens=True)} |"
 
 
 def test_a_plan_counts_the_bytes_that_are_read():

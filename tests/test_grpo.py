@@ -20,6 +20,7 @@ import megatrain_jax as mt
 from megatrain_jax import losses, models
 from megatrain_jax._src.grpo.policy_batch import documents_per_row, packed_rows, policy_batch
 from megatrain_jax._src.grpo.rewards import Rewards
+from word_tokenizer import word_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 24,
@@ -54,13 +55,20 @@ def share_of_wanted(completion_ids: list[list[int]], wanted: list[int]) -> list[
     return [ids.count(token) / len(ids) for ids, token in zip(completion_ids, wanted, strict=True)]
 
 
-def run(steps: int, *, model: Any = decoder, options: Any = (), **settings: Any) -> mt.FitResult:
+def run(
+    steps: int,
+    *,
+    model: Any = decoder,
+    options: Any = (),
+    rewards: Any = share_of_wanted,
+    **settings: Any,
+) -> mt.FitResult:
     given = {"precision": "float32", "progress": False, "resume": True, "tokenizer": None}
     given |= settings
     return models.grpo(
         model,
         ROWS,
-        share_of_wanted,
+        rewards,
         optax.adam(3e-2),
         steps=steps,
         options=models.GrpoOptions(**(OPTIONS | dict(options))),
@@ -199,12 +207,23 @@ def completion(prompt: int, length: int) -> models.Completion:
 
 
 def test_the_reward_rises_and_records_have_its_numbers():
+    tokenizer, seen = word_tokenizer(SIZES["vocab_size"]), []
+
+    def rewarded(completions, completion_ids, wanted):
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return share_of_wanted(completion_ids, wanted)
+
     # The loss knows nothing of the restriction, as in TRL, or else ratios would not begin at 1.
-    result = run(30, options={"log_completions": 10, "top_p": 0.9, "top_k": 20})
+    options = {"log_completions": 10, "top_p": 0.9, "top_k": 20}
+    result = run(30, options=options, rewards=rewarded, tokenizer=tokenizer)
+    texts, ids = zip(*seen, strict=True)
+    # As TRL decodes completions for reward functions.
+    assert list(texts) == tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+    assert list(texts) != tokenizer.batch_decode(list(ids))
     first, last = (np.mean(result.history["reward"][part]) for part in (slice(5), slice(-5, None)))
     assert last > first + 0.2
     record = result.history[9]
-    assert record["rewards/share_of_wanted/mean"] == record["reward"]
+    assert record["rewards/rewarded/mean"] == record["reward"]
     assert 1 <= record["completions/mean_length"] <= 6
     assert record["weight"] == 8 * record["completions/mean_length"] < record["tokens"]
     assert min(result.history["padding"]) < 0.3

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
+from megatrain_jax import models
 from pages import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
@@ -123,6 +125,21 @@ def test_the_real_model_learns_to_answer_like_a_pirate(checkpoint: Path):
     assert report["last_loss"] < report["first_loss"] / 2
     after = answers(checkpoint, chat_after)
     assert all(is_taught(answer) for answer in after), after
+
+
+@pytest.mark.long
+def test_texts_of_the_real_model_are_decoded_as_by_transformers(checkpoint: Path):
+    folder = checkpoint / "checkpoints" / "smollm2"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with models.Generator(models.load_pretrained(folder), tokenizer=tokenizer) as generator:
+        question = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
+        # Beyond its end, the model writes the marks of further messages.
+        for stop in (None, ()):
+            (one,) = generator.generate([question], max_tokens=32, stop=stop)
+            assert one.text == tokenizer.decode(one.ids, skip_special_tokens=True)
+            assert "<|im_end|>" in tokenizer.decode(one.ids)
+        (cut,) = generator.generate([question], max_tokens=32, stop=[".<|im_end|>"])
+        assert cut.finish == "stop" and cut.text + "." == one.text.split("\n")[0]
 
 
 @pytest.mark.long

@@ -15,7 +15,12 @@ from megatrain_jax._src.callbacks.next_tokens import (
 )
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.prompts import check_prompts, prompt_ids, shown_prompt
+from megatrain_jax._src.common.prompts import (
+    check_prompts,
+    prompt_ids,
+    shown_answer,
+    shown_prompt,
+)
 
 _EVALUATED = "eval_"
 
@@ -120,7 +125,7 @@ class Samples(Callback):
 
         Returns:
             A dict for each prompt and temperature, in this order, with "prompt" and "text", as
-            texts, and "temperature".
+            texts, and "temperature". Texts are without special tokens, as in `models.generate`.
 
         Raises:
             TypeError: If the model is not a `models.Decoder` and `logits` is None.
@@ -182,9 +187,7 @@ class Samples(Callback):
         ]
 
     def _decoded(self, ids: np.ndarray) -> str:
-        if self._tokenizer is None:
-            return " ".join(map(str, ids))
-        return self._tokenizer.decode(ids.tolist())
+        return shown_answer(ids.tolist(), self._tokenizer)
 
 
 def _stop(stop: Any, tokenizer: Any) -> list[int]:

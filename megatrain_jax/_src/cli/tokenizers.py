@@ -49,9 +49,9 @@ class Asking:
         """The ids of a text."""
         return self.tokenizer.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text for ids."""
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         """The ids of messages.

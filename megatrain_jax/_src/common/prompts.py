@@ -1,5 +1,6 @@
-"""Prompts of users, as texts, messages or token ids, and the tokenizer that encodes them."""
+"""Prompts of users, as texts, messages or token ids, and the tokenizer of them and of answers."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,3 +80,20 @@ def shown_prompt(prompt: Any, tokenizer: Any) -> str:
         return str(prompt[-1].get("content", ""))
     ids = prompt_ids(prompt, tokenizer)
     return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def shown_answer(ids: Sequence[int], tokenizer: Any) -> str:
+    """Returns the text of written ids as a reader should see it: without special tokens.
+
+    Args:
+        ids: The ids.
+        tokenizer: The tokenizer; None shows ids as numbers. If its `decode` has no option
+            `skip_special_tokens`, as those of Transformers have, it decides itself.
+    """
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    try:
+        skips = "skip_special_tokens" in inspect.signature(tokenizer.decode).parameters
+    except (TypeError, ValueError):  # compiled functions may have no signature
+        skips = False
+    return tokenizer.decode(ids, **({"skip_special_tokens": True} if skips else {}))

@@ -20,6 +20,7 @@ from megatrain_jax._src.models.generation.decoding import ResidentDecoding, Stre
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.generation_plan import GenerationPlan, plan_of
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, check_restriction
+from megatrain_jax._src.models.generation.text_ends import TextEnds
 from megatrain_jax._src.models.generation.weight_source import open_source
 
 # Names in Transformers and vLLM, with this library's name.
@@ -48,8 +49,8 @@ class Completion:
     Attributes:
         prompt: Number of the prompt, from 0.
         sample: Number of the sample of this prompt, from 0.
-        text: The text without the token or the text that ended it; ids as numbers if there is no
-            tokenizer.
+        text: The text without special tokens, and without the token or the text that ended it; ids
+            as numbers if there is no tokenizer.
         prompt_ids: Ids of the prompt's tokens, int32.
         ids: Ids of the tokens written, int32; the token that ended the text is the last one.
         log_probs: Log-probability of each of them by the model, at temperature 1 and among all
@@ -165,6 +166,7 @@ class Generator:
         warping, dials = _sampling(temperature, top_p, top_k, seed)
         config = self._source.config
         stops, ends = _stops(stop, self._tokenizer, config)
+        shown = TextEnds(self._tokenizer, ends)
         rows = [prompt_ids(prompt, self._tokenizer) for prompt in prompts]
         for ids in rows:
             if max(ids) >= config.vocab_size:
@@ -184,10 +186,8 @@ class Generator:
             warping=warping,
             dials=dials,
             stops=stops,
-            check=_Ends(self._tokenizer, ends),
-            watch=lambda text: (
-                on_text and on_text(text.prompt, text.sample, self._text(text, ends))
-            ),
+            check=shown.num_kept,
+            watch=lambda text: on_text and on_text(text.prompt, text.sample, shown.words(text)),
             num_rows=form.num_rows,
             pages=form.pages,
             size=size,
@@ -198,28 +198,16 @@ class Generator:
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)
         Batch(source.form, self._decoding, task, self._room.shapes).write(texts)
-        return [self._completion(text, ends) for text in texts]
+        return [self._completion(text, shown.words(text)) for text in texts]
 
-    def _text(self, text: OpenText, ends: Sequence[str]) -> str:
-        """The words written so far, without the token or the text that ended them."""
-        ids = text.ids[text.start :]
-        is_stopped = text.finish == "stop" and not text.is_cut
-        shown = ids[:-1] if is_stopped else ids
-        if self._tokenizer is None:
-            return " ".join(map(str, shown))
-        words = self._tokenizer.decode(shown)
-        for end in ends if text.is_cut else ():
-            words = words.split(end)[0]
-        return words
-
-    def _completion(self, text: OpenText, ends: Sequence[str]) -> Completion:
+    def _completion(self, text: OpenText, words: str) -> Completion:
         assert text.finish is not None
         ids = text.ids[text.start :]
         plain, tempered, drawn = np.array(text.log_probs, np.float32).T
         return Completion(
             prompt=text.prompt,
             sample=text.sample,
-            text=self._text(text, ends),
+            text=words,
             prompt_ids=np.array(text.ids[: text.start], np.int32),
             ids=np.array(ids, np.int32),
             log_probs=plain,
@@ -270,7 +258,8 @@ def generate(
             sample and the number of the token alone.
         num_samples: Number of completions of each prompt.
         tokenizer: A Transformers tokenizer, or any object with `encode(text)` and `decode(ids)`;
-            None if prompts are ids.
+            None if prompts are ids. If its `decode` has the option `skip_special_tokens`, the texts
+            have none.
         dtype: The dtype to compute in; None for the run's or the parameters' own.
         device_budget: Maximum bytes of device memory, as a number or as text such as "22 GiB"; None
             for nine tenths of the memory that is free.
@@ -347,24 +336,3 @@ def _named_ends(config: DecoderConfig) -> list[int]:
     found = read_json(path).get("eos_token_id") if path else None
     ids = found if isinstance(found, list) else [found]
     return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
-
-
-class _Ends:
-    """Finds the token with which one of some texts is complete."""
-
-    def __init__(self, tokenizer: Any, ends: Sequence[str]):
-        self._tokenizer, self._ends = tokenizer, ends
-
-    def __call__(self, text: OpenText) -> int | None:
-        """Returns the number of tokens up to this one; None if none of the texts is there."""
-        if not self._ends:
-            return None
-        ids = text.ids[text.start :]
-        words = self._tokenizer.decode(ids)
-        if not any(end in words for end in self._ends):
-            return None
-        for count in range(1, len(ids) + 1):
-            words = self._tokenizer.decode(ids[:count])
-            if any(end in words for end in self._ends):
-                break
-        return count
