@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.extend.core import Primitive
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel, adapt
 
@@ -184,6 +185,27 @@ def test_a_builder_never_allocates_more_than_the_leaves_asked_for():
     small = [i for i, path in enumerate(adapted.paths) if path[0] == 1]
     expected = as_leaves(nnx.state(nnx.Linear(3, 3, rngs=nnx.Rngs(1)), nnx.Param))
     assert_same(initial.leaves(small), expected)
+
+
+def test_scalars_that_every_leaf_follows_from_are_computed_once():
+    """NNX counts keys, so that the last leaf would need as many additions as there are leaves."""
+    calls = []
+    following = Primitive("following")
+    following.def_abstract_eval(lambda x: x)
+    following.def_impl(lambda x: calls.append(x) or x + 1)
+
+    def build() -> list[jax.Array]:
+        counts = [jnp.uint32(0)]
+        for _ in range(6):
+            counts.append(following.bind(counts[-1]))
+        return [jax.random.normal(jax.random.fold_in(jax.random.key(0), n), (3,)) for n in counts]
+
+    expected = build()
+    calls.clear()
+    _, initial = adapt(build, lambda params, batch: jnp.sum(params[0]), BATCH, 0)
+    for order in ([6], [2, 5], [0], [6]):
+        assert_same(initial.leaves(order), [expected[i] for i in order])
+    assert len(calls) == 6
 
 
 def test_linen_starts_from_the_values_of_module_init():

@@ -14,6 +14,7 @@ import megatrain_jax as mt
 from inside import engine_of, spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
 from megatrain_jax._src.spec.step_kernels import compile_ahead
@@ -187,3 +188,49 @@ def test_temporaries_have_parts_of_the_largest_array_and_functions_are_traced_on
     for smallest in (1, 10**6, LARGEST_PART + 1):
         KernelCache({PART: str(smallest)}).compile([kernel])
     assert parts == [None, 256 * 256 * 4, None, 10**6, None, LARGEST_PART] and len(traced) == 1
+
+
+def product(rows, summands, columns, dtype=jnp.bfloat16, *, batch=()):
+    shapes = (*batch, rows, summands), (*batch, summands, columns)
+    takes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return Kernel(name=f"product {shapes} {dtype}", build=lambda: jnp.matmul, takes=takes)
+
+
+def beside(kernel, other):
+    """A kernel that computes a second product in a loop."""
+
+    def build():
+        def both(x, y, z, w):
+            return x @ y, jax.lax.map(lambda _: other.build()(z, w), jnp.arange(2))
+
+        return both
+
+    takes = (*kernel.takes, *other.takes)
+    return Kernel(name=f"{kernel.name}, {other.name}", build=build, takes=takes)
+
+
+def test_only_kernels_with_small_products_try_functions_of_triton(monkeypatch):
+    """XLA would compile some dozens of them for every large product, and use none."""
+    jit, noted = jax.jit, []
+
+    def noting(*args, compiler_options=None, **kwargs):
+        noted.append(compiler_options)
+        return jit(*args, compiler_options=compiler_options, **kwargs)
+
+    monkeypatch.setattr(jax, "jit", noting)
+
+    def tries_triton(kernel):
+        KernelCache({PART: "1"}, "gpu").get(kernel)
+        return NO_TRITON.keys().isdisjoint(noted[-1])
+
+    large, small = product(512, 256, 1024), product(512, 256, 16)
+    assert not tries_triton(large) and not tries_triton(beside(large, large))
+    others = small, product(512, 16, 512), product(16, 512, 512), product(512, 512, 512, batch=(2,))
+    for kernel in (*others, product(512, 512, 512, jnp.float32), beside(large, small)):
+        assert tries_triton(kernel), kernel.name
+    vector = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    sums = Kernel(name="sum", build=lambda: jnp.sum, takes=(vector,))
+    assert tries_triton(sums)
+    KernelCache(None, "gpu").get(large)  # not for a GPU of XLA's
+    assert noted[-1] is None
+    jit(jnp.sin, compiler_options=dict(NO_TRITON)).lower(1.0).compile()  # XLA knows the option

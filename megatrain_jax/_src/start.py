@@ -33,6 +33,7 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.loss_scale import scaling_of
+from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.machine import check_products
 from megatrain_jax._src.options.options import Options
@@ -288,7 +289,7 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
     # cuBLASLt's on an H100.
     if spec.precision.products is not None and placement.platform == "gpu":
-        options["xla_gpu_enable_triton_gemm"] = False
+        options |= NO_TRITON
     return KernelCache(options, placement.platform)
 
 

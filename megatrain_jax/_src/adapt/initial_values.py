@@ -2,9 +2,17 @@
 
 A model larger than the accelerator, or than the remaining host memory, must never exist whole
 beside its slabs. So the initialisation is traced once, and each request evaluates only the
-equations that the requested leaves need.
+equations that the requested leaves need. Scalars are computed once for all requests, because NNX
+counts the keys that it has drawn, so that a model's last key needs as many additions as it has
+parameters::
+
+    n1 = n0 + 1         scalars, computed at the first request
+    n2 = n1 + 1
+    key = fold_in(seed, n2)
+    w = normal(key)     computed when its leaf is requested
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 from jax.interpreters import partial_eval
 
 from megatrain_jax._src.program import effects
-from megatrain_jax._src.program.jaxpr import outlived
+from megatrain_jax._src.program import jaxpr as jx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,7 @@ def initial_values_of(
     def copies() -> tuple[jax.Array, ...]:
         return _copies([value(index) for index in range(len(params), len(values))])
 
-    return InitialValues(leaves=leaves, variables=copies, outlived=outlived(values))
+    return InitialValues(leaves=leaves, variables=copies, outlived=jx.outlived(values))
 
 
 def initial_values_of_trace(
@@ -106,10 +113,15 @@ def initial_values_of_trace(
         shapes: the dtypes of all outputs.
     """
     # Equations needed by several requests run once for each; `silent` keeps prints from repeating.
-    inputs = jax.tree.leaves(args)
+    inputs, consts = jax.tree.leaves(args), traced.consts
     # In JAX 0.10 a closed jaxpr wraps an open one; from 0.11 on they are the same object.
-    jaxpr, consts = effects.silent(traced.jaxpr), traced.consts
+    given = [*consts, *inputs]
+    scalars, jaxpr = _with_scalars_apart(effects.silent(traced.jaxpr), given)
     num_outputs = len(jaxpr.outvars)
+
+    @functools.cache
+    def everything_given() -> list[Any]:
+        return [*given, *jx.evaluate(scalars, given)]
 
     def evaluate(indices: Sequence[int]) -> list[jax.Array]:
         # `dce_jaxpr` keeps the outputs' order, not the order of the request.
@@ -118,13 +130,13 @@ def initial_values_of_trace(
         for index in wanted:
             mask[index] = True
         sliced, used = partial_eval.dce_jaxpr(jaxpr, mask)
-        needed = [x for x, is_used in zip(inputs, used, strict=True) if is_used]
+        needed = [x for x, is_used in zip(everything_given(), used, strict=True) if is_used]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in needed):
             raise ValueError(
                 "The model's initial values depend on the values of `sample_batch`, which "
                 "holds only shapes (jax.ShapeDtypeStruct); pass a `sample_batch` of arrays."
             )
-        values = eval_jaxpr(sliced, consts, *needed)
+        values = jx.evaluate(sliced, needed)
         found = dict(zip(wanted, values, strict=True))
         return [strong_array(found[index], shapes[index].dtype) for index in indices]
 
@@ -134,7 +146,39 @@ def initial_values_of_trace(
     def variables() -> tuple[jax.Array, ...]:
         return _copies(evaluate(range(num_params, num_outputs)))
 
-    return InitialValues(leaves=leaves, variables=variables, outlived=outlived(consts))
+    return InitialValues(leaves=leaves, variables=variables, outlived=jx.outlived(consts))
+
+
+def _with_scalars_apart(jaxpr: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+    """Divides an open jaxpr into the equations that compute scalars from scalars, and the rest.
+
+    Args:
+        jaxpr: The jaxpr, without effects.
+        given: Its constants and arguments; shapes in place of unknown ones.
+
+    Returns:
+        Two jaxprs without constants. The first one maps `given` to scalars; the second one maps
+        `given` and these scalars to the results.
+    """
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    rows = zip(variables, given, strict=True)
+    known = {v for v, x in rows if not isinstance(x, jax.ShapeDtypeStruct) and not v.aval.shape}
+    apart, rest = [], []
+    for eqn in jaxpr.eqns:
+        # Calls stay whole, because each request computes only a part of them.
+        is_scalar = not (any(v.aval.shape for v in eqn.outvars) or jx.inner_jaxprs(eqn))
+        if is_scalar and known.issuperset(jx.variables(eqn.invars)):
+            known.update(eqn.outvars)
+            apart.append(eqn)
+        else:
+            rest.append(eqn)
+    made = {v for eqn in apart for v in eqn.outvars}
+    read = jx.variables([*(a for eqn in rest for a in eqn.invars), *jaxpr.outvars])
+    scalars = [v for v in dict.fromkeys(read) if v in made]
+    return (
+        jx.sub_jaxpr(jaxpr, apart, variables, scalars),
+        jx.sub_jaxpr(jaxpr, rest, [*variables, *scalars], jaxpr.outvars),
+    )
 
 
 def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

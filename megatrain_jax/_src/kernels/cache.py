@@ -13,6 +13,7 @@ import jax
 from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
+from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON, has_only_large_products
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.state.placement import LARGEST_PART, PART
 
@@ -55,10 +56,12 @@ class KernelCache:
         jitted = functools.partial(jax.jit, kernel.build(), donate_argnums=kernel.donated, **placed)
         options = self._options
         if PART in options and kernel.takes is not None:
+            jaxpr = jx.opened(jitted().trace(*kernel.takes).jaxpr)
             # XLA warns of each array that is larger than a part.
-            largest = _largest_bytes(jx.opened(jitted().trace(*kernel.takes).jaxpr))
-            part = min(max(int(options[PART]), largest), LARGEST_PART)
+            part = min(max(int(options[PART]), _largest_bytes(jaxpr)), LARGEST_PART)
             options = {**options, PART: str(part)}
+            if has_only_large_products(jaxpr):
+                options |= NO_TRITON
         return jitted(compiler_options=options or None)
 
     def __len__(self) -> int:
