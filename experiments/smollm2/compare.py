@@ -13,7 +13,6 @@ import argparse
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ sys.path.append(str(FOLDER.parent / "throughput"))
 
 from machine import hardware, versions  # noqa: E402
 from record import add_origin_options, find_origin, write  # noqa: E402
+from side_by_side import run_commands  # noqa: E402
 
 _LORA = ("--lora-rank", "16", "--learning-rate", "1e-3", "--export-as", "adapter")
 _WHOLE = ("--learning-rate", "2e-4")
@@ -59,15 +59,21 @@ def run(args: argparse.Namespace) -> dict[str, dict[int, float]]:
     common = ["--model", args.model, "--data", folder / "trained.jsonl", "--held-out", "0"]
     common += ["--eval-data", folder / "held_out.jsonl", "--steps", args.steps, "--length", "128"]
     common += ["--batch", args.batch, "--checkpoints", "false"]
+    outs = {
+        (name, seed): folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
+        for seed in range(args.seeds)
+        for name in args.ways
+    }
+    script = [sys.executable, FOLDER.parent / "finetune.py"]
+    words = [
+        [*script, *common, *WAYS[name], "--seed", seed, "--out", out]
+        for (name, seed), out in outs.items()
+        if not (out / "report.json").exists()
+    ]
+    run_commands([list(map(str, command)) for command in words], args.workers)
     losses: dict[str, dict[int, float]] = {name: {} for name in args.ways}
-    for seed in range(args.seeds):
-        for name in args.ways:
-            out = folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
-            report = out / "report.json"
-            if not report.exists():
-                _tune(*common, *WAYS[name], "--seed", seed, "--out", out)
-            losses[name][seed] = json.loads(report.read_text())["eval_loss"]
-            print(f"{name}, seed {seed}: {losses[name][seed]:.4f}", flush=True)
+    for (name, seed), out in outs.items():
+        losses[name][seed] = json.loads((out / "report.json").read_text())["eval_loss"]
     return losses
 
 
@@ -106,11 +112,6 @@ def compared(losses: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     return found
 
 
-def _tune(*options: Any) -> None:
-    script = FOLDER.parent / "finetune.py"
-    subprocess.run([sys.executable, str(script), *map(str, options)], check=True)
-
-
 def main() -> None:
     """Runs all ways with all seeds and writes the comparison."""
     parser = argparse.ArgumentParser(
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=4, help="rows of 128 tokens in a step")
+    parser.add_argument("--workers", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"), help="of the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2.json"))
     add_origin_options(parser)

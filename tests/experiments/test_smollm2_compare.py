@@ -39,17 +39,20 @@ def test_losses_are_compared_with_their_own_yardstick(compare):
 def test_ways_differ_in_nothing_but_their_own_options(compare, tmp_path, monkeypatch):
     calls = []
 
-    def tune(*words):
-        options = dict(zip(map(str, words[::2]), map(str, words[1::2]), strict=True))
-        calls.append(options)
-        out = tmp_path / options["--out"]
-        out.mkdir()
-        (out / "report.json").write_text(json.dumps({"eval_loss": float(len(calls))}))
+    def run_commands(commands, workers):
+        assert workers == 2
+        for words in commands:
+            assert words[1] == str(ROOT / "experiments" / "finetune.py")
+            options = dict(zip(words[2::2], words[3::2], strict=True))
+            calls.append(options)
+            out = tmp_path / options["--out"]
+            out.mkdir()
+            (out / "report.json").write_text(json.dumps({"eval_loss": float(len(calls))}))
 
-    monkeypatch.setattr(compare, "_tune", tune)
+    monkeypatch.setattr(compare, "run_commands", run_commands)
     ways = ["LoRA", "LoRA, NF4 base"]
     args = argparse.Namespace(
-        model="m", ways=ways, seeds=2, steps=3, batch=1, folder=tmp_path / "runs"
+        model="m", ways=ways, seeds=2, steps=3, batch=1, workers=2, folder=tmp_path / "runs"
     )
     found = compare.run(args)
     assert found == {"LoRA": {0: 1.0, 1: 3.0}, "LoRA, NF4 base": {0: 2.0, 1: 4.0}}
