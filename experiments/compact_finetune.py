@@ -15,7 +15,6 @@ Transformers. Products in float8:
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ import numpy as np  # noqa: E402
 from machine import hardware, versions  # noqa: E402
 from record import add_origin_options, find_origin, write  # noqa: E402
 from shapes import SHAPES  # noqa: E402
+from side_by_side import run_commands  # noqa: E402
 
 HELD = {
     "fp32": (),
@@ -58,14 +58,16 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     _call(FOLDER / "finetune.py", *common, *base, "--out", str(folder / "base"))
     tuned = ["--model", str(folder / "base/model"), "--data", str(folder / "second.jsonl")]
     tuned += ["--steps", str(args.steps), "--learning-rate", str(args.learning_rate)]
+    runs = [(name, seed) for seed in range(args.seeds) for name in args.held]
+    words = [
+        [*common, *tuned, *HELD[name], "--seed", str(seed), "--out", str(folder / f"{name}-{seed}")]
+        for name, seed in runs
+    ]
+    _call_all(FOLDER / "finetune.py", words, args.workers)
     curves: dict[str, dict[int, list[float]]] = {name: {} for name in args.held}
-    for seed in range(args.seeds):
-        for name in args.held:
-            out = folder / f"{name}-{seed}"
-            words = [*common, *tuned, *HELD[name], "--seed", str(seed), "--out", str(out)]
-            _call(FOLDER / "finetune.py", *words)
-            report = json.loads((out / "report.json").read_text())
-            curves[name][seed] = [record["loss"] for record in report["history"]]
+    for name, seed in runs:
+        report = json.loads((folder / f"{name}-{seed}" / "report.json").read_text())
+        curves[name][seed] = [record["loss"] for record in report["history"]]
     return compared(curves)
 
 
@@ -107,7 +109,11 @@ def _smoothed(curve: Sequence[float]) -> np.ndarray:
 
 
 def _call(script: Path, *options: str) -> None:
-    subprocess.run([sys.executable, str(script), *options], check=True)
+    _call_all(script, [options])
+
+
+def _call_all(script: Path, options: Sequence[Sequence[str]], workers: int = 1) -> None:
+    run_commands([[sys.executable, str(script), *words] for words in options], workers)
 
 
 def main() -> None:
@@ -125,6 +131,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--conversations", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/compact_finetune.json"))
     add_origin_options(parser)
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import compact_finetune
 import numpy as np
@@ -38,10 +39,13 @@ def test_curves_are_compared_with_the_fp32_seeds():
 def test_all_ways_tune_the_same_export_in_the_same_order(tmp_path, monkeypatch):
     calls = []
 
-    def call(script, *words):
-        options = dict(zip(words[::2], words[1::2], strict=True))
-        calls.append((script.stem, options))
-        if script.stem == "disk_to_disk":
+    def run_commands(commands, workers):
+        for _, script, *words in commands:
+            call(Path(script).stem, dict(zip(words[::2], words[1::2], strict=True)))
+
+    def call(script, options):
+        calls.append((script, options))
+        if script == "disk_to_disk":
             lines = [json.dumps({"messages": [number]}) + "\n" for number in range(10)]
             (tmp_path / "chats.jsonl").write_text("".join(lines))
             return
@@ -50,8 +54,9 @@ def test_all_ways_tune_the_same_export_in_the_same_order(tmp_path, monkeypatch):
         loss = 2.0 + ("--state" in options)
         (out / "report.json").write_text(json.dumps({"history": [{"loss": loss}] * 30}))
 
-    monkeypatch.setattr(compact_finetune, "_call", call)
+    monkeypatch.setattr(compact_finetune, "run_commands", run_commands)
     sizes = {"shape": "tiny", "conversations": 10, "length": 8, "batch": 2, "seeds": 2, "steps": 30}
+    sizes["workers"] = 1
     rates = {"learning_rate": 1e-4, "base_steps": 5, "base_learning_rate": 1e-3}
     args = argparse.Namespace(held=["fp32", "compact"], **sizes, **rates)
     found = compact_finetune.run(args, tmp_path)
