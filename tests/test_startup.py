@@ -13,11 +13,16 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 import megatrain_jax as mt
+from inside import spec_of, store_of
 from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.models.tensors import LazyArray, open_folder
+from megatrain_jax._src.runtime.fill import initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.spec.step_kernels import compile_ahead
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
@@ -93,7 +98,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
         monkeypatch.setattr(module, name, call)
 
     noted(pool, "reserve")
-    for name in ("ReadAhead", "fit_to_machine", "fill_store"):
+    for name in ("initial_kernels", "ReadAhead", "fit_to_machine", "fill_store"):
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
@@ -109,7 +114,28 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     assert "Advice" in said
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
     assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
-    assert events == ["ReadAhead", "fit_to_machine", "reserve", "advice", "fill_store"]
+    order = ["ReadAhead", "fit_to_machine", "reserve", "advice", "fill_store"]
+    assert events == ["initial_kernels", *order]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)
+
+
+def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(caplog):
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"])
+    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
+    kernels, step = list(initial_kernels(spec, store.placement)), spec.first
+    what = step, spec.layouts, spec.optimizer, store.placement
+    needed = compile_ahead(KernelCache(), *what)
+    with jax.log_compiles():
+        cache.compile_beside(kernels)
+        assert compile_ahead(cache, *what) == needed
+        compiled = caplog.text
+        caplog.clear()
+        for g, kernel in enumerate(kernels):
+            masters = store.placement.put(
+                store.host[Key(Kind.MASTERS, g)], store.placement.slabs_on_device
+            )
+            cache.get(kernel)(masters)
+        assert "Compiling jit(init_group)" in compiled
+        assert "init_group" not in caplog.text

@@ -42,7 +42,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
 from megatrain_jax._src.runtime.batch import joined_shapes
 from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.runtime.fill import fill_store
+from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.budget import fit_to_machine
@@ -257,6 +257,8 @@ def _started(
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
+    if has_gpu:
+        kernels.compile_beside(initial_kernels(spec, placement))
     with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:

@@ -42,6 +42,7 @@ class KernelCache:
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
         self._temporaries: dict[tuple[str, Hashable], int] = {}
+        self._beside: list[Kernel] = []
 
     def get(self, kernel: Kernel) -> Any:
         """The jitted function of a kernel, built if it is new."""
@@ -68,6 +69,10 @@ class KernelCache:
         """The number of different functions."""
         return len(self._functions)
 
+    def compile_beside(self, kernels: Iterable[Kernel]) -> None:
+        """Has the next `compile` also compile these kernels, without counting their memory."""
+        self._beside += _different(kernels)
+
     def compile(self, kernels: Iterable[Kernel]) -> int:
         """Compiles kernels ahead of time for the arguments in `takes`.
 
@@ -75,12 +80,13 @@ class KernelCache:
             The maximum bytes per device that a kernel needs besides arguments and results; kernels
             run one after another.
         """
-        different = _different(kernels)
+        different, beside = _different(kernels), self._beside
+        self._beside = []
         # Tracing holds Python's lock, so it comes first for all kernels, and threads only compile.
-        lowered = [self.get(k).lower(*k.takes or ()) for k in different]
+        lowered = [self.get(k).lower(*k.takes or ()) for k in (*different, *beside)]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
-            found = {k: s.temp_size_in_bytes for s, k in zip(stats, different, strict=True)}
+            found = {k: s.temp_size_in_bytes for k, s in zip(different, stats, strict=False)}
         self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
@@ -36,6 +36,7 @@ def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement)
         name="initial",
         key=(fragment.key, layout),
         build=lambda: init_group,
+        takes=(_masters(layout, placement),),
         gives=placement.slabs_on_device,
     )
 
@@ -46,8 +47,14 @@ def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placemen
         name="initial scalars",
         key=(fragment.key, layout),
         build=lambda: lambda masters: _of_masters(fragment, layout, masters),
+        takes=(_masters(layout, placement),),
         gives=placement.small_on_device,
     )
+
+
+def _masters(layout: GroupLayout, placement: Placement) -> Any:
+    """The shapes of a group's masters, as `pack` gives them."""
+    return placed(layout.master.at_rest, placement.slabs_on_device)
 
 
 def _hidden(x: jax.Array) -> jax.Array:

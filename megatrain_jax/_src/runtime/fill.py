@@ -1,7 +1,7 @@
 """Fills the store with a run's initial state, so that the whole model never exists beside it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_state, pack
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.options.precision import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.index import selector
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.codecs import held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.state.placement import Placement
 
 
 def fill_store(
@@ -59,6 +61,17 @@ def fill_store(
     store.variables = store.small(list(initial.variables()))
     part = spec.optimizer.initial_globals
     store.globals = store.small(jx.evaluate(part.jaxpr, [*part.consts, *scalars]))
+
+
+def initial_kernels(spec: RunSpec, placement: Placement) -> Iterator[Kernel]:
+    """The kernels of all groups' initial state and scalars, to be compiled before they are used."""
+    for layout, state, scalars in zip(
+        spec.layouts, spec.optimizer.initial_state, spec.optimizer.initial_scalars, strict=True
+    ):
+        if layout.state.layouts:
+            yield initial_state(state, layout, placement)
+        if scalars.jaxpr.outvars:
+            yield initial_scalars(scalars, layout, placement)
 
 
 def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
