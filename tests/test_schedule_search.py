@@ -147,9 +147,10 @@ def test_three_waves_tell_how_long_many_take(deferred):
         assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
 
 
-def test_masters_stay_before_sums_and_these_before_optimizer_state():
+@pytest.mark.parametrize("several", [{"accumulate": True, "waves": 4}, {"deferred": True}])
+def test_masters_stay_before_gradients_and_these_before_optimizer_state(several):
     """A wave needs masters twice; optimizer state moves once a step."""
-    workload = chain(8, accumulate=True, waves=4)
+    workload = chain(8, **several)
     least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
     seen = set()
     for budget in range(least, most, 8):
