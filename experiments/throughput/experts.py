@@ -13,7 +13,7 @@ from decoder_run import DecoderRun, record_run, run_options
 from dispatch import dispatch_seconds
 from flax import nnx
 from measure import budget, compute_dtype
-from timing import MIN_STEPS, time_steps
+from timing import MIN_STEPS, time_long_steps, time_steps
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
@@ -65,11 +65,12 @@ def active_parameters(config: models.DecoderConfig, total: int) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Trains a few steps and returns their figures."""
     config, compute = chosen_config(args), compute_dtype()
+    clip = [] if args.no_clip else [optax.clip_by_global_norm(1.0)]
     run = DecoderRun(
         lambda batch: mt.Trainer(
             lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
             loss_fn,
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
+            optax.chain(*clip, optax.adamw(1e-4)),
             batch,
             microbatches=args.microbatches,
             precision=mt.Precision(compute=compute, master=args.master, state=args.state),
@@ -78,9 +79,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args,
         config.vocab_size,
     )
-    found = [run.work.finish(run.work.begin()) for _ in range(_WARM_UP_STEPS)]
-    times = time_steps(run.work, args.steps)
-    dispatch = dispatch_seconds(run.trainer, [next(run.batches) for _ in range(2)])
+    if args.steps < MIN_STEPS:
+        found, times, dispatch = [], time_long_steps(run.work, args.steps), None
+    else:
+        found = [run.work.finish(run.work.begin()) for _ in range(_WARM_UP_STEPS)]
+        times = time_steps(run.work, args.steps)
+        dispatch = dispatch_seconds(run.trainer, [next(run.batches) for _ in range(2)])
     active = active_parameters(config, run.trainer.plan.num_parameters)
     figures = run.figures(times)
     return {
@@ -97,6 +101,7 @@ def main() -> None:
     """Measures, prints the row and writes everything."""
     parser = run_options(__doc__, "experts", layers=48, steps=MIN_STEPS)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--no-clip", action="store_true", help="without clipping by a global norm")
     for held, default in (("master", "bfloat16"), ("state", "int8")):
         parser.add_argument(f"--{held}", default=default, help="form that the host holds it in")
     result = record_run(parser.parse_args(), measure)
