@@ -16,15 +16,10 @@ from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
 STEPS = 8
+RUN = {"data": "a.jsonl", "out": "run", "steps": STEPS}
 BASE = {
-    "finetune": {"model": "model", "data": "a.jsonl", "out": "run", "steps": STEPS},
-    "pretrain": {
-        "model": "sizes.json",
-        "tokenizer": "tokenizer",
-        "data": "a.jsonl",
-        "out": "run",
-        "steps": STEPS,
-    },
+    "finetune": {"model": "model"} | RUN,
+    "pretrain": {"model": "sizes.json", "tokenizer": "tokenizer"} | RUN,
     "plan": {"model": "sizes.json", "gpu": "H100", "tokens": 8192},
 }
 
@@ -246,6 +241,12 @@ COMMON = [
         **SAMPLED,
     ),
 ]
+ADAPTED = (
+    At(place="fit.params", expected="with adapters"),
+    At(place="fit.trainable", expected="lora"),
+    At(place="plan.trainable", expected="lora"),
+    *precision("frozen", "bfloat16"),
+)
 OF_MERGED = {"lora_rank": 2, "export_as": "model"}
 FINETUNE = [
     option(
@@ -340,20 +341,14 @@ FINETUNE = [
         "lora_rank",
         2,
         "lora.rank",
-        At(place="fit.params", expected="with adapters"),
-        At(place="fit.trainable", expected="lora"),
-        At(place="plan.trainable", expected="lora"),
-        *precision("frozen", "bfloat16"),
+        *ADAPTED,
     ),
     option(
         "adapter",
         "other-model",
         "load_lora.folder",
-        At(place="fit.params", expected="with adapters"),
-        At(place="fit.trainable", expected="lora"),
-        At(place="plan.trainable", expected="lora"),
         At(place="save_lora.folder", of=str, expected="run/adapter"),
-        *precision("frozen", "bfloat16"),
+        *ADAPTED,
     ),
     option(
         "adapter",
@@ -382,10 +377,11 @@ FINETUNE = [
     option("seed", 7, "lora.seed", lora_rank=2),
     option("seed", 7, "neftune.seed", neftune_noise_alpha=5.0),
 ]
+SIZED = option(
+    "model", "wide.json", At(place="Decoder.config", of=lambda c: c.hidden_size, expected=64)
+)
 PRETRAIN = [
-    option(
-        "model", "wide.json", At(place="Decoder.config", of=lambda c: c.hidden_size, expected=64)
-    ),
+    SIZED,
     option("samples", ["count"], "Samples.prompts"),
     option(
         "tokenizer",
@@ -409,9 +405,7 @@ def hardware(of: Callable[[mt.Hardware], Any], expected: Any) -> At:
 
 
 PLAN = [
-    option(
-        "model", "wide.json", At(place="Decoder.config", of=lambda c: c.hidden_size, expected=64)
-    ),
+    SIZED,
     option("gpu", "L40S", hardware(lambda card: "L40S" in card.name, True)),
     option("gpus", 2, "plan.num_gpus"),
     option("host", "64GiB", hardware(lambda card: card.host_bytes, 64 * 2**30)),

@@ -18,7 +18,6 @@ from megatrain_jax import callbacks, models
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.reference import Reference
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -26,62 +25,12 @@ peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from tiny_chats import conversation, make_checkpoint  # noqa: E402
-
-SIZES = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-CHECKED = " ".join(str(number) for number in range(30, 44))
+from cli_runs import CHECKED, make_given, trained  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A checkpoint, conversations, preferences, texts and sizes."""
-    folder = tmp_path_factory.mktemp("given")
-    make_checkpoint(folder / "tiny")
-    numbers = range(24)
-    pairs = [
-        {"prompt": f"count from {n}", "chosen": f"{n} {n + 1}", "rejected": "please please"}
-        for n in numbers
-    ]
-    texts = [{"text": f"{n} {n + 1} {n + 2} please"} for n in numbers]
-    labelled = [
-        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
-        for number, pair in enumerate(pairs)
-        for side in [("chosen", "rejected")[number % 2]]
-    ]
-    rows = {"chats": list(map(conversation, numbers)), "pairs": pairs, "texts": texts}
-    rows["labelled"] = labelled
-    # A teacher that is nearly sure of the next token.
-    taught = [[40 + (n + i) % 8 for i in range(12)] for n in numbers]
-    rows["taught"] = [
-        {
-            "input_ids": ids,
-            "topk_token_ids": [[one, 0] for one in [*ids[1:], 1]],
-            "topk_logprobs": [[-0.1, -3.0]] * len(ids),
-        }
-        for ids in taught
-    ]
-    for name, some in rows.items():
-        lines = (json.dumps(row) + "\n" for row in some)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    (folder / "checked.txt").write_text(CHECKED)
-    (folder / "sizes.json").write_text(json.dumps(SIZES))
-    return folder
-
-
-def trained(command, given, out, **settings):
-    """Runs a command in this process; returns its exit status."""
-    common = {"out": str(out), "length": 32, "batch": 4, "epochs": None}
-    file = given / "settings.yaml"
-    file.write_text(json.dumps(common | settings))  # JSON is YAML
-    return main([command, str(file)])
+    return make_given(tmp_path_factory.mktemp("given"))
 
 
 def report_of(out):
@@ -371,108 +320,6 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
     assert [r["loss"] for r in history] == pytest.approx(plain_losses(settings, out), rel=1e-5)
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert (out / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"objective": "dpo", "lora_rank": 2, "trainable": "norm", "export_as": "model"},
-            "leave `trainable` out, or `lora_rank`",
-        ),
-        ({"objective": "dpo", "lora_rank": 2, "too_long": "cut"}, "would part pairs"),
-        (
-            {"objective": "kto", "lora_rank": 2, "trainable": "norm", "export_as": "model"},
-            "`objective`=kto compares with the model without its adapters",
-        ),
-        ({"objective": "orpo", "format": "text"}, "`objective`=orpo learns answers"),
-        ({"objective": "reward", "samples": "x"}, "`objective`=reward trains scores"),
-        (
-            {"objective": "reward", "lora_rank": 2, "export_as": "both"},
-            "no place for the head of `objective`=reward",
-        ),
-        (
-            {"objective": "dpo", "simpo_gamma": 1.0},
-            "`simpo_gamma`=1.0 counts only with `objective`=simpo",
-        ),
-        ({"objective": "kto"}, "no `label`, and no `chosen` with `rejected`, among the fields m"),
-        ({"objective": "orpo"}, "no `chosen` among the fields messages"),
-        ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: set `lora_rank`"),
-        ({"lora_rank": 2, "trainable": "norm"}, "set `export_as`=model"),
-        ({"lora_rank": 2, "lora_dropout": 1.0}, "`lora_dropout` must be a share from 0, below 1"),
-        ({"lora_rank": 2, "lora_targets": "nothing"}, "chooses no matrix"),
-        ({"lora_rank": 2, "lora_targets": "("}, "`lora_targets`='(' is no regular expression"),
-        ({"stop_after": 2}, "`stop_after`=2 needs evaluations: set `eval_every`"),
-        ({"metric": "loss"}, "`metric` must be one of evaluations, eval_..."),
-        ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "needs `checkpoints`"),
-        ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` has no wandb"),
-        ({"logs": "mlflow", "mlflow": {"project": "mine"}}, "unexpected keyword argument"),
-        (
-            {"logs": "mlflow", "mlflow": {"tracking_uri": "nosuch://x"}},
-            "MLflow can't use `tracking_ur",
-        ),
-        (
-            {"logs": "wandb", "wandb": {"projct": "mine"}},
-            "no argument `projct`; did you mean `proj",
-        ),
-        ({"format": "text", "merge": " "}, "`merge`=  counts only with conversations"),
-        ({"format": "text", "train_on": "all"}, "`train_on`=all counts only with conversations"),
-        ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with fresh adapters: set `lora_rank`"),
-        ({"lora_targets": "q_proj"}, "`lora_targets`=q_proj counts only with fresh adapters"),
-        ({"beta": 0.3, "lora_rank": 2}, "`beta`=0.3 counts only with `objective`=dpo or"),
-        ({"frozen": "int8"}, "`frozen`=int8 counts only with parameters that are not trained"),
-        ({"min_delta": 0.1, "eval_every": 1}, "`min_delta`=0.1 counts only with an evaluation"),
-        ({"keep": 2, "checkpoints": False}, "`keep`=2 counts only with `checkpoints`"),
-        ({"final_rate": 0.2, "decay": "constant"}, "`final_rate`=0.2 counts only with a rate that"),
-        ({"held_out": 0.3, "eval_data": "x"}, "`held_out`=0.3 counts only with documents of"),
-        ({"data": []}, "`data` is empty"),
-        (
-            {"neftune_noise_alpha": 5.0, "objective": "dpo"},
-            "`neftune_noise_alpha`=5.0 counts only with `objective`=sft",
-        ),
-        ({"sample_tokens": 4}, "`sample_tokens`=4 counts only with prompts: set `samples`"),
-        ({"sample_temperatures": [1.0]}, "`sample_temperatures`=[1.0] counts only with prompts"),
-        ({"samples": "count", "held_out": 0}, "`samples` are of evaluations: set `held_out`"),
-        ({"samples": []}, "`samples` must be prompts that are not empty"),
-        ({"samples": "x", "chat_template": "{{ 1 // 0 }}"}, "makes no question of `samples`: "),
-    ],
-)
-def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, capsys):
-    common = {"model": str(given / "tiny"), "data": str(given / "chats.jsonl"), "steps": 1}
-    assert trained("finetune", given, tmp_path / "out", **(common | settings)) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and printed.startswith("megatrain-jax finetune: error: ")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "gives ids up to 95, but the model has 64 rows: set `sizes`={vocab_size: 96}"),
-        ({"tokenizer": "there/is/none"}, "must be the folder of a tokenizer"),
-        ({"tokenizer": "."}, "Transformers can't load it"),
-        ({"sizes": {"num_layers": 2}}, "num_layers"),
-        ({"model": "Llama-4"}, "no known name"),
-    ],
-)
-def test_sizes_and_tokenizers_are_checked_first(
-    given, tmp_path, settings, message, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    common = {"model": str(given / "sizes.json"), "tokenizer": str(given / "tiny"), "steps": 1}
-    common |= {"data": str(given / "texts.jsonl")}
-    assert trained("pretrain", given, tmp_path / "out", **(common | settings)) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and not printed.out
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_flag_needs_no_value(tmp_path, capsys):
-    words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
-    assert main([*words, "--eval-every", "2", "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    assert "\nkeep_best: true\n" in printed
-    assert "# Prompts that are continued at each evaluation, one or several" in printed
 
 
 @pytest.mark.slow
