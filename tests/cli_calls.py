@@ -200,7 +200,7 @@ class _Library:
             {"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens": 4.0, "seconds": 1.0}
             for step in range(1, steps + 1)
         )
-        plan = SimpleNamespace(num_parameters=1, num_frozen=0)
+        plan = SimpleNamespace(num_parameters=1, num_frozen=0, microbatches=2)
         trainer: Any = SimpleNamespace(plan=plan, num_steps=steps)
         for record in history:
             options["callbacks"][0](trainer, record)

@@ -20,6 +20,7 @@ import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
+from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.figures import steady
 from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
@@ -155,6 +156,36 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     told = capsys.readouterr().err
     assert "steps was 60 and is 62. That run is done" in told
     assert told.endswith(f"another `out` for `megatrain-jax finetune` with `model`={out}/model\n")
+
+
+@pytest.mark.slow
+def test_microbatches_that_the_plan_chose_are_kept(given, tmp_path, monkeypatch, capsys):
+    rates: dict[str, Any] = {"link_bytes_per_s": 1e9, "flops_per_s": 1e12}
+    small = mt.Hardware(name="small", device_bytes=2**20, device_share=1.0, **rates)
+    options = ["--steps", "4", "--checkpoint-every", "1", "--held-out", "0", "--export", "never"]
+    options += ["--compute", "float32"]
+
+    own = training._callbacks
+
+    def interrupts(trainer, record):
+        if trainer.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    auto = [*options, "--out", str(tmp_path / "auto"), "--microbatches", "auto"]
+    with monkeypatch.context() as patched:
+        patched.setattr(training.mt, "this_machine", lambda: small)
+        patched.setattr(training, "num_gpus", lambda: None)
+        patched.setattr(training, "_callbacks", lambda *given: [*own(*given), interrupts])
+        assert tune(given, *auto) == 130
+    # A plan for this machine, on which memory is not limited, would choose 1.
+    assert tune(given, *auto) == 0
+    report = json.loads((tmp_path / "auto" / "report.json").read_text())
+    assert report["microbatches"] > 1
+    # The loss multiplies its count of tokens by the number.
+    settings = json.loads((given / "tune.yaml").read_text()) | {"out": "out", "epochs": None}
+    batches = dataset(FinetuneSettings(**settings), settings["data"], None)
+    tokens = [(batch["segments"] > 0).sum() for batch in islice(batches, 4)]
+    assert [record["tokens"] for record in report["history"]] == tokens
 
 
 @pytest.mark.slow

@@ -252,7 +252,8 @@ def test_microbatches_and_a_small_device_change_nothing():
 def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
     options = {"num_iterations": 2, "epsilon": 0.05}
     folder = tmp_path / "whole"
-    whole = run(6, options=options, checkpoint_dir=folder, checkpoint_every=1, keep=9)
+    saving = {"checkpoint_dir": folder, "checkpoint_every": 1, "keep": 9}
+    whole = run(6, options=options, microbatches=4, **saving)
     # Drift from the first update shows in the second one on the same completions.
     assert whole.history[1]["sampling/sampling_logp_difference/mean"] > 1e-3
     # Only the first update on some completions waits for them.
@@ -262,7 +263,9 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
         cut = tmp_path / f"cut {step}"
         cut.mkdir()
         shutil.copytree(folder / str(step), cut / str(step))
-        again = run(6, options=options, checkpoint_dir=cut)
+        # Here the plan would choose 1.
+        again = run(6, options=options, microbatches="auto", checkpoint_dir=cut)
+        assert again.trainer.plan.microbatches == 4
         assert equal(again.params, whole.params) and equal(
             again.trainer.opt_state, whole.trainer.opt_state
         )

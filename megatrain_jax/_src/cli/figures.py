@@ -33,6 +33,7 @@ def figures(
     return {
         "num_parameters": result.trainer.plan.num_parameters,
         "num_frozen": result.trainer.plan.num_frozen,
+        "microbatches": result.trainer.plan.microbatches,
         "num_measured_steps": len(seconds),
         "mean_seconds_per_step": mean,
         "stdev_seconds_per_step": statistics.stdev(seconds) if len(seconds) > 1 else None,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def prepare(settings: FinetuneSettings) -> Job:
         frozen=frozen_of(
             settings.frozen, settings.has_adapters or images, pretrained.config.saved_dtype
         ),
-        loss_fn=objectives.loss_of(settings),
+        loss_of=cache(lambda number: objectives.loss_of(settings, number)),
         shapes=shapes(settings) | image_shapes(settings, pretrained.config),
         reference=_reference(settings),
         prompting=lambda: _prompting(settings),

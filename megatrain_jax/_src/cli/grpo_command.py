@@ -192,6 +192,7 @@ def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> 
         "reason": result.reason,
         "steps": result.trainer.num_steps,
         "num_parameters": result.trainer.plan.num_parameters,
+        "microbatches": result.trainer.plan.microbatches,
         "first_reward": history[0].get("reward"),
         "last_reward": history[-1].get("reward"),
         "completion_tokens_per_second": written / max(sum(map(sum, seconds.values())), 1e-9),

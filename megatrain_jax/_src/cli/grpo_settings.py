@@ -97,7 +97,7 @@ class GrpoSettings(RunSettings):
         for name in _POSITIVE:
             checks.integer(name, getattr(self, name))
         rows = self.num_generations * self.prompts_per_step
-        if rows % self.microbatches:
+        if rows % self.least_microbatches:
             raise ValueError(
                 f"`microbatches`={self.microbatches} must divide the {rows} completions of a step: "
                 "`num_generations` times `prompts_per_step`"

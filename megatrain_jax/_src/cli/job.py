@@ -21,7 +21,8 @@ class Job:
         params: Parameters to start from; None for those that the model is built with.
         trainable: Patterns of the trained parameters; None for all.
         frozen: Form of frozen parameters at rest.
-        loss_fn: The loss. One of its metrics is `tokens`, the step's tokens without padding.
+        loss_of: Function from the number of microbatches to the loss, the same one for the same
+            number. One of its metrics is `tokens`, the step's tokens without padding.
         shapes: Shapes of a batch.
         reference: Folders of the checkpoint, and of its adapters, that serve as reference model
             before training; empty if the loss needs none.
@@ -36,7 +37,7 @@ class Job:
     params: Any = None
     trainable: list[str] | str | None = None
     frozen: Frozen | None = None
-    loss_fn: Callable[..., Any]
+    loss_of: Callable[[int], Callable[..., Any]]
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     reference: tuple[str, ...] = ()
     prompting: Callable[[], tuple[Any, Callable[[str], Any]]]

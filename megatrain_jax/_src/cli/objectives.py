@@ -38,9 +38,14 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
-def loss_of(settings: FinetuneSettings) -> Loss:
-    """The loss of a run's objective, with the settings that it reads."""
+def loss_of(settings: FinetuneSettings, microbatches: int) -> Loss:
+    """The loss of a run's objective.
+
+    Args:
+        settings: The settings, some of which it reads.
+        microbatches: Parts that a batch is cut into.
+    """
     kind = OBJECTIVE_KINDS[settings.objective]
-    comparison = Comparison(microbatches=settings.microbatches, is_stored=settings.stores_reference)
+    comparison = Comparison(microbatches=microbatches, is_stored=settings.stores_reference)
     options = {name: getattr(settings, name) for name in kind.options}
     return LOSSES[settings.objective](comparison, **options)

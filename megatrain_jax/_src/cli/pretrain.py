@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from flax import nnx
@@ -39,7 +40,7 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_fn=objectives.next_token(Comparison(microbatches=settings.microbatches)),
+        loss_of=cache(lambda number: objectives.next_token(Comparison(microbatches=number))),
         shapes=batch_shapes(settings.batch, settings.length),
         prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),

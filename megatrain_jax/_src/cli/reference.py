@@ -180,7 +180,7 @@ def _computed(
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
-        job.loss_fn,
+        job.loss_of(options["microbatches"]),
         optax.sgd(0.0),
         nothing.joined(sample),
         params=job.params,

@@ -9,6 +9,7 @@ from megatrain_jax._src.cli.setting_rules import (
     Compute,
     Decay,
     Master,
+    Microbatches,
     Products,
     State,
     Sums,
@@ -31,7 +32,8 @@ class RunSettings:
             Hub such as HuggingFaceH4/ultrachat_200k:train_sft, one or a list.
         out: Folder of the run, for checkpoints, exports, logs and the report.
         invalid: Treatment of unusable rows.
-        microbatches: Equal parts that each batch is cut into.
+        microbatches: Equal parts that each batch is cut into; auto lets the plan choose, once for a
+            run.
         optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
             learning rate and optimizer_options to an Optax optimizer.
         optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
@@ -71,7 +73,7 @@ class RunSettings:
     data: list[str] | str
     out: str
     invalid: Literal["error", "drop"] = "error"
-    microbatches: int = 1
+    microbatches: Microbatches = 1
     optimizer: str = "adamw"
     optimizer_options: dict[str, Any] | None = None
     learning_rate: float = 1e-5
@@ -109,8 +111,10 @@ class RunSettings:
         checks.path("out", self.out)
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
-        for name in ("microbatches", "keep", "log_every"):
+        for name in ("keep", "log_every"):
             checks.integer(name, getattr(self, name))
+        if self.microbatches != "auto":
+            checks.integer("microbatches", self.microbatches)
         if self.checkpoint_every is not None:
             checks.integer("checkpoint_every", self.checkpoint_every)
         checks.integer("seed", self.seed, least=0)
@@ -152,6 +156,11 @@ class RunSettings:
             is_there=self.decay != "constant",
             needed="a rate that falls, but `decay` is constant",
         )
+
+    @property
+    def least_microbatches(self) -> int:
+        """The number of microbatches; 1 if the plan chooses it."""
+        return 1 if isinstance(self.microbatches, str) else self.microbatches
 
     @property
     def exports(self) -> tuple[str, ...]:

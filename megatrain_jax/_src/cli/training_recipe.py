@@ -63,18 +63,18 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
         logs = [*make_samples(settings, job), *make_logs(settings, folder, identity)]
-        options = _options(settings, job)
-        print(_plan(settings, job, options), flush=True)
+        options = _options(settings, job) | _parts(settings, folder)
+        plan = _plan(settings, job, options)
+        if settings.microbatches == "auto":
+            options |= {"microbatches": plan.microbatches, "waves": plan.waves}
+        print(plan, flush=True)
         laps.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
         folder.check_data(batches.fingerprint)
         folder.begin(settings)
-        # External logs identify a run that continues in a second process by this.
-        folder.take_note("identity", identity)
-        folder.take_note("data", batches.fingerprint)
-        for option, stamp in file_stamps(settings).items():
-            folder.take_note(f"files of {option}", stamp)
+        for name, value in _notes(settings, identity, batches, options).items():
+            folder.take_note(name, value)
     laps.lap("data")
     with checking():
         schedule = _schedule(settings, batches.steps)
@@ -118,7 +118,6 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
     here = mt.this_machine()
     compute = settings.compute or ("float32" if here is None else None)
     return {
-        "microbatches": settings.microbatches,
         "precision": precision_of(
             settings.state,
             settings.master,
@@ -134,6 +133,26 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
         "seed": settings.seed,
         "hardware": here,
     }
+
+
+def _parts(settings: TrainingSettings, folder: RunFolder) -> dict[str, Any]:
+    """The number of microbatches; in a run that goes on, also of waves, as the plan chose them."""
+    chosen = folder.note("microbatches") if folder.has_checkpoints else None
+    if settings.microbatches == "auto" and chosen is not None:
+        return dict(zip(("microbatches", "waves"), map(int, chosen.split()), strict=True))
+    return {"microbatches": settings.microbatches}
+
+
+def _notes(
+    settings: TrainingSettings, identity: str, batches: RunData, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """The notes for later processes of a run."""
+    # External logs identify a run that continues in a second process by the first one.
+    found = {"identity": identity, "data": batches.fingerprint}
+    if settings.microbatches == "auto":
+        found["microbatches"] = f"{options['microbatches']} {options['waves']}"
+    stamps = {f"files of {option}": stamp for option, stamp in file_stamps(settings).items()}
+    return found | stamps
 
 
 def _optimizer(settings: TrainingSettings, schedule: optax.Schedule) -> Any:
@@ -155,9 +174,11 @@ def _schedule(settings: TrainingSettings, steps: int) -> optax.Schedule:
 
 
 def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> mt.Plan:
+    number = options["microbatches"]
     return mt.plan(
         job.model,
-        job.loss_fn,
+        # The number only scales metrics, which a plan doesn't have.
+        job.loss_of(1 if number == "auto" else number),
         _optimizer(settings, _schedule(settings, settings.steps or 1)),
         job.shapes,
         num_gpus=num_gpus(),
@@ -188,7 +209,7 @@ def _train(
     ended = folder.ended if settings.checkpoints else None
     return mt.fit(
         job.model,
-        job.loss_fn,
+        job.loss_of(options["microbatches"]),
         _with(reference, batches.train),
         _optimizer(settings, schedule),
         steps=ended["steps"] if ended else batches.steps,

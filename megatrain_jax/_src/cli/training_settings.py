@@ -106,7 +106,7 @@ class TrainingSettings(RunSettings):
             )
         for weight in self.weights or ():
             checks.number("weights", weight, above=0)
-        if self.batch % self.microbatches:
+        if self.batch % self.least_microbatches:
             raise ValueError(f"`microbatches`={self.microbatches} must divide `batch`={self.batch}")
 
     def _check_push(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from megatrain_jax._src.common import checks
@@ -18,6 +19,8 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.low_rank import adapted_modules
 from megatrain_jax._src.models.with_reference import with_reference
 from megatrain_jax._src.options.precision import precision_of
+from megatrain_jax._src.state.placement import default_mesh, placed_on
+from megatrain_jax._src.train.series import Checkpoints
 
 
 def grpo(
@@ -104,6 +107,11 @@ def grpo(
     if isinstance(microbatches, int):
         unit = max(microbatches, 1) * (1 if mesh is None else mesh.size)
     rollouts = Rollouts(prompts, rewarding, options, tokenizer=tokenizer, unit=unit)
+    resume = resume and checkpoint_dir is not None
+    if microbatches == "auto" and resume:
+        assert checkpoint_dir is not None
+        found = _saved_parts(checkpoint_dir, steps, mesh or default_mesh(), rollouts.num_rows)
+        settings |= found
     trainer = mt.Trainer(
         trained,
         grpo_loss(options),
@@ -125,10 +133,20 @@ def grpo(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         keep=keep,
-        resume=resume and checkpoint_dir is not None,
+        resume=resume,
         callbacks=[RolloutNotes(rollouts), *callbacks],
         progress=progress,
     )
+
+
+def _saved_parts(
+    folder: str | PathLike[str], last: int, mesh: Mesh, num_rows: int
+) -> dict[str, int]:
+    """The numbers of microbatches and waves of the newest checkpoint, if rows can be cut so."""
+    with Checkpoints(folder, None, 1, placed_on(mesh).processes, last) as series:
+        parts = series.parts()
+    fits = parts is not None and num_rows % (parts["microbatches"] * mesh.size) == 0
+    return parts if parts is not None and fits else {}
 
 
 def has_adapters(model: Decoder | Callable[[], Decoder]) -> bool:
