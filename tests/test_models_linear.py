@@ -143,3 +143,24 @@ def test_decays_between_tokens_are_as_exact_as_token_by_token():
     found = gated_delta_rule(q, k, v, log_decay, None)
     # Rounded sums of decays, down to -300, would make an error of 1.4e-6.
     assert np.linalg.norm(found[0] - expected) <= 3e-7 * np.linalg.norm(expected)
+
+
+def test_gradients_of_decays_are_as_exact_as_their_own_size():
+    rng = np.random.default_rng(0)
+    length, decays = 130, -np.exp(2 * rng.normal(size=(1, 130, 2))).astype(np.float32)
+    q, k = rng.normal(size=(2, 1, length, 1, 8)).astype(np.float32)
+    v, weights = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
+
+    def loss(log_decay):
+        return jnp.sum(gated_delta_rule(*map(jnp.asarray, (q, k, v)), log_decay, None) * weights)
+
+    found = jax.jit(jax.grad(loss))(jnp.asarray(decays))
+    wide = [x[0].astype(np.float64) for x in (q[:, :, 0], k[:, :, 0], v, weights, decays)]
+    q, k, v, weights, log_decay = wide
+    sums = np.cumsum(log_decay, axis=0)
+    products = (q @ k.T)[..., None] * np.einsum("ihd,jhd->ijh", weights, v)
+    products *= np.exp(np.minimum(sums[:, None] - sums, 0.0))
+    expected = np.stack([products[s:, :s].sum((0, 1)) for s in range(length)])
+    # As the gradient of a factor of all decays weighs them: a large decay's is small by itself.
+    error = np.abs(found[0] - expected) * -log_decay
+    assert np.linalg.norm(error) <= 5e-7 * np.linalg.norm(expected * log_decay)

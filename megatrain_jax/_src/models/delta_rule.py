@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from megatrain_jax._src.models.past import Past
@@ -204,16 +205,11 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     the previous state stores for the key.
     """
     k = chunk.k
-    coarse, fine = _running_sums(chunk.log_decay)
-    summed = coarse + fine
+    between, summed = _running_sums(chunk.log_decay)
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
     # The logarithm is masked, not the result, because it may be large where nothing is seen.
-    # The coarse sums' difference is exact; that of whole sums would have their rounding.
-    differences = (coarse[..., :, None] - coarse[..., None, :]) + (
-        fine[..., :, None] - fine[..., None, :]
-    )
-    decay = jnp.exp(jnp.where(seen, differences, -jnp.inf))
+    decay = jnp.exp(jnp.where(seen, between, -jnp.inf))
     fading = jnp.exp(summed)[..., None]
     knows = (chunk.run == chunk.before[..., None])[..., None, None, :, None]
     corrections, known = chunk.v, None
@@ -235,14 +231,34 @@ def _prepare(chunk: _Chunk) -> _Prepared:
 
 def _running_sums(
     x: Float[Array, "*batch tokens"],
-) -> tuple[Float[Array, "*batch tokens"], Float[Array, "*batch tokens"]]:
-    """Returns cumulative sums in two parts, because differences of large sums must be exact.
+) -> tuple[Float[Array, "*batch tokens tokens"], Float[Array, "*batch tokens"]]:
+    """Returns the sums of the numbers after token j up to token i, at [i, j], and all up to i.
 
-    The first part sums multiples of 2^-12, without rounding. The second sums the small rest of each
-    number, and has the gradient.
+    A sum is added from its own numbers, in blocks, because the difference of two larger sums would
+    have their rounding; and a number's gradient is added from the gradients of its own sums.
+    Sums at [i, j] with j > i mean nothing.
     """
-    coarse = jax.lax.stop_gradient(jnp.round(x * 4096) / 4096)
-    return jnp.cumsum(coarse, axis=-1), jnp.cumsum(x - coarse, axis=-1)
+    blocks = x.reshape(*x.shape[:-1], -1, _BLOCK)
+    num = blocks.shape[-2]
+    up_to = _exact(blocks, np.tri(_BLOCK, dtype=np.float32).T)
+    after = _exact(blocks, np.tri(_BLOCK, k=-1, dtype=np.float32))
+    within = _exact(blocks, _pairs(_BLOCK, 0)).reshape(*blocks.shape, _BLOCK)
+    totals = up_to[..., -1]
+    # Of different blocks: the rest of the one with j, the blocks between, the one with i up to i.
+    gaps = _exact(totals, _pairs(num, 1)).reshape(*totals.shape, num)
+    rest = up_to[..., None] + gaps[..., None, :]
+    apart = rest[..., None] + after[..., None, None, :, :]
+    own = np.eye(num, dtype=bool)[:, None, :, None]
+    between = jnp.where(own, within[..., None, :], apart)
+    before = _exact(totals, np.tri(num, k=-1, dtype=np.float32).T)
+    summed = up_to + before[..., None]
+    return between.reshape(*x.shape, x.shape[-1]), summed.reshape(x.shape)
+
+
+def _pairs(n: int, less: int) -> Float[np.ndarray, "n pairs"]:
+    """Returns 1 at [s, (i, j)] for j < s <= i - less, else 0."""
+    s, i, j = np.ogrid[:n, :n, :n]
+    return ((j < s) & (s <= i - less)).reshape(n, n * n).astype(np.float32)
 
 
 @jax.custom_vjp
@@ -283,7 +299,9 @@ def _corners(n: int, size: int) -> Bool[Array, "n n"]:
     return (block[:, None] == block[None] + 1) & (block[None] % 2 == 0)
 
 
-def _exact(a: Float[Array, "*batch n m"], b: Float[Array, "*batch m l"]):
+def _exact(
+    a: Float[Array, "*batch n m"], b: Float[Array, "*batch m l"] | Float[np.ndarray, "m l"]
+) -> Float[Array, "*batch n l"]:
     # Rounding errors would be multiplied again and again.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
