@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of
+from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
@@ -234,3 +236,28 @@ def test_only_kernels_with_small_products_try_functions_of_triton(monkeypatch):
     KernelCache(None, "gpu").get(large)  # not for a GPU of XLA's
     assert noted[-1] is None
     jit(jnp.sin, compiler_options=dict(NO_TRITON)).lower(1.0).compile()  # XLA knows the option
+
+
+def test_only_a_large_piece_of_temporaries_waits_for_the_stage_before(monkeypatch):
+    """The pool of a GPU finds small pieces while the memory of the stage before is in use."""
+
+    def function(x):
+        rows, columns = jnp.sort(x, 1), jnp.sort(x, 0)  # XLA doesn't compute these in pieces
+        return jnp.cumsum(columns @ rows, 0) @ columns
+
+    shapes = (jax.ShapeDtypeStruct((256, 256), jnp.float32),)
+    kernel = Kernel(name="test", build=lambda: function, takes=shapes)
+    whole, divided = KernelCache(), KernelCache({PART: "1"})
+    every, largest = whole.compile([kernel]), 256 * 256 * 4
+    with warnings.catch_warnings():  # JAX can't store a program for the CPU with pieces
+        warnings.simplefilter("ignore")
+        divided.compile([kernel])
+    assert every > largest
+
+    def waits(large):
+        monkeypatch.setattr(cache, "_LARGE_TEMPORARIES", large)
+        return [kernels.has_large_temporaries(kernel) for kernels in (whole, divided)]
+
+    assert waits(largest) == [True, True]
+    assert waits(largest + 1) == [True, False]
+    assert waits(every + 1) == [False, False]

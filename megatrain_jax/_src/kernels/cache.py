@@ -17,9 +17,9 @@ from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON, has_only_la
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.state.placement import LARGEST_PART, PART
 
-# With frees pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU were
-# free, and 7 GiB while 33 of 67 were in use. So kernels with large temporaries are dispatched one
-# by one, which delays each by some milliseconds.
+# With frees pending, CUDA's pool was seen to refuse a piece of 5.8 GiB while 53 GiB of the GPU were
+# free, and 7 GiB while 33 of 67 were in use. So kernels with a large piece of temporaries are
+# dispatched one by one, which delays each by some milliseconds.
 _LARGE_TEMPORARIES = 4 * 2**30
 
 
@@ -41,6 +41,8 @@ class KernelCache:
         self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
+        # The largest piece of each kernel's temporaries, if XLA divides them.
+        self._pieces: dict[tuple[str, Hashable], int] = {}
         self._temporaries: dict[tuple[str, Hashable], int] = {}
         self._beside: list[Kernel] = []
 
@@ -59,7 +61,9 @@ class KernelCache:
         if PART in options and kernel.takes is not None:
             jaxpr = jx.opened(jitted().trace(*kernel.takes).jaxpr)
             # XLA warns of each array that is larger than a part.
-            part = min(max(int(options[PART]), _largest_bytes(jaxpr)), LARGEST_PART)
+            largest = _largest_bytes(jaxpr)
+            part = min(max(int(options[PART]), largest), LARGEST_PART)
+            self._pieces[kernel.name, kernel.key] = max(part, largest)
             options = {**options, PART: str(part)}
             if has_only_large_products(jaxpr):
                 options |= NO_TRITON
@@ -93,9 +97,12 @@ class KernelCache:
     def has_large_temporaries(self, kernel: Kernel) -> bool:
         """Whether a kernel must wait for earlier large kernels before it is dispatched.
 
-        Until these have run, the memory that they free is pending.
+        Until these have run, the memory that they free is pending. A kernel needs no wait if XLA
+        divides its temporaries into small pieces.
         """
-        return self._temporaries.get((kernel.name, kernel.key), 0) >= _LARGE_TEMPORARIES
+        key = kernel.name, kernel.key
+        num_bytes = self._temporaries.get(key, 0)
+        return min(num_bytes, self._pieces.get(key, num_bytes)) >= _LARGE_TEMPORARIES
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
         """Estimates the result of `compile` from shapes alone, for an absent device."""
