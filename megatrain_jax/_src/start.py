@@ -287,9 +287,12 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     options: dict[str, str | bool] = {**placement.compiler_options}
     # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
     # cuBLASLt's on an H100.
-    if spec.precision.products is not None and placement.platform == "gpu":
+    in_float8 = spec.precision.products is not None and placement.platform == "gpu"
+    if in_float8:
         options["xla_gpu_enable_triton_gemm"] = False
-    return KernelCache(options, placement.platform)
+    # XLA does not divide Pallas's kernels over devices.
+    code_passes = in_float8 and placement.num_devices == 1
+    return KernelCache(options, placement.platform, code_passes=code_passes)
 
 
 def compiled_here(
