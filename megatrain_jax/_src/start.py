@@ -32,6 +32,7 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.code_passes import has_passes
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.machine import check_products
@@ -291,7 +292,7 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     if in_float8:
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA does not divide Pallas's kernels over devices.
-    code_passes = in_float8 and placement.num_devices == 1
+    code_passes = in_float8 and placement.num_devices == 1 and has_passes()
     return KernelCache(options, placement.platform, code_passes=code_passes)
 
 

@@ -25,16 +25,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.float8 import CODE
-from megatrain_jax._src.program.primitives import BARRIER, FUSING
+from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, FUSING, REMAT
 
 # Rows and columns of a tile, and groups of 32 threads that compute it.
 _TILE = 64, 64
-_WARPS = 4
+_WARPS = 8
+# The compiler opens calls, and may fuse their last equations with readers of the results.
+_OPENED = CALLS | REMAT | CUSTOM_RULES
 # Elementwise operations that Pallas lowers to Triton.
 _IN_PASS = frozenset(
     """
@@ -85,6 +85,7 @@ class _Pass:
 
     def run(self, args: Sequence[jax.Array], *, interpret: bool) -> list[jax.Array]:
         """Computes the results, transposed ones with the last axis first."""
+        pl, triton = _pallas()
         *lead, width = self.outvars[0].aval.shape
         height = math.prod(lead)
         straight = pl.BlockSpec(_TILE, lambda i, j: (i, j))
@@ -116,7 +117,9 @@ class _Pass:
             ins = [_wide(a.val if jx.is_literal(a) else values[a]) for a in eqn.invars]
             (result,) = eqn.outvars
             dtype = result.aval.dtype
-            if eqn.primitive.name == "convert_element_type":
+            if eqn.primitive.name == "broadcast_in_dim":
+                values[result] = jnp.full(_TILE, ins[0], dtype)
+            elif eqn.primitive.name == "convert_element_type":
                 values[result] = ins[0].astype(dtype)
             else:
                 values[result] = eqn.primitive.bind(*ins, **eqn.params).astype(dtype)
@@ -129,6 +132,23 @@ def _wide(x: Any) -> jax.Array:
     """Numbers in fp32 if they are narrower, because a GPU has few operations on these."""
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _pallas() -> tuple[Any, Any]:
+    """Pallas and its Triton part, imported for the runs that need them: it takes half a second."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    return pallas, triton
+
+
+def has_passes() -> bool:
+    """Whether this JAX compiles passes; JAX 0.12 says that a later version will not have Triton."""
+    try:
+        _pallas()
+    except ImportError:
+        return False
+    return True
 
 
 def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable:
@@ -183,7 +203,7 @@ class _PassSearch:
             if v.aval.dtype == CODE and self._eqn(v).primitive.name == BARRIER:
                 self._made.setdefault(self._operand(v), []).append(v)
         every = [self._codes(operand) for operand in self._made]
-        groups = _grouped([codes for codes in every if codes is not None])
+        groups = _grouped(jaxpr, [codes for codes in every if codes is not None])
         self.found = [self._pass(group) for group in groups if self._pays(group)]
 
     def _eqn(self, v: Any) -> Any:
@@ -236,12 +256,14 @@ class _PassSearch:
         """Whether a pass can compute an equation."""
         eqn = self._eqns[number]
         shapes = {a.aval.shape for a in (*eqn.invars, *eqn.outvars)}
+        if eqn.primitive.name == "broadcast_in_dim":
+            return not eqn.invars[0].aval.shape
         return eqn.primitive.name in _IN_PASS and shapes <= {(), shape}
 
     def _is_in_memory(self, v: Any) -> bool:
         """Whether an array is written to memory in any case."""
         eqn = self._eqn(v)
-        if eqn is None or eqn.primitive.name not in FUSING:
+        if eqn is None or eqn.primitive.name not in FUSING | _OPENED:
             return True
         if eqn.primitive.name in ("reshape", "squeeze", "slice"):
             # All numbers of the operand, in the same order.
@@ -277,19 +299,27 @@ class _PassSearch:
         )
 
 
-def _grouped(every: Iterable[_Codes]) -> list[list[_Codes]]:
+def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
     """Codes of one shape that are computed from common arrays, in groups."""
     groups: list[list[_Codes]] = []
+    after: dict[int, set[Any]] = {}  # the variables that depend on codes
+
+    def may_share(one: _Codes, other: _Codes) -> bool:
+        read = {*one.arrays, *one.scalars}, {*other.arrays, *other.scalars}
+        return read[0].isdisjoint(after[id(other)]) and read[1].isdisjoint(after[id(one)])
+
     for codes in every:
-        shape, arrays = codes.operand.aval.shape, set(codes.arrays)
+        after[id(codes)] = jx.dependent(jaxpr, codes.made)
         common = [
             group
             for group in groups
-            if group[0].operand.aval.shape == shape
-            and not all(arrays.isdisjoint(other.arrays) for other in group)
+            if group[0].operand.aval.shape == codes.operand.aval.shape
+            and any(not set(codes.arrays).isdisjoint(other.arrays) for other in group)
+            and all(may_share(codes, other) for other in group)
         ]
-        merged = [*(other for group in common for other in group), codes]
-        groups = [group for group in groups if group not in common] + [merged]
+        # Two groups that were apart stay apart: one may depend on the other.
+        groups = [group for group in groups if group not in common[:1]]
+        groups.append([*(other for group in common[:1] for other in group), codes])
     return groups
 
 
