@@ -262,7 +262,10 @@ class _PassSearch:
 
     def _is_in_memory(self, v: Any) -> bool:
         """Whether an array is written to memory in any case."""
-        eqn = self._eqn(v)
+        eqn, made = self._eqn(v), self._made.get(v, ())
+        # Besides its largest magnitude and its codes, it is read for something else.
+        if made and self._num_readers[v] > 2 * len(made):
+            return True
         if eqn is None or eqn.primitive.name not in FUSING | _OPENED:
             return True
         if eqn.primitive.name in ("reshape", "squeeze", "slice"):
@@ -270,8 +273,7 @@ class _PassSearch:
             (operand,) = eqn.invars
             if jx.num_elements(operand.aval) == jx.num_elements(v.aval):
                 return self._is_in_memory(operand)
-        # Besides its largest magnitude and its codes, it is read for something else.
-        return v in self._made and self._num_readers[v] > 2 * len(self._made[v])
+        return False
 
     def _pays(self, group: Sequence[_Codes]) -> bool:
         """Whether transposed codes are needed, and operands take no fewer bytes than the arrays."""
