@@ -52,13 +52,17 @@ class Started:
         return _with_budget(dataclasses.replace(self._specs[key], adapted=adapted), options)
 
     def kernels(
-        self, compiler_options: Mapping[str, str] | None = None, platform: str = "cpu"
+        self,
+        compiler_options: Mapping[str, str] | None = None,
+        platform: str = "cpu",
+        *,
+        code_passes: bool = False,
     ) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options.
 
         A run that pretends to have a GPU has estimates of its own.
         """
-        assert not compiler_options or platform == "gpu"
+        assert not (compiler_options or code_passes) or platform == "gpu"
         return self._newest if platform == "cpu" else KernelCache(platform=platform)
 
     @contextmanager

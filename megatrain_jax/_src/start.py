@@ -32,6 +32,7 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.code_passes import has_passes
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
 from megatrain_jax._src.options.inputs import check_mesh
@@ -290,9 +291,12 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     options: dict[str, str | bool] = {**placement.compiler_options}
     # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
     # cuBLASLt's on an H100.
-    if spec.precision.products is not None and placement.platform == "gpu":
+    in_float8 = spec.precision.products is not None and placement.platform == "gpu"
+    if in_float8:
         options |= NO_TRITON
-    return KernelCache(options, placement.platform)
+    # XLA does not divide Pallas's kernels over devices.
+    code_passes = in_float8 and placement.num_devices == 1 and has_passes()
+    return KernelCache(options, placement.platform, code_passes=code_passes)
 
 
 def compiled_here(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.kernels.code_passes import with_code_passes
 from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
@@ -30,14 +31,18 @@ class KernelCache:
         self,
         compiler_options: Mapping[str, str | bool] | None = None,
         platform: str = "cpu",
+        *,
+        code_passes: bool = False,
     ):
         """Makes an empty cache.
 
         Args:
             compiler_options: XLA options for all kernels.
             platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
+            code_passes: Whether to compile backwards with the passes of `code_passes.py`.
         """
         self._options = dict(compiler_options or {})
+        self._code_passes = code_passes
         self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
@@ -56,7 +61,10 @@ class KernelCache:
     def _built(self, kernel: Kernel) -> Any:
         # Given if callers rely on shardings that XLA might not choose by itself.
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
-        jitted = functools.partial(jax.jit, kernel.build(), donate_argnums=kernel.donated, **placed)
+        function = kernel.build()
+        if self._code_passes and kernel.name.startswith("backward"):
+            function = with_code_passes(function)
+        jitted = functools.partial(jax.jit, function, donate_argnums=kernel.donated, **placed)
         options = self._options
         if PART in options and kernel.takes is not None:
             jaxpr = jx.opened(jitted().trace(*kernel.takes).jaxpr)

@@ -1,0 +1,200 @@
+"""Passes that make float8 codes and transposed codes: the same bits as without them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from megatrain_jax._src.kernels import code_passes
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.code_passes import with_code_passes
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.program import float8
+from megatrain_jax._src.program import jaxpr as jx
+
+ROWS, WIDTH, INNER = (2, 64), 128, 192
+
+
+def product(x: Any, w: Any) -> Any:
+    (eqn,) = jax.make_jaxpr(jnp.matmul)(x, w).eqns
+    return float8.product(float8.Form.of(eqn, (True, True)), x, w)
+
+
+def gated(params: Any, x: Any) -> Any:
+    gate, up = product(x, params["gate"]), product(x, params["up"])
+    # A CPU also rounds inside of a logistic function of bfloat16.
+    act = jax.lax.logistic if gate.dtype == jnp.float32 else jax.lax.square
+    return product(gate * act(gate) * up, params["down"])
+
+
+def residual(params, x):
+    """Operands that are read for a sum, too, and one that is normed."""
+    x = x + product(jnp.tanh(x), params["square"])
+    normed = x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6)
+    return x + product(normed.astype(x.dtype), params["square"].T)
+
+
+def positive(params, x):
+    """Operands that are computed with an array of zeros."""
+    y = product(x, params["square"])
+    return product(jax.lax.select(y > 0, y, jnp.zeros_like(y)), params["square"])
+
+
+def chained(params, x):
+    """An operand of one product is computed from the same array as that product's result."""
+    y = product(x, params["square"])
+    return product(x * y, params["square"])
+
+
+def three(params, x):
+    """An operand that is smaller than the arrays that it is computed from."""
+    a, b, c = (product(x, params["square"] * n) for n in (1.0, 2.0, 3.0))
+    return jnp.sum(product(a * b * c, params["square"]), -1, keepdims=True)
+
+
+def gradients(function):
+    def run(params, x, cotangent):
+        result, pull = jax.vjp(function, params, x)
+        return pull(cotangent.astype(result.dtype)[..., : result.shape[-1]])
+
+    return run
+
+
+def arguments(dtype: Any, rows=ROWS, width=WIDTH, inner=INNER) -> list[Any]:
+    rng = np.random.default_rng(0)
+    sizes = {
+        "gate": (width, inner), "up": (width, inner), "down": (inner, width),
+        "square": (width, width),
+    }  # fmt: skip
+    params = {name: jnp.asarray(rng.normal(size=size) / 8, dtype) for name, size in sizes.items()}
+    return [params, *(jnp.asarray(rng.normal(size=(*rows, width)), dtype) for _ in range(2))]
+
+
+def passes_in(function, args) -> list[int]:
+    """For each pass in a function with passes, the number of its results."""
+    eqns = jax.make_jaxpr(with_code_passes(function, interpret=True))(*args).eqns
+    return [len(eqn.outvars) for eqn in eqns if eqn.primitive.name == "pallas_call"]
+
+
+def check_same(function, args) -> None:
+    # Otherwise XLA keeps bfloat16 results in fp32 where they are fused.
+    options = {"xla_allow_excess_precision": False}
+    plain, ours = (
+        jax.jit(f, compiler_options=options)(*args)
+        for f in (function, with_code_passes(function, interpret=True))
+    )
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("change", ["", "zero rows", "zeros", "nan", "inf"])
+def test_passes_give_the_same_bits(dtype, change):
+    args = arguments(dtype)
+    x = args[1]
+    args[1] = {
+        "": x,
+        "zero rows": x.at[:, 3:9].set(0),
+        "zeros": x * 0,
+        "nan": x.at[1, 5, 7].set(np.nan),
+        "inf": x.at[0, 2, 1].set(-np.inf),
+    }[change]
+    function = gradients(gated)
+    # Codes of x, the cotangent, gate and up are needed in both orders, and of `down` as they are.
+    # The gated product is needed transposed only; it and the gradients of gate and up share a pass.
+    assert sorted(passes_in(function, args)) == [2, 2, 2, 2, 5]
+    check_same(function, args)
+
+
+@pytest.mark.parametrize("function", [residual, positive, chained, three])
+def test_passes_follow_the_equations_that_they_read(function):
+    args = arguments("float32")
+    assert passes_in(gradients(function), args)
+    check_same(gradients(function), args)
+
+
+def test_an_operand_of_many_arrays_is_made_once():
+    args = arguments("float32")
+    made = jax.make_jaxpr(with_code_passes(gradients(three), interpret=True))(*args)
+    assert "pallas_call" in str(made)
+    for eqn in made.eqns:
+        if eqn.primitive.name == "pallas_call":
+            assert sum(v.aval.ndim > 1 for v in eqn.invars) <= 2 * len(eqn.outvars)
+
+
+@pytest.mark.parametrize("sizes", [((2, 63), 128, 192), ((2, 64), 96, 100), ((3, 3), 8, 8)])
+def test_odd_sizes_stay_as_they_are(sizes):
+    args = arguments("float32", *sizes)
+    function = gradients(gated)
+    assert len(passes_in(function, args)) < 5
+    check_same(function, args)
+
+
+def test_a_forward_has_no_passes():
+    args = arguments("float32")[:2]
+    assert not passes_in(gated, args) or min(passes_in(gated, args)) > 0
+    check_same(gated, args)
+
+
+def test_callbacks_run_in_order():
+    seen = []
+
+    def function(params, x, cotangent):
+        jax.debug.callback(lambda n: seen.append(float(n)), x[0, 0, 0], ordered=True)
+        out = gradients(gated)(params, x, cotangent)
+        jax.debug.callback(lambda n: seen.append(float(n)), x[0, 0, 1], ordered=True)
+        return out
+
+    args = arguments("float32")
+    jax.block_until_ready(jax.jit(with_code_passes(function, interpret=True))(*args))
+    jax.effects_barrier()
+    assert seen == [float(args[1][0, 0, 0]), float(args[1][0, 0, 1])]
+
+
+def test_backwards_alone_are_compiled_with_passes():
+    args = arguments("float32")
+    takes = tuple(jx.shape_of(x) if hasattr(x, "shape") else x for x in args[1:])
+    takes = (jax.tree.map(jx.shape_of, args[0]), *takes)
+    for name, has in (("backward", True), ("backward of kept", True), ("forward", False)):
+        kernel = Kernel(name=name, build=lambda: gradients(gated), takes=takes)
+        for code_passes_on in (True, False):
+            cache = KernelCache(code_passes=code_passes_on)
+            text = str(cache.get(kernel).trace(*takes).jaxpr)
+            assert ("pallas_call" in text) == (has and code_passes_on)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(code_passes._IN_PASS - {"add_any"}))
+def test_a_gpu_has_every_operation_of_a_pass(name):
+    binary = {"add", "div", "max", "min", "mul", "sub"}
+    compared = {"eq", "ge", "gt", "le", "lt", "ne"}
+
+    def kernel(ref, out):
+        x = ref[...].astype(jnp.float32)
+        if name in binary:
+            out[...] = getattr(jax.lax, name)(x, x)
+        elif name in compared or name == "select_n":
+            op = getattr(jax.lax, name if name in compared else "lt")
+            out[...] = jax.lax.select_n(op(x, x), x, -x)
+        elif name == "integer_pow":
+            out[...] = jax.lax.integer_pow(x, 3)
+        else:
+            if name == "convert_element_type":
+                function = functools.partial(jax.lax.convert_element_type, new_dtype=float8.CODE)
+            else:
+                function = getattr(jax.lax, name)
+            out[...] = function(x).astype(jnp.float32)
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=(1,),
+        compiler_params=triton.CompilerParams(num_warps=4),
+    )
+    jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
