@@ -19,7 +19,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
-from megatrain_jax._src.spec.step_kernels import compile_ahead
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state.placement import LARGEST_PART, PART, placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
@@ -31,9 +31,8 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 def compile_all(trainer):
     engine, spec = engine_of(trainer), spec_of(trainer)
-    return compile_ahead(
-        engine.kernels, spec.first, spec.layouts, spec.optimizer, engine.store.placement
-    )
+    what = spec.first, spec.layouts, spec.optimizer, engine.store.placement
+    return engine.kernels.compile(step_kernels(*what))
 
 
 def compiled_names(caplog):

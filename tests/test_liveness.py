@@ -19,7 +19,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.spec.run_spec import make_run_spec
-from megatrain_jax._src.spec.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from zoo import CASES
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
@@ -77,8 +77,8 @@ def test_the_estimate_is_near_what_compiled_functions_need(name):
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     spec = make_run_spec(adapted, case.loss_fn, optax.adamw(1e-3), case.batch(0), options)
     what = spec.first, spec.layouts, spec.optimizer, on_one_device()
-    estimated = estimate_ahead(KernelCache(), *what)
-    assert 1.0 <= estimated / compile_ahead(KernelCache(), *what) <= 2.0
+    estimated = KernelCache().estimate(step_kernels(*what))
+    assert 1.0 <= estimated / KernelCache().compile(step_kernels(*what)) <= 2.0
 
 
 def test_in_all_is_all():

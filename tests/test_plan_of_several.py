@@ -25,7 +25,7 @@ from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.spec.costs import find_costs
-from megatrain_jax._src.spec.step_kernels import estimate_ahead, stage_kernel, step_kernels
+from megatrain_jax._src.spec.step_kernels import stage_kernel, step_kernels
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import placed_on
@@ -93,13 +93,9 @@ def test_temporaries_are_near_what_compiled_programs_need(compiled):
     trainer, programs = compiled
     rows = [(k.beside_bytes, c.memory_analysis()) for k, c in programs.values()]
     needed = max(beside + stats.temp_size_in_bytes for beside, stats in rows)
-    estimated = estimate_ahead(
-        KernelCache(),
-        spec_of(trainer).first,
-        spec_of(trainer).layouts,
-        spec_of(trainer).optimizer,
-        placed_on(FOUR),
-    )
+    spec = spec_of(trainer)
+    kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, placed_on(FOUR))
+    estimated = KernelCache().estimate(kernels)
     assert 1.0 <= estimated / needed <= 2.0
 
 

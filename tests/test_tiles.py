@@ -20,7 +20,7 @@ from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.tiled_stages import Divisible, Tiling
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.spec.step_kernels import compile_ahead, stage_kernel
+from megatrain_jax._src.spec.step_kernels import stage_kernel, step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from optimizers import OPTIMIZERS
@@ -133,7 +133,8 @@ def on_a_device_of(monkeypatch, num_bytes):
 def needed_by(trainer):
     """Bytes of temporaries that the compiled functions of a trainer's steps need at most."""
     spec = spec_of(trainer)
-    return compile_ahead(KernelCache(), spec.first, spec.layouts, spec.optimizer, on_one_device())
+    kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
+    return KernelCache().compile(kernels)
 
 
 def test_backward_is_divided_on_several_devices_too():

@@ -58,7 +58,7 @@ from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuri
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
-from megatrain_jax._src.spec.step_kernels import estimate_ahead
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
@@ -325,7 +325,7 @@ def _check(
     processes = placement.processes
     # On a CPU nothing is compiled before the first step, and temporaries are in host memory.
     ahead = spec.first, spec.layouts, spec.optimizer, placement
-    temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
+    temporaries = None if has_gpu else kernels.estimate(step_kernels(*ahead))
     # The last check before minutes of pinning.
     check_host(spec, *processes.spread, temporaries)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)

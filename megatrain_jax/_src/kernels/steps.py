@@ -14,9 +14,7 @@ from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
 
-def begin(
-    key: Hashable, program: Program, microbatches: int, num_metrics: int, placement: Placement
-) -> Kernel:
+def begin(key: Hashable, program: Program, microbatches: int, placement: Placement) -> Kernel:
     """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
@@ -28,13 +26,12 @@ def begin(
         program: The cut loss. `values` are its prologue's values for each microbatch, and `seed` is
             the cotangent of each microbatch's loss, multiplied by the scale if there is one.
         microbatches: Number of parts that the batch is split along its first axis.
-        num_metrics: Number of metrics that the loss returns.
         placement: Placement of its arrays.
     """
     row = shardings(program, placement, program.prologue_values)
     small = placement.small_on_device
     place = {v: i for i, v in enumerate(program.prologue_values)}
-    new_ids = program.outputs[1 + num_metrics :]
+    new_ids = program.outputs[1 + len(program.metrics) :]
     drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 

@@ -163,7 +163,7 @@ class Engine:
     def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once per step."""
         if not live.means:
-            names = live.step.metrics
+            names = live.step.program.metrics
             ids = live.step.program.outputs[: 1 + len(names)]
             key = "means", names, weighted
             means = self._find(key, lambda: steps.means(names, weighted=weighted))

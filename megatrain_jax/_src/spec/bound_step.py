@@ -21,11 +21,13 @@ import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
-from megatrain_jax._src.options.precision import Rounding
+from megatrain_jax._src.options.options import Options
+from megatrain_jax._src.options.precision import Precision, Rounding
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.workload import Workload
@@ -41,6 +43,7 @@ from megatrain_jax._src.spec.costs import (
 )
 from megatrain_jax._src.spec.cut_run import Cut
 from megatrain_jax._src.spec.lean import lean_residuals
+from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -57,7 +60,6 @@ class BoundStep:
         num_devices: Number of devices that share the step.
         narrow_sums: Rounding of sums of gradients stored in bfloat16; None stores fp32.
         collectives: For each stage, bytes that a device receives in forward and in backward.
-        metrics: Names of the metrics that the loss returns.
         workload: The step's workload with all residuals that stages can save.
         lean: The workload with only the costliest residuals; None if no stage has any.
         schedule: The step's instructions, in order.
@@ -71,7 +73,6 @@ class BoundStep:
     num_devices: int
     narrow_sums: Rounding | None = None
     collectives: tuple[tuple[int, int], ...]
-    metrics: tuple[str, ...]
     workload: Workload
     lean: Workload | None
     schedule: Schedule
@@ -122,8 +123,8 @@ class BoundStep:
     @functools.cached_property
     def kept_once(self) -> frozenset[int]:
         """Ids of values kept for the first microbatch only: the variables' new values."""
-        read = {i for bound in self.stages for i in bound.stage.inputs}
-        return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
+        read, program = {i for bound in self.stages for i in bound.stage.inputs}, self.program
+        return self.kept.difference(read, program.outputs[: 1 + len(program.metrics)])
 
     @functools.cached_property
     def taken_over(self) -> frozenset[int]:
@@ -133,10 +134,8 @@ class BoundStep:
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
         """Ids of the variables' new values that stages compute, not the prologue, by variable."""
-        new, early = (
-            self.program.outputs[1 + len(self.metrics) :],
-            set(self.program.prologue_values),
-        )
+        program = self.program
+        new, early = program.outputs[1 + len(program.metrics) :], set(program.prologue_values)
         return {k: i for k, i in enumerate(new) if i not in early}
 
 
@@ -144,15 +143,12 @@ def bind_step(
     key: Hashable,
     cut: Cut,
     layouts: Sequence[GroupLayout],
+    options: Options,
     *,
     microbatches: int,
-    num_devices: int,
-    metrics: tuple[str, ...],
     device_budget: int | None,
-    hardware: Hardware,
     host_room: float = math.inf,
     waves: int = 1,
-    narrow_sums: Rounding | None = None,
     training: bool = True,
 ) -> BoundStep:
     """Binds a cut loss to groups and schedules it for a machine.
@@ -161,16 +157,15 @@ def bind_step(
         key: Key of the step; see `BoundStep`.
         cut: The loss and the optimizer, cut by the same groups.
         layouts: Layout of each group.
+        options: Options of the run; the rates of their machine determine the schedule.
         microbatches: Number of parts that the batch is split into.
-        num_devices: Number of devices that share the step.
-        metrics: Names of the metrics that the loss returns.
         device_budget: Device bytes for state, activations and residuals; None for the minimum.
-        hardware: The machine; its rates determine the schedule.
         host_room: Host bytes per device that are available in addition to the state at rest.
         waves: Number of equal parts of the microbatches that go through the stages one by one.
-        narrow_sums: See `BoundStep`.
         training: Whether it is a training step; an evaluation has no backward.
     """
+    num_devices, narrow_sums = options.num_devices, _rounding_of_sums(options.dtypes)
+    hardware = options.machine or H200  # some machine has to be assumed to order a step
     program, grouping, stages = cut.program, cut.grouping, cut.program.stages
     if program.examples.number % num_devices:  # every device computes all of it
         program = dataclasses.replace(program, examples=program.examples.undivided())
@@ -206,8 +201,7 @@ def bind_step(
         costs=costs,
     )
     lean = None
-    # The search for a schedule chooses between two workloads: all residuals of some stages, or the
-    # costliest of many.
+    # The search chooses between workloads: all residuals of some stages, or the costliest of many.
     if any(kept := [b.lean for b in bound]):
         saved = seconds_saved(kept, microbatches / num_devices, hardware)
         costs = dataclasses.replace(workload.costs, recompute=saved)
@@ -225,12 +219,15 @@ def bind_step(
         num_devices=num_devices,
         narrow_sums=narrow_sums,
         collectives=collectives,
-        metrics=metrics,
         workload=workload,
         lean=lean,
         schedule=schedule,
         last_read=last_read_by_task(instructions, stages, program),
     )
+
+
+def _rounding_of_sums(precision: Precision) -> Rounding | None:
+    return None if precision.sums == jnp.dtype("float32") else precision.rounding
 
 
 def _residual_bytes(

@@ -29,7 +29,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import RunSpec
-from megatrain_jax._src.spec.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.placement import Placement
 
@@ -115,7 +115,8 @@ def in_room(
     # If the estimate for the first shape is too large, estimates for later shapes are as well.
     room = max(spec.room_bytes, tiles.most(spec.first))
     divided = tiles.within(step, room, training=training)
-    compile_ahead(kernels, divided, spec.layouts, spec.optimizer, placement, training=training)
+    what = divided, spec.layouts, spec.optimizer, placement
+    kernels.compile(step_kernels(*what, training=training))
     return divided
 
 
@@ -259,9 +260,9 @@ class _Fitting:
         )
 
     def _needs(self, step: BoundStep, estimated: bool) -> int:
-        ahead = estimate_ahead if estimated else compile_ahead
-        what = self._spec.layouts, self._spec.optimizer, self._placement
-        needed = ahead(self._kernels, step, *what)
+        needs = self._kernels.estimate if estimated else self._kernels.compile
+        spec = self._spec
+        needed = needs(step_kernels(step, spec.layouts, spec.optimizer, self._placement))
         # Each process compiles separately, but all have to follow the same schedule.
         return max(self._placement.processes.gather("compiling", needed))
 

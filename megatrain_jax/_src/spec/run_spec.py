@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -21,7 +20,7 @@ from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.batch_checks import naming_first_batch
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.options.precision import Precision, Rounding
+from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
@@ -35,9 +34,7 @@ from megatrain_jax._src.spec.codecs import (
     state_codecs,
 )
 from megatrain_jax._src.spec.cut_run import Cut, cut_program, cut_run
-from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
-from megatrain_jax._src.state.hardware import Hardware
 
 # Numbers of parts per block, tried in this order if a whole block doesn't fit.
 _PARTS = (1, 2, 3, 4, 6, 8)
@@ -144,14 +141,11 @@ class RunSpec:
                 (batch_key(batch), train, loss_fn),
                 cut,
                 self.layouts,
-                metrics=traced.metrics,
+                self.options,
                 microbatches=microbatches,
-                num_devices=self.options.num_devices,
                 device_budget=self.budget_bytes,
-                hardware=_scheduled_for(self.options),
                 host_room=self.host_room,
                 waves=waves,
-                narrow_sums=_rounding_of_sums(self.precision),
                 training=train,
             )
 
@@ -259,14 +253,10 @@ def _make(
         (batch_key(sample_batch), True, loss_fn),
         cut,
         layouts,
-        metrics=traced.metrics,
+        options,
         microbatches=microbatches,
-        num_devices=options.num_devices,
         device_budget=budget,
-        hardware=_scheduled_for(options),
         waves=options.waves or 1,
-        narrow_sums=_rounding_of_sums(options.dtypes),
-        training=True,
     )
     return RunSpec(
         adapted=adapted,
@@ -318,14 +308,6 @@ def batch_key(batch: Any) -> Hashable:
     leaves, treedef = jax.tree.flatten(batch)
     # JAX's own dtypes: without x64, an int64 array from NumPy becomes int32.
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
-
-
-def _rounding_of_sums(precision: Precision) -> Rounding | None:
-    return None if precision.sums == jnp.dtype("float32") else precision.rounding
-
-
-def _scheduled_for(options: Options) -> Hardware:
-    return options.machine or H200  # some machine has to be assumed to order a step
 
 
 def _trace(

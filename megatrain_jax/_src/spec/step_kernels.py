@@ -1,4 +1,4 @@
-"""The kernels of a step, and their compilation before the first step."""
+"""The kernels of a step."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.kernels import stage_kernels as stages
 from megatrain_jax._src.kernels import steps, updates
 from megatrain_jax._src.kernels.attention_in_heads import with_narrow_attention
-from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.tiled_stages import in_tiles
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -21,8 +20,7 @@ from megatrain_jax._src.state.placement import Placement
 
 def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
     """The kernel of a step's begin."""
-    num_metrics = len(step.metrics)
-    return steps.begin(step.key, step.program, step.microbatches, num_metrics, placement)
+    return steps.begin(step.key, step.program, step.microbatches, placement)
 
 
 def stage_kernel(
@@ -107,40 +105,3 @@ def numbered_kernels(
         elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
             gradient = step.gradient_dtypes[group]
             yield op, group, group_kernel(op, group, cut, layouts, gradient, placement)
-
-
-def compile_ahead(
-    cache: KernelCache,
-    step: BoundStep,
-    layouts: Sequence[GroupLayout],
-    cut: OptimizerCut,
-    placement: Placement,
-    *,
-    training: bool = True,
-) -> int:
-    """Compiles a step's functions, and returns the memory they need beside state and activations.
-
-    Args:
-        cache: Cache that receives the compiled functions.
-        step: The step.
-        layouts: Layouts of the groups.
-        cut: The optimizer.
-        placement: Placement of the arrays that the kernels take.
-        training: Whether it is a training step, not an evaluation.
-
-    Returns:
-        Bytes on the device: the maximum of a function's temporaries plus, for a backward, its
-        cotangents.
-    """
-    return cache.compile(step_kernels(step, layouts, cut, placement, training=training))
-
-
-def estimate_ahead(
-    cache: KernelCache,
-    step: BoundStep,
-    layouts: Sequence[GroupLayout],
-    cut: OptimizerCut,
-    placement: Placement,
-) -> int:
-    """Estimates the result of `compile_ahead` from shapes alone, for an absent device."""
-    return cache.estimate(step_kernels(step, layouts, cut, placement))

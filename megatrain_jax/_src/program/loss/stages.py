@@ -87,6 +87,7 @@ class Program:
         outputs: Ids of the traced function's outputs; the first is the loss.
         examples: The values with rows for the batch's examples.
         state: How the model's variables are used.
+        metrics: Names of the metrics, which follow the loss in `outputs`.
         warnings: The parts that could not be cut, in words.
         shared: Leaves whose path is in a block, but that belong to none, because further blocks
             read them.
@@ -101,6 +102,7 @@ class Program:
     outputs: tuple[int, ...]
     examples: Examples
     state: StateUse
+    metrics: tuple[str, ...] = ()
     warnings: tuple[str, ...]
     shared: frozenset[int] = frozenset()
     in_float8: frozenset[int] = frozenset()

@@ -175,7 +175,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
 
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
     found = uncut_stacks(traced.stacks, leaves)
-    return dataclasses.replace(program, warnings=(*program.warnings, *found))
+    warnings = *program.warnings, *found
+    return dataclasses.replace(program, metrics=traced.metrics, warnings=warnings)
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:
