@@ -140,6 +140,46 @@ def test_images_in_files_are_those_in_memory(processor, tmp_path):
     assert isinstance(reference.source, bytes)
 
 
+def in_modes() -> dict[str, Image.Image]:
+    """Pictures with transparency, with a palette, turned by a tag, and with other numbers."""
+    image, rng = picture(0, 30, 20), np.random.default_rng(0)
+    alpha = Image.fromarray(rng.integers(0, 255, (image.height, image.width), dtype=np.uint8))
+    clear, of_colours = image.convert("RGBA"), image.quantize(16)
+    clear.putalpha(alpha)
+    turned, palette = image.copy(), of_colours.copy()
+    turned.getexif()[274] = 6
+    palette.info["transparency"] = 3
+    grey, numbers = (
+        clear.convert("LA"),
+        Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30)),
+    )
+    found = {"alpha": clear, "colours": of_colours, "palette": palette, "turned": turned}
+    return found | {"grey": grey, "cmyk": image.convert("CMYK"), "numbers": numbers}
+
+
+@pytest.mark.parametrize("name", in_modes())
+def test_pixels_of_any_mode_are_those_of_transformers(name, processor, tmp_path, monkeypatch):
+    image = in_modes()[name]
+    file = tmp_path / ("image.tiff" if name == "cmyk" else "image.png")
+    image.save(file, exif=image.getexif())
+    datasets = pytest.importorskip("datasets")
+    column = datasets.Dataset.from_dict({"images": [{"bytes": file.read_bytes(), "path": None}]})
+    decoded = column.cast_column("images", datasets.Image())[0]["images"]
+    with Image.open(file) as opened:
+        opened.load()
+    # With fields of the published Gemma 3, which leaves this one open.
+    monkeypatch.setattr(processor.image_processor, "do_convert_rgb", None)
+    for given, theirs in ((str(file), str(file)), (opened, opened), (file.read_bytes(), decoded)):
+        (batch,) = made([conversation([*own(given), "which"])], processor)
+        expected = processor.apply_chat_template(
+            conversation([*own(theirs), "which"])["messages"],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="np",
+        )
+        assert (batch["pixel_values"][0] == expected["pixel_values"]).all(), type(given)
+
+
 def test_images_follow_their_documents(processor):
     rows = [
         conversation([*own(*[picture(10 * n + k) for k in range(n % 4)]), "which digit"], str(n))
@@ -170,6 +210,13 @@ def test_documents_differ_by_their_images(processor):
     assert same[0].fingerprint != same[1].fingerprint
     train, held = made(rows, processor).split(0.5)
     assert (train.num_documents, held.num_documents) == (3, 3)
+    colours = picture(0).quantize(4)
+    other = colours.copy()
+    other.putpalette([255 - x for x in colours.getpalette() or []])
+    made_of = [
+        made([conversation([*own(x), "a"])], processor).fingerprint for x in (colours, other)
+    ]
+    assert made_of[0] != made_of[1]
     twice = made([rows[0], rows[0]], processor)
     with pytest.raises(ValueError, match="no two different documents"):
         twice.split(0.5)
@@ -237,9 +284,17 @@ def test_a_damaged_image_is_named_with_advice(processor, tmp_path):
     file = tmp_path / "a.png"
     picture(0, 50, 50).save(file)
     file.write_bytes(file.read_bytes()[:-40])
-    dataset = made([conversation([*own(file), "a"])], processor)
+    rows = [conversation([*own(file), "a"]), ROWS[0]]
+    dataset = made(rows[:1], processor)
     with pytest.raises(ValueError, match=r"row 1, \S*a.png, can't be read: .*\. Repair the file"):
         next(iter(dataset))
+    # Only a whole decode finds the damage; a file, its bytes, and what PIL has opened of it.
+    with Image.open(file) as opened:
+        for given in (file, file.read_bytes(), opened):
+            rows[0] = conversation([*own(given), "a"])
+            dataset = made(rows, processor, invalid="drop")
+            assert dataset.num_documents == 1
+            assert dataset.summary.left_out == {"an image that can't be read": 1}
 
 
 def test_what_is_not_supported_is_refused(processor, tmp_path):

@@ -18,6 +18,7 @@ from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.data.report import InvalidRow
 
 _PROCESSORS = ("Gemma3Processor",)
+_UNREADABLE = "an image that can't be read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +36,30 @@ class ImageReference:
     origin: str
 
     def open(self) -> Image.Image:
-        """Decodes the image, upright and in RGB.
+        """Decodes the image.
+
+        Returns:
+            The image as Transformers has it before its processor: of a file upright and in RGB,
+            without transparency; of bytes upright, as `datasets` decodes them; and a PIL image as
+            it is. The processor then puts transparent pixels on white.
 
         Raises:
             ValueError: If it can't be read; the message names its row.
         """
         given = self.source
         try:
-            if isinstance(given, Path | bytes):
-                with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
-                    return ImageOps.exif_transpose(image).convert("RGB")
-            return ImageOps.exif_transpose(given).convert("RGB")
+            if isinstance(given, Image.Image):
+                given.load()
+                return given
+            with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
+                upright = ImageOps.exif_transpose(image)
+                return upright.convert("RGB") if isinstance(given, Path) else upright
         except Exception as error:  # Pillow's errors for damaged files have no common type
             name = f"{self.origin}, {given}," if isinstance(given, Path) else self.origin
             raise ValueError(
                 f"an image of {name} can't be read: {error}. Repair the file, or leave its row "
-                "out: data is checked by the headers of images alone, before training"
+                'out, as `invalid`="drop" does: only then all images are decoded before training, '
+                "and not only their headers read"
             ) from error
 
     @property
@@ -62,24 +71,40 @@ class ImageReference:
         return len(given) if isinstance(given, bytes) else 3 * given.width * given.height
 
 
-def to_reference(given: Any, folder: Path, origin: str) -> ImageReference:
-    """Returns a reference to a row's image; only the image's header is read.
+def to_reference(given: Any, folder: Path, origin: str, *, whole: bool) -> ImageReference:
+    """Returns a reference to a row's image.
 
     Args:
         given: A path, bytes, a PIL image, or a mapping with `bytes` or `path`, as `datasets` has.
         folder: The folder where relative paths begin.
         origin: Origin of the row.
+        whole: Whether the image is decoded to find damage; if not, only its header is read.
 
     Raises:
         InvalidRow: If it is none of these, or no image.
     """
+    reference = _referred(given, folder, origin)
+    if whole:
+        try:
+            reference.open()
+        except ValueError as error:
+            raise InvalidRow(_UNREADABLE, str(error.__cause__)) from error
+    return reference
+
+
+def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
     if isinstance(given, Mapping):
         given = next((given[name] for name in ("bytes", "path") if given.get(name)), given)
     if isinstance(given, str) and given.startswith(("http://", "https://", "data:")):
         raise InvalidRow("an image that is no file", f"{given[:60]} isn't downloaded")
     if isinstance(given, Image.Image):
-        pixels = f"{given.mode} {given.size}".encode() + given.tobytes()
-        return ImageReference(source=given, digest=_hash(pixels), origin=origin)
+        try:
+            pixels = given.tobytes()
+        except Exception as error:  # see `open`; PIL decodes late
+            raise InvalidRow(_UNREADABLE, str(error)) from error
+        # Equal pixels with another palette are other colours.
+        form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
+        return ImageReference(source=given, digest=_hash(form.encode() + pixels), origin=origin)
     if not isinstance(given, str | PathLike | bytes):
         kinds = "a path, bytes or a PIL image"
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
@@ -89,7 +114,7 @@ def to_reference(given: Any, folder: Path, origin: str) -> ImageReference:
             pass
         size = 0 if isinstance(source, bytes) else source.stat().st_size
     except Exception as error:  # see `open`
-        raise InvalidRow("an image that can't be read", str(error)) from error
+        raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
     return ImageReference(source=source, digest=_hash(known), origin=origin)
 
@@ -144,8 +169,10 @@ class ImageProcessor:
     def pixels(
         self, images: Sequence[Image.Image]
     ) -> Float32[np.ndarray, "n channels height width"]:
-        """Returns the pixel values of images, resized and normalised."""
-        found = self._processor.image_processor(images=list(images), return_tensors="np")
+        """Returns the pixel values of images, converted to RGB, resized and normalised."""
+        # As the whole processor passes it: files of released checkpoints leave the option open.
+        options = {"do_convert_rgb": True, "return_tensors": "np"}
+        found = self._processor.image_processor(images=list(images), **options)
         return np.asarray(found["pixel_values"], np.float32)
 
 

@@ -42,7 +42,9 @@ def image_conversations(
         try:
             check_places(one, images)
             folder = Path(origin.path).parent
-            references = tuple(to_reference(image, folder, str(origin)) for image in images)
+            references = tuple(
+                to_reference(image, folder, str(origin), whole=not errors) for image in images
+            )
         except InvalidRow as fault:
             report.leave_out(origin, fault, errors)
             continue

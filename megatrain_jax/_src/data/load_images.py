@@ -58,7 +58,10 @@ def image_chat(
     largest number that a row of this packing can have. Tokens of images are never labels.
 
     Tokens and references to images are kept in host memory; each image is opened, resized and
-    normalised for its batch. Images given as bytes or by PIL stay in memory.
+    normalised for its batch. Images given as bytes or by PIL stay in memory. Pixels are those of
+    Transformers for the same image: a file is turned upright and loses its transparency, a PIL
+    image is taken as it lies, and its transparent pixels are put on white. Bytes are turned
+    upright, as `datasets` does, and then treated like a PIL image.
 
     Args:
         source: See `chat`.
@@ -72,7 +75,8 @@ def image_chat(
         train_on: See `chat`.
         too_long: Treatment of conversations longer than `length`: "error" lists them, "drop" leaves
             them out.
-        invalid: See `chat`.
+        invalid: See `chat`. With "drop", each image is decoded before training, so that damaged
+            ones are found; otherwise only its header is read.
         merge: See `chat`.
         leading: See `chat`.
         chat_template: See `chat`.
