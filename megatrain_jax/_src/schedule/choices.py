@@ -203,7 +203,9 @@ def _units(lists: TaskLists) -> list[tuple[Key, ...]]:
         # Each wave fetches masters twice, and moves gradients and activations in and out once;
         # activations need their memory only for a part of the time. Optimizer state moves once per
         # step.
-        units = [*masters, *activations, *gradients, *state]
+        # Sums of late stages come first: the first wave updates these last, when the device waits
+        # for the link, while sums of early stages arrive before it begins.
+        units = [*masters, *activations, *reversed(gradients), *state]
     elif workload.deferred:
         # A resident gradient saves a round trip for few bytes. An activation moves out and in once,
         # which is less traffic per byte than state.
