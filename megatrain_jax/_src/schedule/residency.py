@@ -5,7 +5,8 @@ residuals) is copied, and how long it stays on the device:
 
 - Parts are fetched in the order of their use, ahead of time: as far as the limit allows, and as far
   as it takes to keep the link busy. This distance is the *reach*.
-- A part stays on the device if its next use is within reach; otherwise it is evicted.
+- A part stays on the device if its next use is within reach; otherwise it is evicted. A gradient
+  also stays if all parts that are used before it fit beside it.
 - If a part that a task needs doesn't fit, the driver waits until earlier tasks have freed memory.
   Parts further ahead are fetched only into memory that is free already.
 
@@ -30,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op, instruction_of
 from megatrain_jax._src.schedule.tasks import Computation, Task, Use
@@ -356,10 +357,10 @@ class Residency:
         if next_use is None:
             return False
         # Parts within reach are kept: their next uses come before all uses beyond the reach.
-        if next_use < self.reach or key.kind in LASTING:
+        if next_use < self.reach or key.kind is not Kind.GRADIENT:
             return next_use < self.reach
-        # A gradient or an activation would leave and come back. It stays if all parts that are used
-        # before it fit beside it, so that it delays none of them.
+        # A sum would leave and come back. It stays if all parts that are used before it fit beside
+        # it, so that it delays none of them.
         room, known = self.room, set[Key]()
         for at in range(self.reach, next_use):
             use = line[at]
