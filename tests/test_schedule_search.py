@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.laid_steps import lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.passing import least_passing_bytes
+from megatrain_jax._src.schedule.room import least_bytes
 from megatrain_jax._src.schedule.search import BudgetError, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from schedule_machine import run_everything
@@ -154,11 +156,38 @@ def test_masters_stay_before_gradients_and_these_before_optimizer_state(several)
     least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
     seen = set()
     for budget in range(least, most, 8):
-        kinds = {key.kind for key in find_schedule(workload, budget).resident}
+        resident = find_schedule(workload, budget).resident
+        if workload.waves > 1:
+            sums = sorted(key.owner for key in resident if key.kind is Kind.GRADIENT)
+            assert sums == list(range(8))[8 - len(sums) :], "the first wave updates late groups last"
+        kinds = {key.kind for key in resident}
         assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
         assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
         seen |= kinds
     assert len(seen) == 3
+
+
+def test_a_sum_stays_that_fits_beside_all_that_is_used_before_it():
+    # A slow link is busy with few copies ahead, which leave memory.
+    slow = costs(16, 16, link=host(2.0))
+    workload = chain(16, accumulate=True, waves=2, deferred=True, costs=slow)
+    lists, num_left = build_task_lists(workload), 0
+    least, most = least_bytes(lists, frozenset()), all_resident_bytes(workload)
+    for limit in range(least, most, 20):
+        steady = lay_down(lists, limit, frozenset()).steady
+        rows = 2 * list(zip(steady.instructions, steady.ledger, strict=True))
+        for at, (left, num_bytes) in enumerate(rows[: len(rows) // 2]):
+            if left.op is not Op.OFFLOAD or left.key is None or left.key.kind in LASTING:
+                continue
+            later, group = [row for row, _ in rows[at + 1 :]], left.key.owner
+            uses = {(Op.BACKWARD, group, None), (Op.UPDATE, None, group)}
+            used = next(i for i, row in enumerate(later) if (row.op, row.stage, row.group) in uses)
+            fetched = {row.key for row in later[:used] if row.op is Op.FETCH} - {left.key}
+            made = [row.group for row in later[:used] if row.op is Op.ZEROS]
+            come = [*filter(None, fetched), *(Key(Kind.GRADIENT, g) for g in made if g is not None)]
+            assert num_bytes + sum(map(workload.size, come)) > limit
+            num_left += 1
+    assert num_left
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -197,8 +197,9 @@ def _ranked_parts(lists: TaskLists) -> list[Key]:
     # backward. All other parts move in and out once.
     if workload.waves > 1:
         # In each wave, but optimizer state once per step. Activations need their memory only for a
-        # part of the time.
-        parts = [*masters, *activations, *gradients, *state]
+        # part of the time. Sums of late stages come first: the first wave updates these last, when
+        # the device waits for the link, while sums of early stages arrive before it begins.
+        parts = [*masters, *activations, *reversed(gradients), *state]
     else:
         parts = [*masters, *gradients, *state, *activations]
     return [key for key in parts if key in lasting]

@@ -5,7 +5,8 @@ residuals) is copied, and how long it stays on the device:
 
 - Parts are fetched in the order of their use, ahead of time: as far as the limit allows, and as far
   as it takes to keep the link busy. This distance is the *reach*.
-- A part stays on the device if its next use is within reach; otherwise it is evicted.
+- A part stays on the device if its next use is within reach; otherwise it is evicted. A gradient
+  also stays if all parts that are used before it fit beside it.
 - If a part that a task needs doesn't fit, the driver waits until earlier tasks have freed memory.
   Parts further ahead are fetched only into memory that is free already.
 
@@ -30,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op, instruction_of
 from megatrain_jax._src.schedule.tasks import Computation, Task, Use
@@ -246,7 +247,8 @@ class Residency:
                 self.compute(computation, number)
                 for key in computation.touches:
                     if task.last_touch[key] == at and key in self.present:
-                        if not self._is_needed(needs, key, starts[number + 1]):
+                        at_next = _first_from(needs.get(key, ()), starts[number + 1])
+                        if not self._stays(key, line, at_next):
                             self.evict(key, number)
 
     def run_to_rest(self, tasks: Sequence[Task], spare: int = 0) -> None:
@@ -342,13 +344,38 @@ class Residency:
         else:
             self.land(*next(at for at in self.leaving if at[0] == oldest))
 
-    def _is_needed(self, needs: dict[Key, list[int]], key: Key, start: int) -> bool:
+    def _stays(self, key: Key, line: Sequence[Use], next_use: int | None) -> bool:
+        """Whether a part stays on the device until its next use.
+
+        Args:
+            key: The part.
+            line: The uses of a list in their order.
+            next_use: The part's next use, by its number in the line; None if there is none.
+        """
         if key in self.resident:
             return True
+        if next_use is None:
+            return False
         # Parts within reach are kept: their next uses come before all uses beyond the reach.
-        places = needs.get(key, [])
-        at = bisect_left(places, start)
-        return at < len(places) and places[at] < self.reach
+        if next_use < self.reach or key.kind is not Kind.GRADIENT:
+            return next_use < self.reach
+        # A sum would leave and come back. It stays if all parts that are used before it fit beside
+        # it, so that it delays none of them.
+        room, known = self.room, set[Key]()
+        for at in range(self.reach, next_use):
+            use = line[at]
+            if use.creates or use.key not in known:
+                room -= self._missing(use)
+                known.add(use.key)
+            if room < 0:
+                return False
+        return True
+
+
+def _first_from(places: Sequence[int], start: int) -> int | None:
+    """The first of some ascending numbers that is not below a start."""
+    at = bisect_left(places, start)
+    return places[at] if at < len(places) else None
 
 
 def _largest(one: dict[_At, int], other: dict[_At, int]) -> dict[_At, int]:
