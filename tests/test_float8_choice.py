@@ -14,6 +14,7 @@ from jax import lax
 import megatrain_jax as mt
 from megatrain_jax import losses
 from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.kernels.residuals import find_residuals
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import forward_work
@@ -218,3 +219,18 @@ def test_the_clock_and_the_choice_follow_measured_rates(layers, tokens, width, i
 
 def block_of(spec: RunSpec) -> Stage:
     return next(bound.stage for bound in spec.first.stages if bound.stage.is_block)
+
+
+def twice(model, batch):
+    """Layers with two products of the same operands."""
+    x = model["embed"][batch["tokens"]]
+    for layer in model["layers"]:
+        x = x + (jnp.tanh(x @ layer["up"]) * (x @ layer["up"])) @ layer["down"]
+    return cross_entropy(x @ model["head"], batch["labels"])
+
+
+def test_scales_of_forward_are_saved_for_a_backward_that_keeps_products():
+    residuals = find_residuals(block_of(spec_with(case_of(twice, head=HEAD), "float8")))
+    assert residuals is not None
+    # Largest magnitudes of the operands of `up` and `down`, and of both weights.
+    assert sum(not aval.shape for aval in residuals.avals) == 4

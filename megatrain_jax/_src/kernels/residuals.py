@@ -51,6 +51,14 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     return primitive.name in ("ragged_dot_general", "conv_general_dilated")
 
 
+def _is_one_number(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether a result is the largest number of a whole array, as a float8 operand's scale needs.
+
+    It is four bytes, and its recomputation reads the array once more.
+    """
+    return primitive.name == "reduce_max" and len(params["axes"]) == avals[0].ndim
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
     """The residuals of a stage: the values its forward saves, and their use in its backward.
@@ -128,8 +136,11 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[first:]]
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
+    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+        return _is_one_number(primitive, *avals, **params) or keeps(primitive, *avals, **params)
+
     # The halves are compiled separately, so the compiler can't undo the recomputation anyway.
-    keeping = functools.partial(jax.checkpoint, policy=keeps, prevent_cse=False)
+    keeping = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
 
     def halves(leaves, inputs):
         return differentiated(stage, stage.has_cotangent, leaves, inputs, wrap=keeping)
@@ -137,9 +148,9 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     traced = jx.trace(halves, leaves, inputs)
     outputs_tree, pullback = traced.out_tree.children()
     count = outputs_tree.num_leaves
-    number = {v: i for i, v in enumerate(traced.jaxpr.invars)}
+    number: dict[Any, int] = {v: i for i, v in enumerate(traced.jaxpr.invars)}
     sources, avals = [], []
-    for atom in traced.jaxpr.outvars[count:]:
+    for atom in map(_alike(traced.jaxpr), traced.jaxpr.outvars[count:]):
         # Arguments of the backward are not saved, and an array that appears twice is saved once.
         known = None if jx.is_literal(atom) else number.get(atom)
         if known is None:
@@ -160,3 +171,25 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         saved_float32=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float32_product(e)),
         lean=lean,
     )
+
+
+def _alike(jaxpr: Any) -> Callable[[Any], Any]:
+    """A function from an output to the first one that is equal, for largest magnitudes of arrays.
+
+    Products with the same operand compute its largest magnitude each, which the compiler only sees
+    if they are one array in the backward.
+    """
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    first: dict[Any, Any] = {}
+
+    def alike(atom: Any) -> Any:
+        v = atom
+        # `jax.checkpoint` rounds the values that it saves to their own dtype.
+        for name in ("reduce_precision", "reduce_max", "abs"):
+            makes = None if jx.is_literal(v) else makers.get(v)
+            if makes is None or makes.primitive.name != name:
+                return atom
+            v = makes.invars[0]
+        return first.setdefault(v, atom) if not atom.aval.shape else atom
+
+    return alike
