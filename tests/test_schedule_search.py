@@ -159,7 +159,9 @@ def test_masters_stay_before_gradients_and_these_before_optimizer_state(several)
         resident = find_schedule(workload, budget).resident
         if workload.waves > 1:
             sums = sorted(key.owner for key in resident if key.kind is Kind.GRADIENT)
-            assert sums == list(range(8))[8 - len(sums) :], "the first wave updates late groups last"
+            assert sums == list(range(8))[8 - len(sums) :], (
+                "the first wave updates late groups last"
+            )
         kinds = {key.kind for key in resident}
         assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
         assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
