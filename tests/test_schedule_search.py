@@ -149,24 +149,33 @@ def test_three_waves_tell_how_long_many_take(deferred):
         assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("several", [{"accumulate": True, "waves": 4}, {"deferred": True}])
-def test_masters_stay_before_gradients_and_these_before_optimizer_state(several):
+def test_masters_stay_before_sums_and_these_before_optimizer_state():
     """A wave needs masters twice; optimizer state moves once a step."""
-    workload = chain(8, **several)
+    workload = chain(8, accumulate=True, waves=4)
     least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
     seen = set()
     for budget in range(least, most, 8):
         resident = find_schedule(workload, budget).resident
-        if workload.waves > 1:
-            sums = sorted(key.owner for key in resident if key.kind is Kind.GRADIENT)
-            assert sums == list(range(8))[8 - len(sums) :], (
-                "the first wave updates late groups last"
-            )
+        sums = sorted(key.owner for key in resident if key.kind is Kind.GRADIENT)
+        assert sums == list(range(8))[8 - len(sums) :], "the first wave updates late groups last"
         kinds = {key.kind for key in resident}
         assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
         assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
         seen |= kinds
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_masters_stay_alone_where_a_step_waits_for_the_link(deferred):
+    """Whole groups on the device would have the step fetch more."""
+    quick = chain(8, deferred=deferred)
+    none = (0.0,) * 8
+    quick = replace(quick, costs=replace(quick.costs, forward=none, backward=none))
+    least, most = find_schedule(quick, None).smallest_bytes, all_resident_bytes(quick)
+    for budget in range(least + 16, most, 16):
+        residents = find_schedule(quick, budget).resident
+        masters = sum(key.kind is Kind.MASTERS for key in residents)
+        assert masters == 8 or {key.kind for key in residents} <= {Kind.MASTERS}, budget
 
 
 def test_a_sum_stays_that_fits_beside_all_that_is_used_before_it():

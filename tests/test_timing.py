@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
@@ -285,6 +286,39 @@ def test_a_plan_measures_where_it_is_asked_to(monkeypatch):
         mt.plan(*made, measure=True, hardware="H100", num_gpus=2)
     with pytest.raises(ValueError, match="`measure`=True times .*`host_gib` describes another"):
         mt.plan(*made, measure=True, hardware="H100", host_gib=8)
+
+
+@jax.custom_vjp
+def doubled(x):
+    """A kernel of somebody else, whose operations and bytes nothing counts."""
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (doubled(cotangent),))
+
+
+@pytest.mark.usefixtures("pretending_gpu")
+def test_a_plan_measures_stages_with_foreign_kernels(monkeypatch):
+    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: (call.run(1), 0.25)[1])
+    params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
+
+    def loss_fn(params, batch):
+        x = batch
+        for layer in params["layers"]:
+            x = jnp.tanh(doubled(x @ layer["w"]))
+        return (x**2).mean()
+
+    made = params, loss_fn, optax.sgd(0.1), np.ones((2, 8), np.float32)
+    assert "pallas_call" in str(jax.make_jaxpr(loss_fn)(params, made[-1]))
+    plan = mt.plan(*made, measure=True)
+    # Two forwards, three backwards and three updates.
+    assert plan.is_measured
+    assert plan.seconds_per_step == pytest.approx((2 + 3 + 3) * 0.25, rel=0.01)
+    assert (mt.plan(*made, hardware="H100").seconds_per_step or math.inf) < 0.1
 
 
 def test_a_plan_measures_only_on_a_gpu():

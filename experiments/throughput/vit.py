@@ -22,7 +22,7 @@ _KEY = 0
 
 def builder(shape: Shape) -> Callable[[], Any]:
     """Returns a function that builds the model: `seq_len` patches of 14 × 14, a class token."""
-    from equimo.vision.models.vit import VisionTransformer
+    from equimo.models.vit import VisionTransformer
 
     return lambda: VisionTransformer(
         img_size=_side(shape),

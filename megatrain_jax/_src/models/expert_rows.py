@@ -2,7 +2,7 @@
 
 Every product has all rows, and each expert's matrix is read where it lies. A tile of the kernels
 has 128 rows of one expert, so an expert's last tile may be partly empty: at 2,048 rows for each
-expert the kernels compute 1.03 to 1.06 of what the rows need.
+expert the kernels compute 1.03 to 1.06 of what the rows need, at 640 rows 1.11, at 160 up to 1.6.
 """
 
 from functools import partial

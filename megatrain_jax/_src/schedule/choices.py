@@ -2,8 +2,8 @@
 
 A `Choice` fixes the stages that save residuals from forward to backward, and the number of these
 stages that may move their residuals to the host in between. The remaining residuals have to stay on
-the device. It also ranks further parts that may stay there: masters, gradients, optimizer state,
-activations, residuals. The search then tries several numbers of them.
+the device. It also ranks further *units* that may stay there: masters with optimizer state,
+gradients, activations, residuals. The search then tries several numbers of units.
 
 Example: 6 stages have equal residuals. The device has memory for 2 of them beside the tasks' needs,
 and the host for 3. Stages 1 to 5 save residuals, because late stages need theirs for a shorter
@@ -41,11 +41,14 @@ class Choice:
         num_travelling: Number of stages with residuals that may wait in the host, like activations.
         spares_host: Whether activations stay on the device in preference to masters and optimizer
             state. This saves host memory, because state has its memory there anyway.
+        masters_first: Whether masters stay in preference to gradients and optimizer state. This
+            saves time where a step waits for the link, because a step fetches masters twice.
     """
 
     lists: TaskLists
     num_travelling: int = 0
     spares_host: bool = False
+    masters_first: bool = False
 
     @property
     def num_kept(self) -> int:
@@ -53,18 +56,18 @@ class Choice:
         return len(self.lists.workload.kept)
 
     @functools.cached_property
-    def ranked(self) -> list[Key]:
-        """Parts that may stay, best first."""
-        parts = [*_ranked_parts(self.lists), *self._residuals[self._num_staying :]]
-        # State has its host memory anyway; any other part that moves takes additional memory.
-        return sorted(parts, key=lambda key: key.kind in LASTING) if self.spares_host else parts
+    def units(self) -> list[tuple[Key, ...]]:
+        """Units that may stay, best first; the parts of a unit stay together or not at all."""
+        travelling = [(key,) for key in self._residuals[self._num_staying :]]
+        units = [*_units(self.lists, self.masters_first), *travelling]
+        return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:
-        """The resident parts if the first `count` ranked parts stay."""
-        return frozenset((*self._residuals[: self._num_staying], *self.ranked[:count]))
+        """The resident parts if the first `count` units stay."""
+        return frozenset(self._residuals[: self._num_staying]).union(*self.units[:count])
 
     def least_bytes(self, count: int) -> int:
-        """The minimum device memory in bytes if the first `count` ranked parts stay."""
+        """The minimum device memory in bytes if the first `count` units stay."""
         return room.least_bytes(self.lists, self.residents(count))
 
     @functools.cached_property
@@ -103,7 +106,7 @@ def find_choices(
 def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
     """Choices from few stages with residuals to the most that fit.
 
-    They include the most stages that fit while all ranked parts stay.
+    They include the most stages that fit while all units stay.
     """
 
     @functools.cache
@@ -112,7 +115,7 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
 
     def fits(count: int, *, with_all: bool) -> bool:
         choice = keeping(count)
-        return choice.least_bytes(len(choice.ranked) if with_all else 0) <= budget
+        return choice.least_bytes(len(choice.units) if with_all else 0) <= budget
 
     # More residuals leave memory for fewer residents; the clock decides between them.
     most = room.most_that_fit(len(_ranked(workload)), lambda count: fits(count, with_all=False))
@@ -177,8 +180,13 @@ def _ranked(workload: Workload) -> list[int]:
     return sorted(able, key=lambda stage: (-seconds[stage] / sizes[stage], -stage))
 
 
-def _ranked_parts(lists: TaskLists) -> list[Key]:
-    """The parts without residuals that may stay on the device, best first."""
+def _rests_in_host(unit: tuple[Key, ...]) -> bool:
+    """Whether a unit has its host memory anyway; moving a passing unit takes additional memory."""
+    return unit[0].kind in LASTING
+
+
+def _units(lists: TaskLists, masters_first: bool) -> list[tuple[Key, ...]]:
+    """The units without residuals that may stay on the device, best first."""
     workload = lists.workload
     # A gradient that is made and consumed within one task never has to stay.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
@@ -189,17 +197,26 @@ def _ranked_parts(lists: TaskLists) -> list[Key]:
     # Gradients that are made last are used first.
     last = workload.waves - 1
     produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]
-    gradients = [Key(Kind.GRADIENT, group) for group in reversed(produced)]
-    activations = [Key(Kind.ACTIVATION, i) for i in workload.activations]
-    masters = [Key(Kind.MASTERS, group) for group in groups]
-    state = [Key(Kind.OPTIMIZER_STATE, group) for group in groups]
-    # Masters come first, because each byte of them is fetched twice: for the forward and for the
-    # backward. All other parts move in and out once.
+    gradients = [(Key(Kind.GRADIENT, group),) for group in reversed(produced)]
+    activations = [(Key(Kind.ACTIVATION, i),) for i in workload.activations]
+    masters = [(Key(Kind.MASTERS, group),) for group in groups]
+    state = [(Key(Kind.OPTIMIZER_STATE, group),) for group in groups]
+    together = [(*m, *s) for m, s in zip(masters, state, strict=True)]
     if workload.waves > 1:
-        # In each wave, but optimizer state once per step. Activations need their memory only for a
-        # part of the time. Sums of late stages come first: the first wave updates these last, when
-        # the device waits for the link, while sums of early stages arrive before it begins.
-        parts = [*masters, *activations, *reversed(gradients), *state]
+        # Each wave fetches masters twice, and moves gradients and activations in and out once;
+        # activations need their memory only for a part of the time. Optimizer state moves once per
+        # step. Sums of late stages come first: the first wave updates these last, when the device
+        # waits for the link, while sums of early stages arrive before it begins.
+        units = [*masters, *activations, *reversed(gradients), *state]
+    elif masters_first:
+        # Everything else moves in and out once.
+        units = [*masters, *gradients, *state, *activations]
+    elif workload.deferred:
+        # A resident gradient saves a round trip for few bytes. An activation moves out and in once,
+        # which is less traffic per byte than state.
+        units = [*gradients, *together, *activations]
     else:
-        parts = [*masters, *gradients, *state, *activations]
-    return [key for key in parts if key in lasting]
+        of_group = zip(together, groups, strict=True)
+        units = [(*unit, Key(Kind.GRADIENT, group)) for unit, group in of_group] + activations
+    sized = (tuple(key for key in unit if key in lasting) for unit in units)
+    return [unit for unit in sized if unit]

@@ -4,24 +4,23 @@ The input is a workload: the tasks of a step, their bytes and their times. The o
 list of instructions that the engine follows literally. So tests and plans can read a step without
 running it.
 
-Two decisions are open: the parts that stay on the device for good, and the stages that save
+Two decisions are open: the groups that stay on the device for good, and the stages that save
 residuals. The search writes instructions for several choices and takes the fastest by the clock's
 estimate. Among choices of about the same time, it takes the one that moves the fewest bytes. If
 host memory is short, only choices with room for their waiting gradients, activations and residuals
 count.
 
-Example: 18 blocks with 4 bytes of masters, 8 of optimizer state and 4 of gradients each lie between
-two ends that are four times as large. A byte takes a second, a block 3 seconds forward and 9
-backward. They need at least 84 bytes, and with 332 bytes nothing moves. With a budget of 208:
+Example: 18 blocks with 12 bytes of state and 4 of gradients each lie between two ends that are four
+times as large. They need at least 84 bytes, and with 332 bytes nothing moves. With a budget of 208:
 
-    parts that stay               seconds    bytes moved
-    none                              382            692
-    masters of 3 groups               362            592
-    masters of 12                     330            496
-    all masters                       300            416
-    and optimizer state of 3          300            272   chosen: as fast, and moves the least
+    groups that stay    seconds    bytes moved
+    none                    376            688
+    2 (the ends)            316            464
+    4                       316            420
+    6                       316            380
+    8                       316            328   chosen: as fast as any, and moves the least
 
-State of a fourth group doesn't fit, because streaming the rest needs memory as well.
+Nine groups don't fit, because streaming the remaining groups needs memory as well.
 """
 
 import dataclasses
@@ -170,6 +169,13 @@ def find_schedule(
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
     tried = list(_worth_trying(choices, room))
     steps = _best(tried, room)
+    computing = min(choice.lists.computing for choice in choices)
+    if workload.waves == 1 and steps.seconds > (1 + _UNCERTAINTY) * computing:
+        # Copies take time. Groups on the device as a whole need the least host memory for arrays on
+        # their way, but masters alone save more copies per byte.
+        others = [dataclasses.replace(choice, masters_first=True) for choice in choices]
+        tried += _worth_trying(others, room)
+        steps = _best(tried, room)
     # With several waves, sums of gradients wait in the host unless they stay on the device. The
     # fastest steps may need more host memory for them than there is.
     fastest = min(steps.seconds for steps in tried) if workload.waves > 1 else steps.seconds
@@ -278,13 +284,13 @@ def _may_fit(room: _Room, choice: Choice) -> bool:
 
 def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
     """The steps of a choice, for several numbers of resident parts."""
-    lists, num_parts = choice.lists, len(choice.ranked)
-    # With all parts resident nothing moves, so a higher limit would not help.
-    if room.device >= (needed := choice.least_bytes(num_parts)):
-        yield lay_down(lists, needed, choice.residents(num_parts))
+    lists, units = choice.lists, choice.units
+    # With all units resident nothing moves, so a higher limit would not help.
+    if room.device >= (needed := choice.least_bytes(len(units))):
+        yield lay_down(lists, needed, choice.residents(len(units)))
         return
-    # The bytes needed grow with the number of parts, so `most_that_fit` can use bisection.
-    most = most_that_fit(num_parts, lambda count: choice.least_bytes(count) <= room.device)
+    # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
+    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
     for count in sorted(counts):
         yield lay_down(lists, room.device, choice.residents(count))
