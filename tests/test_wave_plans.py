@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -161,6 +162,53 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
     fewer: tuple[dict[str, Any], ...] = ({"rows": 64}, {"hardware": None})
     for options in fewer:
         assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
+
+
+# Number of microbatches: GiB that a function needs, the best number of waves, seconds of a step. As
+# planned for 8.2B parameters on an RTX 4090 with 22.5 GiB, and 14.8B on an H100 with 68 GiB.
+_ON_4090 = {8: (6.2, 8, 70.0), 16: (6.0, 16, 65.9), 32: (3.7, 32, 61.9), 64: (3.6, 32, 66.0)}
+_ON_H100 = {8: (15.5, 8, 80.0), 16: (7.8, 16, 91.4), 32: (6.9, 32, 88.2), 64: (6.7, 32, 88.5)}
+
+
+@pytest.mark.parametrize(
+    "table, gib, chosen, tried",
+    [(_ON_4090, 22.5, 64, [64, 32]), (_ON_H100, 68, 16, [16, 32, 64])],
+    ids=["larger", "smaller"],
+)
+def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
+    monkeypatch, table, gib, chosen, tried
+):
+    asked = []
+
+    class Tabled(microbatches._Dividing):
+        """A search whose plans are a table."""
+
+        def _divided(self, number):
+            _, waves, seconds = table[number]
+            step = {"microbatches": number, "waves": waves, "workload": None, "lean": None}
+            first = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds), **step)
+            return SimpleNamespace(first=first, fits_host=True, host_room=math.inf)
+
+        def _in_few_microbatches(self):
+            return self._divided(chosen)
+
+        def _in_waves(self, spec, device_bytes):
+            asked.append(spec.first.microbatches)
+            return spec
+
+        def _needed_by_one(self, spec):
+            return table[spec.first.microbatches][0] * 2**30
+
+        def _least_seconds(self, spec, device_bytes, host_room):
+            return 0.0
+
+    monkeypatch.setattr(microbatches, "fits_device", lambda spec, device_bytes: True)
+    monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
+    unused: Any = None
+    run = Options(microbatches="auto")
+    search = Tabled(run, unused, unused, 64, int(gib * 2**30), unused)
+    assert search.to_machine().first.microbatches == 32
+    assert asked == tried
 
 
 @pytest.mark.usefixtures("traced_once")

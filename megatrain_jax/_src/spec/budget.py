@@ -33,12 +33,13 @@ from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.placement import Placement
 
-# Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
-# to one more of the largest arrays.
-_RESERVED = 0.05
-# Fractions of the functions' memory to try instead, if it exceeds `_LARGE` of the device.
+RESERVED = 0.05
+"""Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
+to one more of the largest arrays."""
+LARGE = 0.2
+"""Fraction of device memory from which on the functions' memory may be reduced by smaller tiles."""
+# Fractions of the functions' memory to try instead, if it exceeds `LARGE` of the device.
 _SHARES = (0.5, 0.25)
-_LARGE = 0.2
 # Fraction of a step's estimated time that smaller tiles must save.
 _WORTH = 0.05
 # Maximum number of times that tiles shrink because functions need more than estimated.
@@ -168,7 +169,7 @@ class _Fitting:
             fitted = self._tiled(share * room)
             share /= 2
         assert fitted is not None
-        if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
+        if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
             fitted = self._faster(fitted)
         return fitted
 
@@ -304,7 +305,7 @@ def with_temporaries(
     if spec.options.device_budget is not None or device_bytes is None:
         return known
     taken = other_bytes(spec.first) + temporary_bytes
-    left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
+    left = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes - taken
     # At least the minimum, even if less is left: then a plan shows the excess, and training is
     # refused.
     budget = max(left, spec.first.schedule.smallest_bytes)

@@ -8,7 +8,13 @@ residuals. Example: 512 rows of 1,024 tokens on an H100 with 68 GiB::
     1               512     330 GiB           try about 330 / 8.5 = 39, or the next divisor
     64              8       5.2 GiB           chosen
 
-Then it chooses the number of waves; see `wave_search.py`.
+Then it chooses the number of waves; see `wave_search.py`. Larger or smaller microbatches may still
+be faster, so the search goes on in both directions. Example: 8.2B parameters on an RTX 4090 with
+64 GiB of host, 128 rows, sums in bfloat16::
+
+    microbatches    waves    a step
+    64              32       66.0 s    the first choice, by memory
+    32              32       61.9 s    chosen; kernels on larger ones would need too much memory
 """
 
 import dataclasses
@@ -17,6 +23,7 @@ from collections.abc import Callable
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_device
 from megatrain_jax._src.spec.cut_run import undivided_since
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
@@ -88,7 +95,7 @@ class _Dividing:
         # The plan changes results only with microbatches="auto".
         if _changes_results(spec):
             return self._fit(spec)
-        return fit_in_waves(spec, self._fit, self._device_bytes)
+        return self._in_waves(spec, self._device_bytes)
 
     def _in_any(self) -> RunSpec:
         """The fitted run, with microbatches and waves chosen by the plan."""
@@ -98,19 +105,64 @@ class _Dividing:
             spec = self._divided(spec.first.microbatches)
         if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
             return self._fit(spec)
-        fitted = fit_in_waves(spec, self._fit, device_bytes)
+        first = self._in_waves(spec, device_bytes)
+        fitted = self._in_larger(first, device_bytes)
         # If waves have one microbatch each, smaller microbatches may be faster still.
-        while (number := fitted.first.waves) == fitted.first.microbatches:
+        while fitted is first and (number := fitted.first.waves) == fitted.first.microbatches:
             enough = (1 - _WORTH) * fitted.first.schedule.seconds
             finer = next((n for n in self._numbers if n >= 2 * number), None)
             # Smaller microbatches compute for no less time, with any memory.
             if finer is None or least_seconds(fitted.first.workload, fitted.first.lean) > enough:
                 break
-            trial = fit_in_waves(self._divided(finer), self._fit, device_bytes)
+            trial = self._in_waves(self._divided(finer), device_bytes)
             if trial.first.schedule.seconds > enough:
+                break
+            first = fitted = trial
+        return fitted
+
+    def _in_larger(self, fitted: RunSpec, device_bytes: int) -> RunSpec:
+        """The fitted run in larger microbatches, as long as these are as fast.
+
+        Args:
+            fitted: The run, fitted to its machine in waves.
+            device_bytes: Free device memory.
+        """
+        if self._run.device_budget == "least" or not _fits(fitted, device_bytes):
+            return fitted
+        while fewer := [n for n in self._numbers if n < fitted.first.microbatches]:
+            spec, enough = self._divided(fewer[-1]), fitted.first.schedule.seconds
+            # Such kernels would be computed in tiles, which are no faster than microbatches.
+            if self._needed_by_one(spec) > LARGE * device_bytes:
+                break
+            # A schedule is slow to find, and often the bound tells that none is fast enough.
+            if self._least_seconds(spec, device_bytes, fitted.host_room) > enough:
+                break
+            trial = self._in_waves(spec, device_bytes)
+            if not _fits(trial, device_bytes) or trial.first.schedule.seconds > enough:
                 break
             fitted = trial
         return fitted
+
+    def _in_waves(self, spec: RunSpec, device_bytes: int) -> RunSpec:
+        """The run fitted to its machine in the best number of waves."""
+        return fit_in_waves(spec, self._fit, device_bytes, self._room(spec, device_bytes))
+
+    def _room(self, spec: RunSpec, device_bytes: int) -> float:
+        """The most bytes that state, activations and residuals can have beside the kernels."""
+        room, needed = device_bytes * (1 - RESERVED), self._needed_by_one(spec)
+        # Kernels that need more may be computed in tiles.
+        return device_bytes if needed > LARGE * device_bytes else room - needed
+
+    def _least_seconds(self, spec: RunSpec, device_bytes: int, host_room: float) -> float:
+        """A lower bound of a step's time in the run's microbatches, in any number of waves."""
+        first, room = spec.first, self._room(spec, device_bytes)
+        return min(
+            least_seconds(
+                first.workload.in_waves(n), first.lean and first.lean.in_waves(n), room, host_room
+            )
+            for n in range(1, first.microbatches + 1)
+            if first.microbatches % n == 0
+        )
 
     def _divided(self, number: int) -> RunSpec:
         """The run in a number of microbatches."""
@@ -164,6 +216,11 @@ class _Dividing:
         first = spec.first
         workload = first.workload.in_waves(first.microbatches)
         return self._tiles.most(dataclasses.replace(first, workload=workload))
+
+
+def _fits(spec: RunSpec, device_bytes: int) -> bool:
+    """Whether a fitted run fits in its device and its host."""
+    return spec.fits_host and fits_device(spec, device_bytes)
 
 
 def _changes_results(spec: RunSpec) -> bool:

@@ -35,7 +35,9 @@ _WORTH = 0.05
 _FEWEST = 2
 
 
-def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes: int) -> RunSpec:
+def fit_in_waves(
+    spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes: int, room_bytes: float
+) -> RunSpec:
     """The run fitted to its machine in the number of waves with the fastest step.
 
     It has one wave, unless several save more than the clock's uncertainty or one doesn't fit.
@@ -44,6 +46,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         spec: The run, in any number of waves.
         fit: Fits a run to its machine.
         device_bytes: Free device memory.
+        room_bytes: The most of it that state, activations and residuals can have.
     """
     host_room = math.inf  # known once the run has been fitted in any number of waves
 
@@ -65,7 +68,7 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         return found.first.schedule.seconds if fits else math.inf
 
     def bound(waves: int) -> float:
-        room, lean = min(device_bytes, spec.budget_bytes or math.inf), spec.first.lean
+        room, lean = min(room_bytes, spec.budget_bytes or math.inf), spec.first.lean
         workload = spec.first.workload.in_waves(waves)
         return least_seconds(workload, lean and lean.in_waves(waves), room, host_room)
 
