@@ -64,11 +64,19 @@ def run(args: argparse.Namespace) -> dict[str, dict[int, float]]:
         for seed in range(args.seeds)
         for name in args.ways
     }
-    script = [sys.executable, FOLDER.parent / "finetune.py"]
+    left = {
+        name: [
+            seed for seed in range(args.seeds) if not (outs[name, seed] / "report.json").exists()
+        ]
+        for name in args.ways
+    }
+    # The first run of each way comes first, because it compiles for the later ones.
     words = [
-        [*script, *common, *WAYS[name], "--seed", seed, "--out", out]
-        for (name, seed), out in outs.items()
-        if not (out / "report.json").exists()
+        [sys.executable, FOLDER.parent / "finetune.py", *common, *WAYS[name]]
+        + ["--seed", seeds[turn], "--out", outs[name, seeds[turn]]]
+        for turn in range(args.seeds)
+        for name, seeds in left.items()
+        if turn < len(seeds)
     ]
     run_commands([list(map(str, command)) for command in words], args.workers)
     losses: dict[str, dict[int, float]] = {name: {} for name in args.ways}

@@ -5,26 +5,30 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-# The share of a GPU for all processes together: the default of one.
-_FRACTION, _FRACTION_NAMES = 0.85, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+from megatrain_jax._src.startup import allocator
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int = 1) -> None:
-    """Runs commands in their order, `workers` at a time.
+    """Runs commands in their order, `workers` at a time; one that fails doesn't stop the others.
 
     Args:
         commands: The words of each command.
-        workers: Number of processes at a time; each gets its share of a GPU's memory.
+        workers: Number of processes at a time; they divide this process's share of a GPU's memory.
 
     Raises:
-        subprocess.CalledProcessError: If one of them fails.
+        RuntimeError: If one of them fails, after all have ended.
     """
     environment = dict(os.environ)
-    if workers > 1 and not environment.keys() & set(_FRACTION_NAMES):
-        environment[_FRACTION_NAMES[0]] = f"{_FRACTION / workers:.4f}"
+    if workers > 1:
+        # Importing the library sets the share of one process, so that it is never missing here.
+        environment.pop(allocator.OLD_FRACTION, None)
+        environment[allocator.FRACTION] = f"{allocator.fraction() / workers:.4f}"
 
-    def run(words: Sequence[str]) -> None:
-        subprocess.run(words, check=True, env=environment)
+    def run(words: Sequence[str]) -> int:
+        return subprocess.run(words, env=environment).returncode
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run, commands))
+        codes = list(pool.map(run, commands))
+    failed = [" ".join(words) for words, code in zip(commands, codes, strict=True) if code]
+    if failed:
+        raise RuntimeError("these commands failed:\n" + "\n".join(failed))
