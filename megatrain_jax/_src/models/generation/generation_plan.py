@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax import Hardware
+from megatrain_jax import Hardware, card
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
-from megatrain_jax._src.options.machine import found_hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +55,10 @@ def plan_of(
         length: Number of tokens of each text, prompt included.
         num_texts: Number of texts to write at a time, if they fit.
     """
-    machine = found_hardware(hardware)
-    if machine is None:
+    if not isinstance(hardware, Hardware | str):
         allowed = 'a Hardware or the name of a card, such as "H100"'
         raise TypeError(checks.refused("hardware", allowed, hardware))
+    machine = card(hardware) if isinstance(hardware, str) else hardware
     room = room.on(machine)
     form = room.choose(length, num_texts)
     weights = room.read_bytes(resident=form.resident)
