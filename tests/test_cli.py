@@ -18,6 +18,7 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_model, known_models
+from megatrain_jax._src.cli.errors import in_options
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
@@ -143,6 +144,27 @@ def test_patterns_and_bytes_may_be_given_as_in_python(tiny, tmp_path, capsys):
         assert f'`{name}`=200 would be 200 bytes: write "200 GiB"' in printed
 
 
+def test_warnings_advise_options_of_the_command(tiny, capsys):
+    plan = ["plan", str(tiny), "--gpu", "H100", "--tokens", "512", "--length=128"]
+    assert main([*plan, "--products", "float8"]) == 0
+    printed = capsys.readouterr().out
+    assert "warning: --products asks for float8, but no product" in printed
+    assert "have to be named, as in --products float8-all" in printed and "Precision" not in printed
+    assert main([*plan, "--products", "float8-all"]) == 0
+    assert "float8 products" in capsys.readouterr().out
+    # As all warnings with arguments of Python.
+    texts = (
+        'Precision(frozen="bfloat16") or frozen="float32", or use precision="float16"',
+        "Precision(products=...) asks, Map these paths to float32 in Precision(state={...})",
+        'device_budget="least", `microbatches="auto"`, more `microbatches`, (Precision.compact())',
+    )
+    assert [in_options(text) for text in texts] == [
+        "--frozen bfloat16 or --frozen float32, or use --compute float16",
+        "--products asks, Use --state float32",
+        "--device-budget least, --microbatches auto, more --microbatches, (--state compact)",
+    ]
+
+
 def test_only_what_helps_is_advised():
     def advised(
         fits_host: bool | None, fits_device: bool, enough: int, *helps: str, **settings: Any
@@ -229,6 +251,10 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         ),
         (["plan", "--clip", "-1"], "`clip` must be a finite number above 0"),
         (["plan", "--gpuss", "H100"], "--gpuss is no option; did you mean `--gpus`?"),
+        (["plan", "--gp", "H100"], "--gp is no option; did you mean `--gpu` or `--gpus`?"),
+        (["finetune", "--product", "float8"], "--product is no option; did you mean `--products`?"),
+        (["finetune", "--keep-best", "maybe"], "--keep-best takes true or false, but is maybe"),
+        (["chat", "--max-new-tokens", "5"], "did you mean `--max-tokens`?"),
         (["plan", "--device-budget", "most", "--gpu=H100"], "`device_budget` must be bytes"),
         (["plan", "--config", "there/is/none.yaml"], "none.yaml"),
         (["plan", "--gpu=H100", "Phi-2", "Phi-4"], "Phi-2 and Phi-4 are given without an option, "),

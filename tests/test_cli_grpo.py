@@ -60,6 +60,8 @@ def call(given: Path, *options: Any) -> int:
     return main(["grpo", str(given / "grpo.yaml"), *map(str, options)])
 
 
+# Random models write completions that these functions do not tell apart.
+@pytest.mark.filterwarnings("ignore:the reward function")
 def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     out = given / "run"
     options = "--out", out, "--steps", 3, "--beta", 0.1, "--checkpoint-every", 1, "--top-p", 0.9
@@ -87,6 +89,7 @@ def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     assert "temperature was 1.0 and is 0.5" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:the reward function")
 def test_the_example_with_a_real_model_runs_with_a_tiny_one(
     given: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):

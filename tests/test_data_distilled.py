@@ -90,6 +90,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"topk_logprobs": [[-1.0], [0.5]]},
         "no log-probabilities, which `tail=True` needs: at position 2, 0.5 is above 0",
     ),
+    "a little above": (
+        {"topk_logprobs": [[-1.0], [0.015]]},
+        "at position 2, 0.015 is above 0",
+    ),
     "a sum": (
         {"topk_token_ids": [[1, 2], [2]], "topk_logprobs": [[-0.5, -0.6], [-1.0]]},
         "at position 1, they sum to a probability of 1.155",

@@ -20,7 +20,11 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, execute, links
 from site_pages import documented, parameters_had, parameters_said, rendered, shown_outputs
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    # The tiny model that stands for a real one writes nothing that its page's functions tell apart.
+    pytest.mark.filterwarnings("ignore:the reward function"),
+]
 START = ROOT / "docs" / "quickstart.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.

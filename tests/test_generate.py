@@ -337,6 +337,14 @@ def test_a_plan_counts_the_bytes_that_are_read():
     seconds = plan.weight_bytes / 1e6 + 0.3 * caches / 1e8
     assert plan.tokens_per_s == pytest.approx(3 / seconds)
     assert "are streamed for each token, and 3 texts of 32 tokens" in str(plan)
+    generator = models.Generator(model)
+    # Cards have the names that `plan` knows.
+    assert generator.plan(32, 10, "rtx 4090") == generator.plan(32, 10, mt.RTX_4090)
+    with pytest.raises(ValueError, match="no card 'H1000' is known; did you mean H100"):
+        generator.plan(32, 10, "H1000")
+    nothing: Any = None
+    with pytest.raises(TypeError, match='name of a card, such as "H100"'):
+        generator.plan(32, 10, nothing)
     # Without a budget the form is the one that fits the card, whatever fits here.
     small = mt.Hardware(
         name="small", device_bytes=math.ceil(budget / 0.9), device_share=1.0, **rates

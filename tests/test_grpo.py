@@ -144,6 +144,56 @@ def test_a_column_that_a_function_needs_is_named_before_the_run():
     Rewards([right, lambda **columns: []]).check_columns(["answer", "more"])
 
 
+def test_functions_are_called_by_the_kinds_of_their_arguments():
+    columns: dict[str, Any] = {"prompts": ["p", "q"], "completions": ["ab", "c"], "n": [3, 4]}
+    given = dict(columns)
+
+    def by_place(completions, n, /, scale=2.0):
+        return [scale * len(text) + number for text, number in zip(completions, n, strict=True)]
+
+    def mixed(completions, other=0.5, /, *, n, **more):
+        assert more == {"prompts": ["p", "q"]} and other == 0.5
+        return n
+
+    async def later(completions):
+        return [float(len(text)) for text in completions]
+
+    rewards = Rewards([by_place, mixed, later])
+    rewards.check_columns(["n"])
+    np.testing.assert_array_equal(rewards(**columns).T, [[7, 6], [3, 4], [2, 1]])
+    assert columns == given
+    with pytest.raises(TypeError, match="function by_place needs n"):
+        rewards.check_columns([])
+    with pytest.raises(TypeError, match="function places takes only arguments without names"):
+
+        def places(*arguments):
+            return [0.0 for _ in arguments[1]]
+
+        Rewards(places).check_columns([])
+
+
+def test_functions_that_tell_nothing_apart_are_named_once():
+    nan = math.nan
+    rewards = Rewards([share_of_wanted] * 3)
+    rewards.names = ["silent", "equal", "useful"]
+    step = np.array([[nan, 1, 1], [nan, 1, nan], [nan, 5, 2], [nan, 5, 3]])
+    with pytest.warns(UserWarning) as told:
+        rewards.warn_of(step, 2)
+    assert [str(one.message).partition(": ")[0] for one in told] == [
+        "the reward function silent returned None for all 4 completions of this step",
+        "the reward function equal gave all completions of a prompt the same reward, for every "
+        "prompt",
+    ]
+    # Once each; and a function that was useful before may have nothing left to teach.
+    rewards.warn_of(np.where(step > 1, 1, step), 2)
+
+    def constant(completions):
+        return [0.0 for _ in completions]
+
+    with pytest.warns(UserWarning, match="the reward function constant gave all completions"):
+        run(1, rewards=constant)
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="`loss_type` must be"):
         models.GrpoOptions(loss_type="ppo")  # type: ignore[arg-type]

@@ -362,6 +362,9 @@ def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
         )
         with pytest.raises(ValueError, match=rf"{name}.absmax is damaged: 1 of its 24 scales are"):
             numbers(load_pretrained(source).params, name)
+    rewritten(source, lambda t: (nf4(t), t[f"{name}.quant_map"][3].fill_(float("nan"))), about)
+    with pytest.raises(ValueError, match=rf"{name}.quant_map is damaged: .* not finite"):
+        numbers(load_pretrained(source).params, name)
     rewritten(source, lambda t: (nf4(t), t.pop(state)), about)
     with pytest.raises(ValueError, match=f"missing: {state}"):
         load_pretrained(source)

@@ -22,7 +22,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.models.tensors import LazyArray, open_folder
 from megatrain_jax._src.runtime.fill import initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
-from megatrain_jax._src.spec.step_kernels import compile_ahead
+from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
@@ -126,10 +126,10 @@ def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(
     spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
     kernels, step = list(initial_kernels(spec, store.placement)), spec.first
     what = step, spec.layouts, spec.optimizer, store.placement
-    needed = compile_ahead(KernelCache(), *what)
+    needed = KernelCache().compile(step_kernels(*what))
     with jax.log_compiles():
         cache.compile_beside(kernels)
-        assert compile_ahead(cache, *what) == needed
+        assert cache.compile(step_kernels(*what)) == needed
         compiled = caplog.text
         caplog.clear()
         for g, kernel in enumerate(kernels):

@@ -1,10 +1,25 @@
 """User errors, reported in one line instead of a traceback."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # A note that JAX adds to errors passing through its functions; it is about tracebacks.
 _OF_TRACEBACKS = "JAX_TRACEBACK_FILTERING"
+
+
+# Advice for Python, as regular expressions, and the same advice for the command.
+_ADVICE = (
+    (r'Precision\(products=\{"\*": "float8"\}\)', "--products float8-all"),
+    (r"Map these paths to float32 in Precision\(state=\{\.\.\.\}\)", "Use --state float32"),
+    (r"Precision\.compact\(\)", "--state compact"),
+    (r"Precision\((\w+)=(?:\.\.\.|\"(\w+)\")\)", r"--\1 \2"),
+    (r"`precision` asks for float8", "--products asks for float8"),
+    (r"state that `precision` holds", "state that --state holds"),
+    (r'\bprecision="(\w+)"', r"--compute \1"),
+    (r'`?\b([a-z]\w*)="(\w+)"`?', r"--\1 \2"),
+    (r"`(compute|device_budget|host_budget|microbatches)`", r"--\1"),
+)
 
 
 class AskedWronglyError(Exception):
@@ -24,3 +39,21 @@ def told(error: BaseException) -> str:
     """The text of an error, with the notes that were added to it."""
     notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
     return " ".join([str(error), *notes])
+
+
+def in_options(text: str) -> str:
+    """A text of the library with the options of the command in place of arguments in Python.
+
+    Examples:
+        >>> in_options('pass Precision(frozen="int8") and a larger `device_budget`')
+        'pass --frozen int8 and a larger --device-budget'
+    """
+    for pattern, option in _ADVICE:
+        text = re.sub(pattern, lambda m, o=option: _as_word(m.expand(o)), text)
+    return text
+
+
+def _as_word(option: str) -> str:
+    name, space, value = option.partition(" ")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return f"{name}{space}{value}".rstrip()

@@ -13,7 +13,7 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.devices import peak_device_bytes
-from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.errors import checking, in_options
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
@@ -110,7 +110,7 @@ class _Plan(callbacks.Callback):
 
     def begin(self, trainer: mt.Trainer) -> None:
         """Prints the plan before the first step."""
-        print(trainer.plan, flush=True)
+        print(in_options(str(trainer.plan)), flush=True)
 
 
 def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatrain_jax import __version__
-from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
+from megatrain_jax._src.cli.errors import AskedWronglyError, checking, in_options, told
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
@@ -150,7 +150,7 @@ def _trained(name: str, run: Callable[[], int]) -> int:
 
 
 def _failed(name: str, error: Exception) -> int:
-    _told(f"megatrain-jax {name}: {told(error)}")
+    _told(f"megatrain-jax {name}: {in_options(told(error))}")
     return _FAILED
 
 
@@ -164,7 +164,7 @@ def _short_warnings() -> Iterator[None]:
     """Prints warnings in one line, without their place in this library's code."""
 
     def tell(message: Warning | str, *_: Any) -> None:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {in_options(str(message))}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = tell

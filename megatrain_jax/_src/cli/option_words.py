@@ -23,6 +23,7 @@ _ELSEWHERE = {
     "log_every": "logging_steps",
     "logs": "report_to",
     "lora_rank": "lora_r",
+    "max_tokens": "max_new_tokens",
     "lora_targets": "lora_target_modules lora_target target_modules",
     "microbatches": "gradient_accumulation_steps",
     "model": "model_name_or_path base_model model_name",
@@ -77,9 +78,16 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     Examples:
         >>> unknown_option("lr", ["learning_rate", "length"])
         '--lr is no option; did you mean `--learning-rate`?'
+        >>> unknown_option("le", ["learning_rate", "length"])
+        '--le is no option; did you mean `--learning-rate` or `--length`?'
     """
-    hint = did_you_mean(_OPTIONS.get(name, name), known)
-    return f"{option(name)} is no option{re.sub('`(.*)`', lambda m: f'`{option(m[1])}`', hint)}"
+    known = list(known)
+    longer = sorted(one for one in known if one.startswith(name)) if name not in _OPTIONS else []
+    if longer:
+        hint = f"; did you mean {' or '.join(f'`{one}`' for one in longer[:3])}?"
+    else:
+        hint = did_you_mean(_OPTIONS.get(name, name), known)
+    return f"{option(name)} is no option{re.sub('`(.*?)`', lambda m: f'`{option(m[1])}`', hint)}"
 
 
 def retold(message: str, kinds: Mapping[str, Any]) -> str:

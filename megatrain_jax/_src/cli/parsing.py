@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 try:
@@ -54,7 +55,8 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         SystemExit: With status 2 if they are invalid, 0 after `--help` and `--print-config`.
     """
     usage = f"megatrain-jax {command} [{first.upper()}] [options]"
-    parser = _Parser(prog=f"megatrain-jax {command}", usage=usage)
+    # An abbreviation would become ambiguous, or another option, with the next new option.
+    parser = _Parser(prog=f"megatrain-jax {command}", usage=usage, allow_abbrev=False)
     parser.add_argument(
         "--config", action="config", help="YAML file with any of the options as keys."
     )
@@ -80,7 +82,7 @@ def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> li
     value is true.
 
     Raises:
-        ValueError: If there are two arguments without a name.
+        ValueError: If there are two arguments without a name, or one follows a flag and is no file.
 
     Examples:
         >>> _spelled(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})
@@ -92,7 +94,10 @@ def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> li
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
+            flag = words[-1] if words and words[-1].endswith("=true") else None
             bare.append(word)
+            if flag and (len(bare) > 1 or (first == "config" and not Path(word).exists())):
+                raise ValueError(f"{option(flag[2:-5])} takes true or false, but is {word}")
             continue
         words.append(_underscored(word) if word.startswith("--") else word)
         name, has_value = words[-1].removeprefix("--"), rest and not rest[0].startswith("--")

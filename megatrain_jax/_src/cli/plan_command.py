@@ -13,6 +13,7 @@ import jax
 import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_models
+from megatrain_jax._src.cli.errors import in_options
 from megatrain_jax._src.cli.largest import fits, largest_size
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
@@ -32,7 +33,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     planner, config = Planner(settings), config_of(model)
     plan = planner.plan(config, tokens // settings.length, settings.length)
     print(f"{model}, {settings.batch}, on {planner.where}\n")
-    print(plan)
+    print(in_options(str(plan)))
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if not fits(plan):

@@ -14,7 +14,7 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.cli.devices import num_gpus
-from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.errors import checking, in_options
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
@@ -67,7 +67,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
-        print(plan, flush=True)
+        print(in_options(str(plan)), flush=True)
         laps.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)

@@ -12,6 +12,8 @@ _NAMES = ("input_ids", "topk_token_ids", "topk_logprobs")
 _LARGEST_ID = 2**31 - 1
 # Log-probabilities that were rounded to bfloat16 may sum to a probability slightly above 1.
 _MOST_PROBABILITY = 1.02
+# Rounding turns none into a number above 0; the difference of two fp32 numbers may be one.
+_MOST_ABOVE = 1e-4
 
 
 class DistilledRow(NamedTuple):
@@ -77,8 +79,8 @@ def to_distilled(row: Row, topk: int, tail: bool) -> DistilledRow:
 def _check_probability(logs: Float32[np.ndarray, " k"], place: int) -> None:
     """Checks that a position's numbers can be log-probabilities: their tail would have the rest."""
     total = np.exp(logs.astype(np.float64)).sum()
-    if total > _MOST_PROBABILITY:
-        above = logs[logs > 0]
+    above = logs[logs > _MOST_ABOVE]
+    if above.size or total > _MOST_PROBABILITY:
         found = (
             f"{above[0]:g} is above 0" if above.size else f"they sum to a probability of {total:g}"
         )

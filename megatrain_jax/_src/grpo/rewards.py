@@ -1,15 +1,18 @@
 """Reward functions: called as TRL calls them, and checked."""
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from megatrain_jax._src.common import checks
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 # The arguments beside the columns of the rows.
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -33,6 +36,7 @@ class Rewards:
             functions: One or several functions, each called as ``function(prompts=...,
                 completions=..., completion_ids=..., **columns)``, without the arguments that its
                 signature lacks. It returns one number per completion; None where it does not apply.
+                It may be `async`.
             weights: The weight of each function; None for 1 each.
 
         Raises:
@@ -50,6 +54,8 @@ class Rewards:
                 f"`reward_weights` has {len(weights)} weights for {len(given)} reward functions"
             )
         self._functions = given
+        # Names of the functions that have told completions apart, or were warned of.
+        self._settled: set[str] = set()
         self.names = _different([getattr(f, "__name__", type(f).__name__) for f in given])
         self.weights = np.array([1.0] * len(given) if weights is None else weights, np.float64)
 
@@ -60,9 +66,16 @@ class Rewards:
             columns: The names of the columns, without `prompt`.
 
         Raises:
-            TypeError: If a function has an argument, without a default, that is no column.
+            TypeError: If a function has an argument, without a default, that is no column, or has
+                `*arguments` alone, whose meaning is not known.
         """
         for name, function in zip(self.names, self._functions, strict=True):
+            if {p.kind for p in _parameters(function)} == {inspect.Parameter.VAR_POSITIONAL}:
+                raise TypeError(
+                    f"the reward function {name} takes only arguments without names, but it is "
+                    "called with named ones: name its arguments, such as `completions`, or take "
+                    "`**columns`"
+                )
             for wanted in _required(function):
                 if wanted not in (*_ARGUMENTS, *columns):
                     raise TypeError(
@@ -86,10 +99,36 @@ class Rewards:
         """
         size = len(columns["completions"])
         found = [
-            _checked(name, function(**_accepted(function, columns)), size)
+            _checked(name, _awaited(_called(function, columns)), size)
             for name, function in zip(self.names, self._functions, strict=True)
         ]
         return np.array(found, np.float64).T
+
+    def warn_of(self, rewards: np.ndarray, group_size: int) -> None:
+        """Warns once of each function that has not told the completions of a prompt apart so far.
+
+        Args:
+            rewards: The rewards (completions, functions) of a step.
+            group_size: Number of completions of each prompt.
+        """
+        for name, column in zip(self.names, rewards.T, strict=True):
+            if name in self._settled:
+                continue
+            self._settled.add(name)
+            groups = np.where(np.isnan(column), -np.inf, column).reshape(-1, group_size)
+            lowest = np.where(np.isnan(column), np.inf, column).reshape(-1, group_size).min(axis=1)
+            if np.isnan(column).all():
+                found = f"returned None for all {len(column)} completions of this step"
+            elif (groups.max(axis=1) <= lowest).all():
+                found = "gave all completions of a prompt the same reward, for every prompt"
+            else:
+                continue
+            warnings.warn(
+                f"the reward function {name} {found}: nothing is learned from it in such a step. "
+                "See that it reads completions as they are; more `num_generations` or a higher "
+                "`temperature` make them differ more",
+                stacklevel=2,
+            )
 
     def total(self, rewards: np.ndarray) -> np.ndarray:
         """The weighted sums (completions,) of rewards; NaN where no function applies."""
@@ -104,26 +143,47 @@ def _different(names: Sequence[str]) -> list[str]:
     ]
 
 
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    """The parameters of a function; further ones by name alone if it has no signature."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+
+
 def _required(function: RewardFunction) -> list[str]:
     """The arguments of a function that have no default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    found = _parameters(function)
+    return [p.name for p in found if p.default is p.empty and p.kind not in several]
 
 
-def _accepted(function: RewardFunction, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function's signature has."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return dict(columns)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return dict(columns)
-    names = {p.name for p in parameters}
-    return {name: value for name, value in columns.items() if name in names}
+def _called(function: RewardFunction, columns: Mapping[str, Any]) -> Any:
+    """The result of a function for the arguments that its signature has."""
+    parameters = _parameters(function)
+    kinds = {p.name: p.kind for p in parameters}
+    by_place = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    first = [columns.get(p.name, p.default) for p in by_place]
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    named = {
+        name: value
+        for name, value in columns.items()
+        if kinds.get(name) is not inspect.Parameter.POSITIONAL_ONLY and (takes_all or name in kinds)
+    }
+    return function(*first, **named)
+
+
+def _awaited(found: Any) -> Any:
+    """The rewards, also of an `async` function."""
+    if not inspect.isawaitable(found):
+        return found
+
+    async def rewards() -> Any:
+        return await found
+
+    # In a thread of its own, because a notebook's thread has a loop that runs already.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, rewards()).result()
 
 
 def _checked(name: str, found: Any, size: int) -> list[float]:

@@ -186,8 +186,9 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         )
         seconds = time.perf_counter() - began
         each = self._rewarded(rows, found)
-        total = self._rewards.total(each)
         size = options.num_generations
+        self._rewards.warn_of(each, size)
+        total = self._rewards.total(each)
         advantages = losses.group_advantages(total, size, scale_rewards=options.scale_rewards)
         in_rows = packed_rows(found, self.length, self._unit, self.num_rows)
         self._batch = policy_batch(in_rows, found, advantages, length=self.length, options=options)

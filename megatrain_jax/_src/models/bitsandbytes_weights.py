@@ -107,6 +107,9 @@ def _from_four_bits(
     numbers: tuple[int, int, float],
     dtype: np.dtype,
 ) -> np.ndarray:
+    for part, table in (("quant_map", levels), ("nested_quant_map", nested_levels)):
+        if table is not None and not np.isfinite(table).all():
+            raise ValueError(f"{name[:200]}.{part} is damaged: it has numbers that are not finite")
     size, (block, nested_block, offset) = math.prod(shape), numbers
     scales = absmax.reshape(-1)
     if nested is None or nested_levels is None:

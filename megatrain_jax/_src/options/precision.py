@@ -21,7 +21,7 @@ _SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 Products = Literal["float8"] | None
 NF4 = "nf4"
-
+_MEANT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 # Names in Flax and other libraries, with this library's name.
 _hint = near_or_meant(
@@ -376,8 +376,10 @@ def _dtype(name: str, given: Any) -> Any:
         codes = " or of codes, 'int8'"
         codes += {"state": " and 'int4'", "frozen": " and 'nf4'"}.get(name, "")
         known = f"such as 'float32' or 'bfloat16'{'' if name == 'compute' else codes}"
+        meant = _MEANT.get(given) if isinstance(given, str) else None
+        meant = f" Did you mean {meant!r}?" if meant else ""
         raise ValueError(
-            f"Precision({name}={given!r}) is no dtype: give the name of one {known}."
+            f"Precision({name}={given!r}) is no dtype: give the name of one {known}.{meant}"
         ) from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(

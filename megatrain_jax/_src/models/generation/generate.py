@@ -124,18 +124,19 @@ class Generator:
         """Frees the device's memory; another call reads the weights again."""
         self._decoding = None
 
-    def plan(self, length: int, num_texts: int, hardware: Hardware) -> GenerationPlan:
+    def plan(self, length: int, num_texts: int, hardware: Hardware | str) -> GenerationPlan:
         """Plans a decode: its form, its bytes, and its rate at best.
 
         Args:
             length: Number of tokens of each text, prompt included.
             num_texts: Number of texts to write at a time, if they fit.
-            hardware: The machine whose memory and rates count, such as `H100`. Its memory is used
-                as `device_budget` says, if it was given.
+            hardware: The machine whose memory and rates count, a `Hardware` such as `H100` or the
+                name of a card such as "RTX 4090". Its memory is used as `device_budget` says, if it
+                was given.
 
         Raises:
             TypeError: If an argument has a wrong type.
-            ValueError: If a number is below 1.
+            ValueError: If a number is below 1, or no card of that name is known.
             MemoryError: If not even one text fits on the device.
         """
         length = checks.integer("length", length)

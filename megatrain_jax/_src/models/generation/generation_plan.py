@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax import Hardware
+from megatrain_jax import Hardware, card
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
@@ -44,24 +44,28 @@ class GenerationPlan:
         )
 
 
-def plan_of(room: DeviceRoom, hardware: Hardware, length: int, num_texts: int) -> GenerationPlan:
+def plan_of(
+    room: DeviceRoom, hardware: Hardware | str, length: int, num_texts: int
+) -> GenerationPlan:
     """Returns the plan of a decode.
 
     Args:
         room: The bytes of weights and caches, and of the device.
-        hardware: The machine whose memory and rates count.
+        hardware: The machine whose memory and rates count, or its name.
         length: Number of tokens of each text, prompt included.
         num_texts: Number of texts to write at a time, if they fit.
     """
-    if not isinstance(hardware, Hardware):
-        raise TypeError(checks.refused("hardware", "a Hardware, such as H100", hardware))
-    room = room.on(hardware)
+    if not isinstance(hardware, Hardware | str):
+        allowed = 'a Hardware or the name of a card, such as "H100"'
+        raise TypeError(checks.refused("hardware", allowed, hardware))
+    machine = card(hardware) if isinstance(hardware, str) else hardware
+    room = room.on(machine)
     form = room.choose(length, num_texts)
     weights = room.read_bytes(resident=form.resident)
     caches = form.num_rows * room.cache_bytes(length)
     pages = room.link_bytes(length, form) - room.read_bytes(resident=False)
-    seconds = caches / hardware.memory_bytes_per_s
-    rate = hardware.memory_bytes_per_s if form.resident else hardware.link_bytes_per_s
+    seconds = caches / machine.memory_bytes_per_s
+    rate = machine.memory_bytes_per_s if form.resident else machine.link_bytes_per_s
     seconds += (weights + pages) / rate
     return GenerationPlan(
         resident=form.resident,
