@@ -471,7 +471,7 @@ def test_attention_costs_the_most_for_its_bytes_on_long_sequences(cudnn, length,
     assert (output.shape, output.dtype) == ((1, length, 28, 128), jnp.bfloat16)
     assert (statistics.shape, statistics.dtype) == ((1, 28, length), jnp.float32)
     assert (
-        layer.lean.saved_flops
-        == layer.lean.saved_attention
+        layer.lean.saved.total
+        == layer.lean.saved.attention
         == 2 * 28 * 256 * (length * (length + 1) // 2)
     )

@@ -96,7 +96,7 @@ def test_any_kind_of_result_alone_gives_the_same_gradients(name, monkeypatch):
                 assert lean is None  # all of them are no choice
                 continue
             assert lean is not None and lean.lean and 0 < lean.num_bytes < every.num_bytes
-            assert 0 < lean.saved_flops < every.saved_flops
+            assert 0 < lean.saved.total < every.saved.total
             found = jax.jit(lambda v, c, s=stage, r=lean: gradients(s, v, c, r))(values, cotangents)
             check_close(found, expected, 2e-6, "gradient")
             tried += 1
@@ -120,7 +120,7 @@ def test_the_costliest_results_are_told_by_their_seconds_a_byte():
     lean = lean_residuals(stage, every, SLOW)
     assert lean is not None
     assert (every.num_bytes, lean.num_bytes) == (up + down, down)
-    assert lean.saved_flops * 2 == every.saved_flops
+    assert lean.saved.total * 2 == every.saved.total
     # Products that take as long for their bytes as all do are no costly ones.
     towers = make_spec(CASES["two_towers"], OPTIMIZERS["adam"]).first.stages
     assert all(b.lean is None for b in towers)

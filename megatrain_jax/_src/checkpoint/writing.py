@@ -89,7 +89,7 @@ class Writer:
             np.savez(file, allow_pickle=False, **self._pieces)  # pyright: ignore[reportArgumentType]
         by_pointer = {pointer(path): found for path, found in self._sums.items()}
         sums.write_text(json.dumps(by_pointer), encoding="utf-8")
-        # If all of its chunks are shared with other processes, it has written no file.
+        # A process has written no file if it shares all of its chunks.
         own = orbax.folder_of(self._workspace / self._name, self._process)
         if own.exists():
             sync_tree(own)
@@ -112,8 +112,8 @@ class Writer:
                 self._file(left, process).unlink()
             for name, sums in own.items():
                 found[name] |= {int(number): text for number, text in sums.items()}
-        # Its own checksums are among those read from files; from here on it collects those of the
-        # chunks it assembles.
+        # The files have this process's checksums, too. From here on, `_sums` collects the checksums
+        # of assembled chunks.
         self._sums.clear()
         self._write([self._put_together(key, rows) for key, rows in parts.items()])
         for path, sums in self._sums.items():
@@ -152,11 +152,11 @@ class Writer:
         self._sums[entry.path][number] = checksum(chunk)
 
     def _keep(self, entry: ArrayEntry, cell: Cell, pieces: Sequence[Run]) -> None:
-        """Keeps pieces of a chunk shared with other processes, as bytes for the file."""
+        """Keeps this process's pieces of a shared chunk, as bytes for the file."""
         for start, piece in pieces:
             key = f"{self._numbers[entry.path]}-{cell.number}-{start}"
-            # A copy, because a view would keep all of the group's old arrays, for which the host
-            # has no space.
+            # A copy, because a view would keep all of the group's old arrays, and the host has no
+            # space for them.
             self._pieces[key] = np.array(piece).view(np.uint8)
 
     def _put_together(self, key: str, rows: Sequence[Run]) -> tuple[ArrayEntry, Cell, np.ndarray]:

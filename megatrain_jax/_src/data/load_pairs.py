@@ -41,25 +41,8 @@ def paired_dataset(
 ) -> Dataset:
     """Reads documents of two conversations, and makes their dataset.
 
-    Args:
-        documents: Function of `documents.py` that reads them.
-        source: See `chat`.
-        tokenizer: See `chat`.
-        options: Options of the dataset.
-        too_long: "error" or "drop".
-        invalid: See `chat`.
-        merge: See `chat`.
-        leading: See `chat`.
-        chat_template: See `chat`.
-        template_variables: See `chat`.
-        progress: See `chat`.
-        cache: See `chat`.
-
-    Raises:
-        DataError: See `chat`.
-        FileNotFoundError: If a file does not exist.
-        TypeError: If an argument has a wrong type.
-        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
+    `documents` is the function of `documents.py` that reads them, and `too_long` is "error" or
+    "drop"; see `chat` for the remaining arguments and for errors.
     """
     check_choices(
         too_long=(too_long, ("error", "drop")),

@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.attention import is_attention, is_attention_forward
+from megatrain_jax._src.program.attention import is_attention_forward
 from megatrain_jax._src.program.effects import fires
-from megatrain_jax._src.program.float8 import is_float8_product
-from megatrain_jax._src.program.flops import count_flops, is_float32_product
+from megatrain_jax._src.program.flops import FlopsByKind, flops_by_kind
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
 
@@ -71,10 +70,7 @@ class Residuals:
         sources: For each array in the pullback, its position among the traced constants, leaves,
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals of one microbatch.
-        saved_flops: Floating-point operations per microbatch that the backward does not repeat.
-        saved_attention: The part of `saved_flops` in attention kernels.
-        saved_float8: The part of `saved_flops` in float8 products.
-        saved_float32: The part of `saved_flops` in float32 products.
+        saved: Floating-point operations per microbatch that the backward does not repeat.
         lean: Whether only the costliest results are saved.
     """
 
@@ -83,10 +79,7 @@ class Residuals:
     pullback: Any
     sources: tuple[int, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
-    saved_flops: int
-    saved_attention: int
-    saved_float8: int
-    saved_float32: int
+    saved: FlopsByKind
     lean: bool = False
 
     @property
@@ -129,8 +122,8 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     def is_saved(eqn: Any) -> bool:
         return keeps(eqn.primitive, *(a.aval for a in eqn.invars), **eqn.params)
 
-    saved_flops = count_flops(stage.jaxpr, is_saved)
-    if not saved_flops:
+    saved = flops_by_kind(stage.jaxpr, is_saved)
+    if not saved.total:
         return None
     first = len(stage.consts)
     shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[first:]]
@@ -165,10 +158,7 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         pullback=pullback,
         sources=tuple(sources),
         avals=tuple(avals),
-        saved_flops=saved_flops,
-        saved_attention=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_attention(e)),
-        saved_float8=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float8_product(e)),
-        saved_float32=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_float32_product(e)),
+        saved=saved,
         lean=lean,
     )
 

@@ -25,13 +25,7 @@ from megatrain_jax._src.options.options import EvalData, are_batches
 
 
 def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) -> None:
-    """Checks the types of model, loss, optimizer and parameters, without looking into them.
-
-    Args:
-        model: See `Trainer`.
-        loss_fn: See `Trainer`.
-        optimizer: See `Trainer`.
-        params: See `Trainer`.
+    """Checks the types of `Trainer`'s model, loss, optimizer and parameters, not their contents.
 
     Raises:
         TypeError: If one of them is of no supported kind.

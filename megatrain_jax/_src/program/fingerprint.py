@@ -1,9 +1,9 @@
 """Fingerprints of traced functions, equal in every process if they compute the same.
 
 A structural key compares functions within one process. A fingerprint is saved in a checkpoint and
-compared by a later process, so it hashes a canonical text, in which variables are numbered. The
-text has no memory addresses, no names of nested jits and no source lines, and no prints or other
-equations from which no output is computed.
+compared by a later process, so it hashes a canonical text with numbered variables. The text has no
+memory addresses, no names of nested jits, no source lines, and no equations without an effect on
+the outputs, such as prints.
 
 Example, `lambda w: w - 0.1 * w`:
 
@@ -126,7 +126,7 @@ class _Writer:
             self._numbers[f"{abs(float(array.reshape(())[()])):.6g}"] += 1
 
     def _params(self, eqn: Any) -> str:
-        # Names of nested jits are names of Python functions, which may be renamed.
+        # Names of nested jits are names of Python functions; users may rename these.
         skipped = ("name",) if "jaxpr" in eqn.params else ()
         rows = sorted((k, v) for k, v in eqn.params.items() if k not in skipped)
         return " ".join(f"{name}={self._param(value)}" for name, value in rows)

@@ -6,13 +6,14 @@ from a compiler. It needs only shapes, so it also works for models too large for
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import kernel_costs
-from megatrain_jax._src.program.attention import KERNELS, attention_flops
+from megatrain_jax._src.program.attention import KERNELS, attention_flops, is_attention
+from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
     ARITHMETIC,
@@ -60,6 +61,29 @@ def is_product(eqn: Any, itemsize: int = 0) -> bool:
     if eqn.primitive.name not in PRODUCTS:
         return False
     return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
+
+
+class FlopsByKind(NamedTuple):
+    """Floating-point operations, and the parts of them with rates of their own.
+
+    Attributes:
+        total: All operations.
+        attention: Operations in attention kernels.
+        float8: Operations in float8 products.
+        float32: Operations in float32 products.
+    """
+
+    total: int
+    attention: int
+    float8: int
+    float32: int
+
+
+def flops_by_kind(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> FlopsByKind:
+    """Counts like `count_flops`, in total and by kind."""
+    kinds = is_attention, is_float8_product, is_float32_product
+    each = (count_flops(jaxpr, lambda e, kind=kind: counts(e) and kind(e)) for kind in kinds)
+    return FlopsByKind(count_flops(jaxpr, counts), *each)
 
 
 def is_float32_product(eqn: Any) -> bool:

@@ -55,12 +55,12 @@ def html_table(cells: Sequence[Sequence[str]], *, header: bool = False) -> str:
 
 
 def html_box(*parts: str) -> str:
-    """Parts one below the other, never wider than the notebook cell."""
+    """Parts in a column, never wider than the notebook cell."""
     return f'<div style="max-width:100%;overflow-x:auto">{"".join(parts)}</div>'
 
 
 def html_beside(left: str, right: str) -> str:
-    """Two parts side by side, or one below the other if there is not enough space."""
+    """Two parts side by side, or in a column if there is not enough space."""
     outer = "display:flex;flex-wrap:wrap;gap:16px 24px;align-items:flex-start;max-width:100%"
     inner = "min-width:0;max-width:100%;overflow-x:auto"
     return (

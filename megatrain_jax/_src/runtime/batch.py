@@ -26,7 +26,7 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
 
 
 def joined_shapes(batch: Any, num_processes: int) -> Any:
-    """The shapes and dtypes of a whole batch of which each process has an equal part."""
+    """The shapes and dtypes of a whole batch, in equal parts on all processes."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] * num_processes, *x.shape[1:]), x.dtype), batch
     )

@@ -13,8 +13,8 @@ from megatrain_jax._src.runtime.training import StepMetrics
 class StepsByHand:
     """Steps that were made by hand and have no record yet, in order.
 
-    Example: steps 7 and 8 were dispatched, and 9 is about to be. `records(keep=1)` yields the
-    record of 7, which has been computed, and doesn't wait for 8; `records()` waits for both.
+    Example: steps 7 and 8 were dispatched, and 9 is next. `records(keep=1)` waits for 7 alone and
+    yields its record; `records()` waits for both.
     """
 
     def __init__(self, skips: bool):
@@ -48,7 +48,7 @@ class StepsByHand:
         while len(self._waiting) > keep:
             began, metrics = self._waiting[0]
             healthy, values = jax.device_get((metrics.healthy, dict(metrics)))
-            # Not earlier, so that a step whose wait was interrupted is recorded later.
+            # Not earlier: after an interrupted wait, the next call records the step.
             self._waiting.popleft()
             if not (healthy or self._skips):
                 continue

@@ -23,7 +23,7 @@ class LiveValues:
         rounded: Number of sums of gradients that were rounded so far, on the device.
         wave: The wave that is computed now.
         means: Loss and metrics, once they are known: means over the microbatches.
-        scalars: For each group whose *reduce* was dispatched, its result.
+        scalars: The result of each group's *reduce*, once dispatched.
         squares: Squared norms of the groups' gradients.
         group_ok: Groups in the order of their gradients, each with `ok` after its own.
     """

@@ -14,7 +14,7 @@ _CHUNK_BYTES = 2**23
 
 
 class ReadAhead:
-    """A context in which a thread reads files, as far as free memory allows.
+    """A context with a thread that reads files, as far as free memory allows.
 
     Only the system's cache keeps the data, and gives it up if memory is short.
     """
@@ -23,7 +23,7 @@ class ReadAhead:
         """Makes the thread.
 
         Args:
-            paths: The files, in the order in which they will be needed.
+            paths: The files, in the order of their later use.
             limit_bytes: Maximum bytes to read.
         """
         self.read_bytes, self._left, self._ended = 0, limit_bytes, threading.Event()

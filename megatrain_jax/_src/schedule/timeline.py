@@ -1,7 +1,7 @@
 """The timeline of a step: the clock's estimate of when each copy and computation happens.
 
-This runs a schedule's instructions on a clock once more, and records the spans in which each lane
-is busy. In the example of `clock.py`:
+This runs a schedule's instructions on a clock once more, and records when each lane is busy. In the
+example of `clock.py`:
 
     copies in    0 –  4  M0       4 –  8  M1      16 – 20  M2
     compute      4 – 10  FORWARD 0      10 – 16  FORWARD 1
@@ -27,12 +27,12 @@ _STEADY_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A span of time in which a lane is busy.
+    """A time span of one copy, computation or exchange in its lane.
 
     Attributes:
         lane: The lane.
-        what: The operation of a computation, the kind of part that a copy moves, or "exchange" if
-            devices use the lane's link to send values to each other.
+        what: The operation of a computation, the kind of part that a copy moves, or "exchange" for
+            collectives over the lane's link.
         of: The number of the stage or group; None if it has none.
         start: Seconds from the beginning of the step.
         end: Seconds from the beginning of the step.
@@ -46,7 +46,7 @@ class Span:
 
 
 def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
-    """The spans of a steady step, which begins when the device has computed the previous step.
+    """The spans of a steady step, from the end of the previous step's computation.
 
     Copies that the previous step started early for this step begin before 0.
 

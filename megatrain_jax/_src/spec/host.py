@@ -273,12 +273,7 @@ def on_same_host(
 ) -> BoundStep:
     """A step of a new batch shape, with as many stages computed again as it needs.
 
-    Args:
-        step: The step.
-        spec: The run, fitted to its host.
-        num_processes: See `fit_to_host`.
-        processes_per_host: See `fit_to_host`.
-        training: Whether it is a training step, not an evaluation.
+    `spec` is the run, fitted to its host; see `fit_to_host` for the numbers of processes.
 
     Raises:
         MemoryError: If the host never suffices.

@@ -24,12 +24,8 @@ def spanning(
 ) -> BoundStep:
     """A training step for a host that can't hold all residuals or all blocks' activations.
 
-    Args:
-        step: The step.
-        span: Of each `span` blocks, all but one run their forward again before their backward.
-        device_budget: See `bind_step`.
-        host_room: See `bind_step`.
-        num_bytes: Bytes of activations to save; see `computed_again`.
+    Of each `span` blocks, all but one run their forward again before their backward. `num_bytes`
+    is the size of the activations to save by this; see `computed_again`.
     """
     workload = workload_spanning(step, span, num_bytes)
     lean = step.lean and _computing_again(step.lean, workload.again)
@@ -37,13 +33,7 @@ def spanning(
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
-    """A training step in a different number of waves.
-
-    Args:
-        step: The step.
-        waves: Number of waves, a divisor of the microbatches.
-        device_budget: See `bind_step`.
-    """
+    """A training step in a different number of waves, a divisor of the microbatches."""
     workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
     return _rescheduled(step, workload, lean, device_budget, math.inf)
 
@@ -127,12 +117,7 @@ def run_with_all_waves(spec: RunSpec) -> RunSpec:
 
 
 def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
-    """A step with the instructions of all waves; a searched schedule may omit some.
-
-    Args:
-        step: The step.
-        training: Whether it is a training step, not an evaluation.
-    """
+    """A step with the instructions of all waves; a searched schedule may omit some."""
     if not step.schedule.left_out:
         return step
     schedule = whole_schedule(step.scheduled, step.schedule)

@@ -191,16 +191,9 @@ def make_run_spec(
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
-    Blocks are in as few parts as the budget allows.
-
-    Args:
-        adapted: The model.
-        loss_fn: See `Trainer`.
-        optimizer: See `Trainer`.
-        sample_batch: See `Trainer`.
-        options: Options of the run. An automatic budget is the minimum here, because free memory
-            is known only after compilation; see `fit_to_machine`.
-        parts: Numbers of parts per block to try, in this order.
+    Blocks are in as few parts as the budget allows; `parts` are the numbers to try, in this order.
+    An automatic budget is the minimum here, because free memory is known only after compilation;
+    see `fit_to_machine`.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.

@@ -18,9 +18,8 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from megatrain_jax._src.kernels.residuals import Residuals
-from megatrain_jax._src.program.attention import is_attention
-from megatrain_jax._src.program.float8 import count_numbers, is_float8_product
-from megatrain_jax._src.program.flops import count_flops, is_float32_product
+from megatrain_jax._src.program.float8 import count_numbers
+from megatrain_jax._src.program.flops import flops_by_kind
 from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
@@ -92,17 +91,16 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
     known: dict[Hashable, Work] = {}
     for stage in stages:
         if stage.key not in known:
-            attention = count_flops(stage.jaxpr, is_attention)
-            loops, flops = count_loops(stage.jaxpr), count_flops(stage.jaxpr)
+            loops, flops = count_loops(stage.jaxpr), flops_by_kind(stage.jaxpr)
             known[stage.key] = Work(
-                flops,
-                attention,
+                flops.total,
+                flops.attention,
                 loops.flops,
                 loops.kernels,
                 loops.copied,
-                float8=count_flops(stage.jaxpr, is_float8_product),
+                float8=flops.float8,
                 coded=_CODED_BYTES * count_numbers(stage.jaxpr),
-                float32=count_flops(stage.jaxpr, is_float32_product),
+                float32=flops.float32,
             )
     return [known[stage.key] for stage in stages]
 
@@ -124,9 +122,5 @@ def saved_work(residuals: Residuals | None) -> Work:
     """Operations that a stage's backward need not repeat if its forward saves residuals."""
     if residuals is None:
         return Work(flops=0, attention=0)
-    return Work(
-        flops=residuals.saved_flops,
-        attention=residuals.saved_attention,
-        float8=residuals.saved_float8,
-        float32=residuals.saved_float32,
-    )
+    saved = residuals.saved
+    return Work(saved.total, saved.attention, float8=saved.float8, float32=saved.float32)

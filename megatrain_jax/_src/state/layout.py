@@ -131,18 +131,14 @@ class Layout:
     def _encode_leaves(self, rows: Array, segment: Segment) -> list[Array]:
         """The arrays at rest of a segment with leaves that are encoded as a whole."""
         parts = segment.codec.parts(self.dtype)
-        inside = sorted(
-            i for i, at in enumerate(self.offsets) if segment.start <= at < segment.stop
-        )
-        inside.sort(key=self.offsets.__getitem__)
+        leaves = [i for i, at in enumerate(self.offsets) if segment.start <= at < segment.stop]
+        leaves.sort(key=self.offsets.__getitem__)
+        starts = [self.offsets[i] for i in leaves]
         columns: list[list[Array]] = [[] for _ in parts]
-        for i, end in zip(
-            inside, [*(self.offsets[i] for i in inside[1:]), segment.stop], strict=True
-        ):
-            width, start = end - self.offsets[i], self.offsets[i]
+        for i, start, end in zip(leaves, starts, [*starts[1:], segment.stop], strict=True):
             leaf = self._leaf(rows, i, start).reshape(-1)
             for row, part, x in zip(columns, parts, segment.codec.encode_leaf(leaf), strict=True):
-                x = jnp.pad(x, (0, width * self.num_shards // part.per - x.size))
+                x = jnp.pad(x, (0, (end - start) * self.num_shards // part.per - x.size))
                 row.append(x.reshape(self.num_shards, -1))
         return [jnp.concatenate(row, axis=1).reshape(-1) for row in columns]
 

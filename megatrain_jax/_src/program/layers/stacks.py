@@ -1,18 +1,18 @@
-"""Finds stacked parameters: one array for all layers, which the loss reads layer by layer.
+"""Finds stacked parameters: arrays of all layers that the loss reads layer by layer.
 
 Models often keep layers in one array: `w` of shape (layers, ...) that a `scan` or a Python loop
 slices. To stream such a model, each layer's slice must become a separate leaf in its own block.
-This module decides, from the reads of a traced loss (`reads.py`), which axes are layers.
+This module finds the axes of layers, from the reads of a traced loss (`reads.py`).
 
-A scan over a parameter along axis 0 answers directly. Any other slicing (by hand, by a loop's
+The axis 0 of a `scan` over a parameter has layers. Any further slicing (by hand, by a loop's
 counter, along another axis) counts as layers only if all of these hold:
 
 - every use of the parameter takes one slice, and every slice is used;
 - each slice is read after the one before it: experts, or query, key and value, are not;
-- a layer is larger than the parameters read between all layers, which they share.
+- a layer is larger than the shared parameters, read between all layers.
 
-Parameters read in turn with each other form one stack. The order in which slices are first read is
-the order of the layers.
+Parameters read in turn form one stack. The order of the slices' first reads is the order of the
+layers.
 
 Example, with `w` of shape (3, 4, 4), parameter 0, and `b` of shape (3, 4), parameter 1::
 
@@ -76,7 +76,7 @@ class Stacks:
         stacks: Stacks that can be cut into layers.
         mixed: For further parameters that are read layer by layer, the name of an operation that
             takes several layers together.
-        partial: Parameters with layers of which only some are read.
+        partial: Parameters with layers that are never read.
         remade: Parameters that a scan slices only inside another array made from them.
         looped: Parameters sliced by the counter of a loop that can't be unrolled.
     """
@@ -117,7 +117,7 @@ class _Sliced:
 
     Attributes:
         parameter: Number of the parameter.
-        order: Indices of its slices, in the order in which they are first read.
+        order: Indices of its slices, in the order of their first reads.
         first: Number of the first read of each slice.
         reads: Bit mask of all reads of each slice (bit r is read r).
     """
@@ -153,8 +153,8 @@ class _Finder:
     def _sliced(self, p: int) -> _Sliced | None:
         """The slices of a parameter along its unmixed axes; None if some slices are not read.
 
-        Of several choices of axes, it takes the largest along which slices are read in turn: for an
-        array of shape (3, layers, ...) with queries, keys and values, axis 1 alone.
+        It takes the most axes with slices that are read in turn: for an array of shape (3, layers,
+        ...) with queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
@@ -187,7 +187,7 @@ class _Finder:
         return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
 
     def stacks(self) -> list[Stack]:
-        """All stacks: first those of scans, joined by parameters read in turn with them."""
+        """All stacks: first the scans' stacks, joined by parameters read in turn with them."""
         stacks = [self._scanned(leaves) for leaves in self.found.scans]
         claimed = {p for stack in stacks for p in stack.slices}
         rest = [s for p, s in sorted(self.sliced.items()) if p not in claimed]

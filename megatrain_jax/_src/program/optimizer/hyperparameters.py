@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 
-# The field of the state in which `optax.inject_hyperparams` keeps their values.
+# The name that `optax.inject_hyperparams` gives to the field of its state with their values.
 _FIELD = "hyperparams"
 
 
 def find_hyperparameters(cut: OptimizerCut) -> dict[str, int]:
     """Finds the hyperparameters that `optax.inject_hyperparams` keeps in the global state.
 
-    The state of `chain(clip(1.0), inject_hyperparams(adam)(schedule))` has the leaf
-    `1.hyperparams.learning_rate`, which is found as "learning_rate". If a second transformation had
-    the same name, they would be "1.learning_rate" and "2.learning_rate".
+    Example: the state of `chain(clip(1.0), inject_hyperparams(adam)(schedule))` has the leaf
+    `1.hyperparams.learning_rate`, and its name here is "learning_rate". If two transformations have
+    a hyperparameter of one name, the names are "1.learning_rate" and "2.learning_rate".
 
     Args:
         cut: The optimizer.
@@ -58,8 +58,7 @@ def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
     }
     if not kept:
         return {}
-    # The numbers are constants of the optimizer itself, which a user's transfer guard does not
-    # mean.
+    # A user's transfer guard does not concern these constants of the optimizer.
     with jax.transfer_guard("allow"):
         first = jax.device_get(jx.evaluate(initial.jaxpr, initial.consts))
     # As the user wrote them: 0.001 is 0.0010000000474974513 in fp32.

@@ -1,6 +1,6 @@
 """Slices a traced update into the computations of single groups and of all groups together.
 
-Groups may influence each other only through small values made from scalars. This file knows jaxprs;
+Groups may depend on each other only through small values made from scalars. This file knows jaxprs;
 `trace.py` knows Optax.
 
 Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one parameter p,
@@ -79,7 +79,7 @@ class Slicer:
         late: Variables of one group that depend on values of further groups.
         varying: Neutral variables that depend on shared state or on the loss.
         junctions: Mixed variables made from a group's own scalars and another group's.
-        private: Variables that look like junctions but serve one group, which keeps them.
+        private: Variables that look like junctions but stay with the one group that needs them.
         promoted: Scalars of one group that further groups need.
     """
 
@@ -110,7 +110,7 @@ class Slicer:
     def _find_private(self, outputs: Sequence[int]) -> set:
         """Combinations of one group's scalars with scalars of all that only this group needs.
 
-        Example: a factor `norm(p0) / global_norm` of group 0, which its apply computes.
+        Example: a factor `norm(p0) / global_norm` of group 0, computed in its *apply*.
         """
         several = {MIXED, NEUTRAL}
         uses: dict[Any, set[int]] = {}
@@ -168,7 +168,7 @@ class Slicer:
             group = next(iter(groups))
         else:
             group = MIXED if labelled else NEUTRAL
-        # Late values can't be in *reduce*, which runs before anything of further groups is known.
+        # Late values can't be in *reduce*: it runs before anything of further groups is known.
         late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
         junction = group == MIXED and bool(groups)
         for v in eqn.outvars:
@@ -262,10 +262,10 @@ class Slicer:
     def closure(
         self, outputs: Sequence[Any], stop: Callable[[Any], bool]
     ) -> tuple[list[Any], list[Any]]:
-        """Collects the equations behind some outputs, back to variables for which `stop` holds.
+        """Collects the equations behind some outputs, back to variables where `stop` holds.
 
-        Returns the equations and the variables at which it stopped. Their order depends only on the
-        outputs, so that like groups get like fragments.
+        Returns the equations and these variables. Their order depends only on the outputs, so that
+        like groups get like fragments.
         """
         eqns: list[Any] = []
         stopped: dict[Any, None] = {}
@@ -318,7 +318,7 @@ def _stacks(eqn: Any) -> bool:
 def influences(
     jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
 ) -> dict[Any, tuple[frozenset, frozenset]]:
-    """Finds the groups whose arrays each variable depends on, and the groups each token meets.
+    """Finds the groups with arrays behind each variable, and the groups that each token meets.
 
     A token is a piece of state with an unknown owner. It meets a group if an equation combines
     both, or values made from them, not counting paths through a single number: in `0.9 * t + g0`
@@ -330,7 +330,7 @@ def influences(
         tokens: Variables of the pieces of state.
 
     Returns:
-        For each variable the groups whose arrays it depends on, and, for tokens, the groups met.
+        For each variable the groups with arrays behind it, and, for tokens, the groups met.
     """
     owners: dict[Any, frozenset] = {v: frozenset((g,)) for v, g in groups.items() if g >= 0}
     carried: dict[Any, frozenset] = {
@@ -345,7 +345,7 @@ def influences(
         if belongs:
             for token in brought:
                 met[token] |= belongs
-            # The result belongs to those groups, and says nothing more about the token.
+            # The result belongs to these groups, and says nothing more about the token.
             brought = nothing
         for v in eqn.outvars:
             # Through a single number, such as the global norm, everything would meet everything.
@@ -358,7 +358,7 @@ def influences(
 
 
 def groups_behind(jaxpr: Any, groups: Mapping[Any, int]) -> list[frozenset[int]]:
-    """Finds the groups whose arrays each output of a jaxpr depends on, from its inputs' groups."""
+    """Finds the groups with arrays behind each output of a jaxpr, from its inputs' groups."""
     nothing: frozenset[int] = frozenset()
     behind = {v: frozenset((g,)) for v, g in groups.items()}
     for eqn in jaxpr.eqns:

@@ -1,4 +1,4 @@
-"""Orders a divided flow: which operations share a loop over tiles, and what runs between loops.
+"""Orders a divided flow: operations that share a loop over tiles, and operations between loops.
 
 Each operation has a level. Level l first computes its undivided operations, then one loop for its
 divided ones. A value that is made whole, or read in a different division than it was made, needs
@@ -41,8 +41,8 @@ class TileLoop:
 
     Attributes:
         ops: The operations of each tile, in order, with their divisions.
-        stored: Values of which each tile writes its part.
-        summed: Values to which each tile contributes.
+        stored: Values that tiles write part by part.
+        summed: Values that are sums over the tiles.
     """
 
     ops: tuple[tuple[Operation, Division], ...]
@@ -66,12 +66,12 @@ def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
 
 
 class _Reads:
-    """The maker and the readers of each value, which read it in tiles as it is made, or whole."""
+    """The maker of each value, and its readers: in tiles, as the value is made, or whole."""
 
     def __init__(self, flow: Flow, labels: Labels) -> None:
         self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}
-        # For each operation, its computed operands: those it reads tile by tile as they are made,
-        # and those that must be whole first.
+        # For each operation, its computed operands: read tile by tile as they are made, or only
+        # when they are whole.
         self.along: list[list[int]] = []
         self.whole: list[list[int]] = []
         for n, op in enumerate(flow.ops):
@@ -136,7 +136,7 @@ def _least_waiting(
         rows += [(n, at, 0) for n in lasts[v]]
     first, second, step = (np.array(column) for column in zip(*rows, strict=True))
     # Each row says `first - second <= -step`, with one +1 and one -1. Such a matrix is totally
-    # unimodular, so the vertex at which the simplex method ends is integral.
+    # unimodular, so the simplex method ends at an integral vertex.
     which = np.arange(len(rows))
     signs = np.repeat([1.0, -1.0], len(rows))
     places = (np.concatenate([which, which]), np.concatenate([first, second]))
