@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+import megatrain_jax as mt
 from megatrain_jax._src.kernels.gpu_traffic import Traffic, count_traffic
 
 ROWS, TOKENS, HEADS, WIDTH = 4, 1024, 8, 64
@@ -80,3 +82,24 @@ def test_a_loop_moves_its_bytes_in_each_iteration_and_a_branch_once():
     assert moved.outside == 0 and moved.in_loops >= 16 * 2 * SIZE
     which = jax.ShapeDtypeStruct((), jnp.bool_)
     assert 2 * SIZE <= traffic_of(branched, X, which).outside <= 2.1 * SIZE
+
+
+def test_a_step_of_norms_is_bound_by_the_memory_and_one_of_products_by_arithmetic():
+    def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+        for w in model["layers"]:
+            y = x * w[0] if w.shape[0] == 1 else x @ w
+            x = x + y / jnp.sqrt(jnp.mean(y**2, axis=1, keepdims=True))
+        return jnp.mean(x)
+
+    def planned(rows: int) -> mt.Plan:
+        def build() -> Any:
+            return {"layers": [jnp.ones((rows, 8192), jnp.bfloat16) for _ in range(4)]}
+
+        x = jax.ShapeDtypeStruct((1 << 16, 8192), jnp.bfloat16)
+        return mt.plan(build, loss_fn, optax.sgd(0.1), x, hardware="H100")
+
+    norms, products = planned(1), planned(8192)
+    assert norms.bound == "memory" and "the device's memory traffic" in str(norms)
+    # Each layer reads and writes at least its rows, forward and backward.
+    assert norms.memory_bytes > 4 * 4 * 2**30
+    assert products.bound == "compute"

@@ -191,6 +191,11 @@ def test_bounds_of_several_devices(changes, bound):
     step = {"bytes_in": 20, "bytes_out": 16, "collective_bytes": 12, "flops": 400}
     machine = replace(MACHINE, **changes)
     assert find_bound(hardware=machine, num_devices=4, **step) == bound
+    # What is left of a device's time beside arithmetic names its resource if it is longer.
+    device = replace(machine, link_bytes_per_s=1e9, host_bytes_per_s=1e9, peer_bytes_per_s=1e9)
+    for name, argument in (("memory", "memory_seconds"), ("loops", "loop_seconds")):
+        seconds = {argument: 2 * step["flops"] / 4 / device.flops_per_s}
+        assert find_bound(hardware=device, num_devices=4, **step, **seconds) == name
     # Without a connection of their own, collectives are most of what links and memory carry.
     alone = replace(MACHINE, peer_bytes_per_s=None)
     step |= {"collective_bytes": 1000}

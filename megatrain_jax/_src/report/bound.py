@@ -4,7 +4,7 @@ from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
 
-Bound = Literal["link", "host", "compute", "collectives", "loops", "dispatch", "neither"]
+Bound = Literal["link", "host", "compute", "memory", "collectives", "loops", "dispatch", "neither"]
 
 # Another resource within this fraction of the longest time may as well be the bottleneck.
 _AS_LONG = 0.9
@@ -23,6 +23,7 @@ def find_bound(
     float32_flops: int = 0,
     dispatch_seconds: float = 0.0,
     loop_seconds: float = 0.0,
+    memory_seconds: float = 0.0,
 ) -> Bound:
     """Finds the slowest resource of a step: computation, links, host memory, collectives.
 
@@ -54,8 +55,9 @@ def find_bound(
         float8_flops: Operations of float8 products among them; they have a rate of their own, too.
         float32_flops: Operations of float32 products among them, likewise.
         dispatch_seconds: Seconds that Python takes to dispatch the step.
-        loop_seconds: Seconds that loops take on each device beyond their operations; the bottleneck
-            if they exceed the operations' time.
+        loop_seconds: Seconds that loops take on each device beyond their operations.
+        memory_seconds: Seconds that the remaining kernels take on each device, bound by its memory.
+            Of operations, loops and these kernels, the longest names the resource.
 
     Returns:
         The bottleneck; "neither" if a second resource takes at least 90% as long.
@@ -67,10 +69,15 @@ def find_bound(
         flops, attention_flops, float8=float8_flops, float32=float32_flops
     )
     computing = seconds / num_devices
+    on_device: dict[Bound, float] = {
+        "compute": computing,
+        "loops": loop_seconds,
+        "memory": memory_seconds,
+    }
     shares: tuple[tuple[Bound, float, float], ...] = (
         (
-            "loops" if loop_seconds > computing else "compute",
-            computing + loop_seconds,
+            max(on_device, key=lambda name: on_device[name]),
+            sum(on_device.values()),
             collective_bytes / hardware.collective_bytes_per_s(num_devices),
         ),
         ("link", max(bytes_in, bytes_out) / link, over_links / link),

@@ -1,5 +1,7 @@
 """Computes a `Plan` from a run's spec: bytes moved and held, and operations, of one step."""
 
+import dataclasses
+import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
@@ -70,6 +72,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         **_counts_per_step(work, step.microbatches),
         seconds_loops=_loop_seconds(work, step, hardware),
+        memory_bytes=_memory_bytes(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
         microbatches=step.microbatches,
@@ -187,6 +190,17 @@ def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> flo
     if hardware is None:
         return 0.0
     return step.microbatches * work.loop_seconds(hardware, num_devices=step.num_devices)
+
+
+def _memory_bytes(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
+    """Bytes of each device's memory in the seconds that no product, loop or collective takes."""
+    if hardware is None or math.isinf(hardware.memory_bytes_per_s):
+        return 0.0
+    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
+    others = step.microbatches * work.seconds(hardware, hardware.sustained, step.num_devices)
+    others += _collective_bytes(step) / hardware.collective_bytes_per_s(step.num_devices)
+    beside = build_task_lists(workload, few_waves=True).computing - others
+    return max(0.0, beside) * hardware.memory_bytes_per_s
 
 
 def _excess(spec: RunSpec) -> str:

@@ -103,6 +103,8 @@ class Plan:
             each device: loops over a layer's experts, or over chunks of a row.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
             kernels are short or only copy.
+        memory_bytes: Bytes that each device reads and writes in the time of all remaining kernels,
+            such as norms and updates.
         seconds_per_step: Estimate of a step's time, with transfers and computation overlapping as
             scheduled; `None` without hardware.
         is_measured: Whether that estimate comes from the measured times of the step's compiled
@@ -163,6 +165,7 @@ class Plan:
     float32_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
     seconds_loops: float = 0.0
+    memory_bytes: float = 0.0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0
     host_gradient_bytes: int = 0
@@ -275,9 +278,10 @@ class Plan:
         """The bottleneck of a perfectly overlapped step, from `find_bound`.
 
         "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" the exchange between devices, "loops" the short kernels of loops, "dispatch"
-        the Python that dispatches a step, which matters for toy models. "neither" if two of them
-        are within 10% of each other, or no hardware is given.
+        "collectives" the exchange between devices, "memory" the device's memory, for kernels other
+        than products and attention, "loops" the short kernels of loops, "dispatch" the Python that
+        dispatches a step, which matters for toy models. "neither" if two of them are within 10% of
+        each other, or no hardware is given.
         """
         if self.hardware is None:
             return "neither"
@@ -295,6 +299,7 @@ class Plan:
             float32_flops=self.float32_flops_per_step * own // of,
             dispatch_seconds=self.seconds_dispatch,
             loop_seconds=self.seconds_loops,
+            memory_seconds=self.memory_bytes / self.hardware.memory_bytes_per_s,
         )
 
     def _seconds_computing(

@@ -26,6 +26,7 @@ BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
     "compute": "arithmetic",
+    "memory": "the device's memory traffic",
     "collectives": "what devices send each other",
     "loops": "loops, whose kernels are short or copy",
     "dispatch": "Python's dispatch",
