@@ -1,5 +1,6 @@
 """The number of waves and microbatches that a plan or a run chooses."""
 
+import dataclasses
 import math
 import re
 from types import SimpleNamespace
@@ -162,6 +163,15 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
     fewer: tuple[dict[str, Any], ...] = ({"rows": 64}, {"hardware": None})
     for options in fewer:
         assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_backwards_that_cannot_be_divided_as_others_of_their_stage_stay_whole():
+    """Backwards of a stage for different microbatches have one number of tiles."""
+    little = dataclasses.replace(MACHINE, device_bytes=int(0.4 * MACHINE.device_bytes))
+    precision = mt.Precision.compact(sums="bfloat16")
+    plan = planned(hardware=little, precision=precision, microbatches=4, waves=2)
+    assert plan.tiles and not plan.fits_device
 
 
 # Number of microbatches: GiB that a function needs, the best number of waves, seconds of a step. As

@@ -82,11 +82,14 @@ class Divisible:
 
 
 def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
-    """A kernel in a valid number of tiles; it is traced when it is built."""
+    """A kernel in tiles, or whole if it can't be divided so; it is traced when it is built.
+
+    Kernels of one backward, for different microbatches, have one number of tiles, but some may be
+    divisible where others are not.
+    """
 
     def build() -> Callable[..., Any]:
         found = Divisible(kernel).into(num_tiles)
-        assert found is not None
-        return found[0].build()
+        return (found[0] if found else kernel).build()
 
     return dataclasses.replace(kernel, key=(kernel.key, num_tiles), build=build)
