@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from megatrain_jax._src.kernels import code_passes
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -197,4 +198,6 @@ def test_a_gpu_has_every_operation_of_a_pass(name):
         grid=(1,),
         compiler_params=triton.CompilerParams(num_warps=4),
     )
-    jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
