@@ -18,6 +18,7 @@ _ADVICE = (
     (r"state that `precision` holds", "state that --state holds"),
     (r'\bprecision="(\w+)"', r"--compute \1"),
     (r'`?\b([a-z]\w*)="(\w+)"`?', r"--\1 \2"),
+    (r"`cache` = ", "--data-cache "),
     (r"`(compute|device_budget|host_budget|microbatches)`", r"--\1"),
 )
 
