@@ -18,7 +18,6 @@ _ADVICE = (
     (r"state that `precision` holds", "state that --state holds"),
     (r'\bprecision="(\w+)"', r"--compute \1"),
     (r'`?\b([a-z]\w*)="(\w+)"`?', r"--\1 \2"),
-    (r"`cache` = ", "--data-cache "),
     (r"`(compute|device_budget|host_budget|microbatches)`", r"--\1"),
 )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
@@ -156,7 +156,7 @@ def merge_adapter(
 def _required(folder: Path, name: str) -> Path:
     path = regular_file(folder, name)
     if path is None:
-        raise FileNotFoundError(f"there is no {name} in {folder}")
+        raise no_file(folder, name)
     return path
 
 
