@@ -17,7 +17,7 @@ from megatrain_jax._src.cli.main import main
 torch = pytest.importorskip("torch", reason='answers need PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
 
-from families import make_torch  # noqa: E402
+from families import make_torch, save  # noqa: E402
 from tiny_chats import make_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -73,6 +73,30 @@ def test_answers_are_those_of_transformers(given, capsys):
     assert main(["chat", str(given / "adapter"), *base, *words]) == 0
     expected = answer(peft.PeftModel.from_pretrained(model, given / "adapter"), tokenizer, QUESTION)
     assert capsys.readouterr().out.split() == expected.split() != plain.split()
+
+
+def test_adapters_with_new_tokens_answer_as_in_peft(given, tmp_path, capsys):
+    model, tokenizer = load(given / "run" / "model")
+    tokenizer.add_tokens(["<think>"])
+    model.resize_token_embeddings(len(tokenizer))
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    config.modules_to_save = ["embed_tokens", "lm_head"]
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        head = adapted.get_output_embeddings().weight
+        head.add_(torch.randn_like(head))
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    base, question = str(given / "run" / "model"), f"<think> {QUESTION}"
+    words = ["chat", str(tmp_path / "adapter"), "--base", base, "--prompt", question, *GREEDY]
+    assert main(words) == 0
+    expected = answer(adapted, tokenizer, question)
+    assert capsys.readouterr().out.split() == expected.split() != []
+    save(make_torch("qwen3", hidden_size=16), tmp_path / "other")
+    words[3] = str(tmp_path / "other")
+    assert main(words) == 2
+    assert "PEFT can't load the adapters in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["transformers", "jax"])

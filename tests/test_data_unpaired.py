@@ -55,6 +55,7 @@ def test_answers_and_mismatched_ones_are_those_of_transformers(tmp_path: Path, f
 def test_pairs_are_two_labelled_answers():
     given = pairs(6)
     dataset = load([FORMS["texts"](*one) for one in given])
+    assert dataset.summary.num_rows == dataset.num_documents == 12
     batches = list(dataset)
     ours = Counter(
         (*pair, label) for pair, label in zip(found(batches), labels(batches), strict=True)
@@ -64,6 +65,13 @@ def test_pairs_are_two_labelled_answers():
         for i, one in enumerate(given)
         for side in (1, 2)
     )
+
+
+@pytest.mark.parametrize(("label", "kind"), [(True, "desirable"), (False, "not desirable")])
+def test_labels_that_are_all_alike_give_a_warning(label: bool, kind: str):
+    rows = [LABELLED["texts"](prompt, said, label) for prompt, said, _ in pairs(4)]
+    with pytest.warns(UserWarning, match=f"all 4 answers of a dataset are labelled {kind}:"):
+        load(rows)
 
 
 def test_labels_of_csv_files_are_read(tmp_path: Path):
@@ -102,7 +110,7 @@ def test_a_faulty_row_is_named(fault: str):
 
 def test_datasets_of_different_kinds_are_not_mixed():
     good = {"prompt": "a", "completion": "b", "label": True}
-    labelled = load([good, good])
+    labelled = load([good, {**good, "label": False}])
     preferences = data.preferences(
         [FORMS["texts"](*one) for one in pairs(2)],
         tokenizer(),

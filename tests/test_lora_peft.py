@@ -282,7 +282,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     pretrained = models.load_pretrained(save(make_torch("llama"), tmp_path / "base"))
     other = models.load_pretrained(save(make_torch("qwen3-moe"), tmp_path / "other"))
     folder = models.save_lora(
-        models.lora(other.model, targets="_proj", rank=3).model(), tmp_path / "lora"
+        models.lora(other.model, targets="_proj", rank=3).model(), tmp_path / "adapter"
     )
     with pytest.raises(
         ValueError, match=r"are of .*/other, and don't fit .*/base\. not part of it: .*experts"
@@ -300,8 +300,12 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=re.escape(told)):
             models.load_lora(other, folder)
-    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json in"):
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json in .*: it holds a whole"):
         models.load_lora(other, tmp_path / "base")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in .*: it holds adapters"):
+        models.load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match=f"but one in {folder}: pass that"):
+        models.load_lora(other, folder.parent)
     with pytest.raises(TypeError, match="`pretrained` must be from models.load_pretrained"):
         models.load_lora(other.model, folder)  # type: ignore[arg-type]
 

@@ -33,7 +33,8 @@ def make_adapter(base: Any, folder: Path, **options: Any) -> Any:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    # Embeddings of another size are saved as a module or not at all, instead of with a warning.
+    model.save_pretrained(folder, save_embedding_layers=False)
     return model
 
 
@@ -79,6 +80,25 @@ def test_merged_folders_are_those_of_peft(options, dtype, tmp_path):
     assert changed == {name for name in before if any(f"{part}." in name for part in parts)}
 
 
+def test_rows_for_new_tokens_are_merged_as_by_peft(tmp_path):
+    base = save(make_torch("qwen3"), tmp_path / "base")
+    larger = transformers.AutoModelForCausalLM.from_pretrained(base)
+    rows = larger.config.vocab_size + 2
+    larger.resize_token_embeddings(rows)
+    whole = ["embed_tokens", "lm_head"]
+    theirs = make_adapter(larger, tmp_path / "adapter", modules_to_save=whole)
+    merged = models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base)
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    assert found.config.vocab_size == rows
+    expected = theirs.merge_and_unload().state_dict()
+    for name, tensor in found.state_dict().items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({n: a for n, a in load_file(file).items() if "lm_head" not in n}, file)
+    with pytest.raises(ValueError, match=f"differ in .* rows: .*embed_tokens.weight has {rows}"):
+        models.merge_adapter(tmp_path / "adapter", tmp_path / "other", base=base)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
 def test_adapters_of_experts_are_merged_as_in_an_export(name, tmp_path):
     base = save(make_torch(name), tmp_path / "base")
@@ -100,13 +120,17 @@ def test_adapters_of_experts_are_merged_as_in_an_export(name, tmp_path):
             getattr(at, key).set_value(jax.numpy.asarray(random if key == "lora_B" else value))
 
     fill((), params)
-    adapter = models.save_lora(model, tmp_path / "adapter")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "tokenizer.json").write_text("{}")
+    adapter = models.save_lora(model, tmp_path / "adapter", source=tmp_path / "new")
     expected = tensors_of(models.save_pretrained(model, tmp_path / "exported"))
     # The adapters' own file names the base.
     found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged"))
     assert found.keys() == expected.keys() == tensors_of(base).keys()
     for key, array in expected.items():
         np.testing.assert_allclose(found[key], array, rtol=1e-6, atol=1e-6, err_msg=key)
+    # A tokenizer that was saved with the adapters is the merged model's.
+    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
 
 
 def test_merging_holds_a_few_matrices_at_a_time(tmp_path):

@@ -116,13 +116,24 @@ def test_damaged_data_is_made_anew(name, chats, tmp_path):
     wanted = both(read())
     (folder,) = (tmp_path / "cache").iterdir()
     content = (folder / name).read_bytes()
-    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], None):
+    changed = [content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], None]
+    if name == "corpus.json":
+        about = json.loads(content)
+        lists = about | {"checksums": list(about["checksums"])}
+        changed += [json.dumps(other).encode() for other in ([], {}, lists)]
+    for damaged in changed:
         (folder / name).unlink()
         if damaged is not None:
             (folder / name).write_bytes(damaged)
         with pytest.warns(UserWarning, match="is damaged and is made anew"):
             made = read()
         assert not made.summary.is_reused and both(made) == wanted and read().summary.is_reused
+
+
+@pytest.mark.parametrize("folder", ["chats.jsonl", "chats.jsonl/tokens"])
+def test_a_folder_that_can_not_be_made_is_named(folder, chats):
+    with pytest.raises(OSError, match=rf"`cache` = \S+{folder}: .*Choose another one, or none"):
+        data.chat(chats, tokenizer(), cache=chats.parent / folder, **OPTIONS)
 
 
 def test_starts_at_the_same_time_make_the_same_data(chats, tmp_path):

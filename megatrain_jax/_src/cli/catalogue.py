@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
 
 _FILE = Path(__file__).with_name("catalogue.json")
 _REQUIRED = frozenset(
@@ -79,7 +79,7 @@ def config_values(model: str) -> dict[str, Any]:
         # A configuration may have any name, for example if it was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
-            raise FileNotFoundError(f"there is no config.json in {path}")
+            raise no_file(folder, name)
         return read_json(file)
     if (known := known_model(model)) is None:
         near = get_close_matches(model, known_models(), n=3)

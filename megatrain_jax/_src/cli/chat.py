@@ -13,6 +13,7 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.models.peft_reading import rows_of_embeddings
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -158,7 +159,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
     model = _loaded(transformers.AutoModelForCausalLM, base, dtype="auto")
     if has_adapters:
         peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
-        model = peft.PeftModel.from_pretrained(model, str(folder))
+        model = _adapted(peft, model, folder)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     return Speaker(model.to(device).eval(), tokenizer, _options(settings, model, tokenizer))
@@ -203,6 +204,17 @@ def _imported(name: str, otherwise: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(otherwise) from error
+
+
+def _adapted(peft: Any, model: Any, folder: Path) -> Any:
+    """The model with its adapters, and with rows for the tokens that they know beyond it."""
+    try:
+        if (rows := rows_of_embeddings(folder)) is not None:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        return peft.PeftModel.from_pretrained(model, str(folder))
+    except Exception as error:  # PEFT's errors for files that don't fit have no common type
+        why = " ".join(str(error).split())[:500]
+        raise ValueError(f"PEFT can't load the adapters in {folder}: {why}") from error
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:

@@ -133,9 +133,9 @@ def _export(
     settings: FinetuneSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
 ) -> Path:
     if name == "adapter":
-        if settings.new_tokens is not None:
-            tokenizer_of(settings).save_pretrained(str(folder.parent / "tokenizer"))
-        return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
+        with exported_tokenizer(settings) as source:
+            dtype = settings.export_dtype or "float32"
+            return models.save_lora(trainer, folder, dtype=dtype, source=source)
     # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None
     with exported_tokenizer(settings) as source:

@@ -202,10 +202,13 @@ def _token_cache(given: str | None) -> Path | None:
     """The folder of tokenised data; None for none, or if the default can't be written."""
     if given is not None:
         return None if given == "none" else Path(given).expanduser()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "megatrain_jax" / "tokens"
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return folder if existing.is_dir() and os.access(existing, os.W_OK) else None
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "megatrain_jax" / "tokens"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError without a home
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def summarised(dataset: data.Dataset) -> data.Dataset:
@@ -222,6 +225,7 @@ def called(option: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError) as error:
         text = re.sub(_KEYWORD, _as_option, told(error)).replace("`source`", f"`{option}`")
+        text = text.replace("`cache`", "`data_cache`")
         raise AskedWronglyError(text) from error
 
 

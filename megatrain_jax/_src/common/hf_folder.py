@@ -69,6 +69,18 @@ def regular_file(folder: Path, name: str) -> Path | None:
     return path
 
 
+def no_file(folder: Path, name: str) -> FileNotFoundError:
+    """The error that a folder has no such file, with the place of the file or what is there."""
+    parts = (folder / "model", folder / "adapter")
+    inside = next((part for part in parts if (part / name).is_file()), None)
+    if inside is not None:
+        return FileNotFoundError(f"there is no {name} in {folder}, but one in {inside}: pass that")
+    kinds = {"config.json": "a whole model", "adapter_config.json": "adapters, not a whole model"}
+    other = next((of for at, of in kinds.items() if at != name and (folder / at).is_file()), None)
+    end = "" if other is None else f": it holds {other}"
+    return FileNotFoundError(f"there is no {name} in {folder}{end}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a regular file.
 

@@ -69,10 +69,12 @@ def unpaired(
     """Reads labelled answers, each with the same prompt's mismatched answer; see `conversations`.
 
     A mismatched answer is that of the row before, and for the first row that of the last: its
-    documents come at the end. Rows of a chosen and a rejected answer are two documents.
+    documents come at the end. A row of a chosen and a rejected answer is two documents, and counts
+    as two rows.
     """
     first, before = None, None
     for origin, labelled in read_rows(parts, lambda row: to_labelled(row, rules), report, errors):
+        report.num_rows += len(labelled) - 1  # as many as documents
         report.ignored.update(set().union(*(one.conversation.ignored for one in labelled)))
         report.changed.update(set().union(*(one.conversation.changed for one in labelled)))
         if before is None:

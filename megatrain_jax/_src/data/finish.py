@@ -1,9 +1,12 @@
 """Shared by all dataset calls: checks options first, and finds the dataset or builds it."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
@@ -238,6 +241,14 @@ def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Datase
     """The dataset of a corpus; prints its summary if `progress` is set."""
     if progress:
         print(made.summary, file=sys.stderr, flush=True)
+    for name, labels in made.corpus.unit_values.items():
+        if labels.dtype == np.bool_ and (labels == labels[0]).all():
+            kind = name if labels[0] else f"not {name}"
+            warnings.warn(
+                f"all {len(labels):,} answers of a dataset are labelled {kind}: alone it has no "
+                "difference between answers that can be learned",
+                stacklevel=2,
+            )
     return Dataset(made.corpus, made.summary, options, made.chat_template)
 
 

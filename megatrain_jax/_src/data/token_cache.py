@@ -109,7 +109,7 @@ class TokenCache:
             return None
         try:
             return self._read()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"the tokenised data in {self.path} is damaged and is made anew: {error}",
                 stacklevel=2,
@@ -118,11 +118,22 @@ class TokenCache:
             return None
 
     def files(self) -> GrowingFiles:
-        """Makes a folder for a new dataset, to be passed to `keep`."""
+        """Makes a folder for a new dataset, to be passed to `keep`.
+
+        Raises:
+            OSError: If it can't be made.
+        """
         parent = self.path.parent
-        parent.mkdir(parents=True, exist_ok=True)
         name = f"{self.path.name}.unfinished-"
-        return GrowingFiles(Path(tempfile.mkdtemp(prefix=name, dir=parent)))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            return GrowingFiles(Path(tempfile.mkdtemp(prefix=name, dir=parent)))
+        except OSError as error:
+            # Errors of the system have kinds of their own, such as PermissionError.
+            raise type(error)(
+                f"there can be no folder for tokens in `cache` = {parent}: "
+                f"{error.strerror or error}. Choose another one, or none"
+            ) from error
 
     def keep(self, files: GrowingFiles, made: Cached) -> Cached:
         """Completes a new dataset; returns it as mapped from its final place.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
@@ -29,6 +29,7 @@ from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, LazyArray, Ten
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _PREFIX = "base_model.model."
+_PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 # Options of PEFT that change what adapters compute, and the value with which they don't.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -135,6 +136,8 @@ def merge_adapter(
     }
     arrays |= _adapted(single, factors, about, fault)
     arrays |= _replaced(single, whole, fault)
+    if (rows := _more_rows(single, whole, fault)) is not None:
+        values.get("text_config", values)["vocab_size"] = rows
     arrays = stack_experts(arrays) if was_stacked else arrays
     codes = {name: tensors[name].dtype for name in arrays}
     if unknown := [name for name in arrays if codes[name] not in ITEM_BYTES]:
@@ -153,7 +156,7 @@ def merge_adapter(
 def _required(folder: Path, name: str) -> Path:
     path = regular_file(folder, name)
     if path is None:
-        raise FileNotFoundError(f"there is no {name} in {folder}")
+        raise no_file(folder, name)
     return path
 
 
@@ -212,7 +215,7 @@ def _check_tied(
     values: Mapping[str, Any], tensors: Mapping[str, Any], names: Iterable[str], fault: str
 ) -> None:
     """Refuses changes of one matrix that serves as embeddings and as head."""
-    changed = [name for name in names if re.search(r"(^|\.)(embed_tokens|lm_head)\b", name)]
+    changed = [name for name in names if _PER_TOKEN.search(name)]
     has_head = any(name.endswith("lm_head.weight") for name in tensors)
     if changed and (values.get("tie_word_embeddings") or not has_head):
         raise ValueError(
@@ -276,6 +279,8 @@ def _replaced(
 ) -> dict[str, LazyArray]:
     """The whole tensors that the adapters' folder has in place of the base's.
 
+    Embeddings and head may have more rows than the base's, for new tokens.
+
     Raises:
         ValueError: If the base has no such tensor, or one of another shape.
     """
@@ -283,9 +288,35 @@ def _replaced(
         name
         for name, tensor in whole.items()
         if name not in tensors
-        or tensors[name].shape != tensor.shape
+        or not _fits(name, tensor.shape, tensors[name].shape)
         or not {tensors[name].dtype, tensor.dtype} <= DTYPES.keys()
     ]
     if wrong:
         raise ValueError(f"{fault}the base has no tensor of that shape for {some(wrong)}")
     return {name: LazyArray((tensor,), stacked=False) for name, tensor in whole.items()}
+
+
+def _fits(name: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:
+    if _PER_TOKEN.search(name) is None or not shape or not old:
+        return shape == old
+    return shape[1:] == old[1:] and shape[0] >= old[0]
+
+
+def _more_rows(
+    tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], fault: str
+) -> int | None:
+    """The number of rows of embeddings and head if there are new tokens; None otherwise.
+
+    Raises:
+        ValueError: If only one of both has rows for them.
+    """
+    before = {n: t.shape[0] for n, t in tensors.items() if _PER_TOKEN.search(n) and t.shape}
+    after = before | {name: whole[name].shape[0] for name in before if name in whole}
+    grown = {name for name in before if after[name] != before[name]}
+    if not grown:
+        return None
+    rows = {n: after[n] for n in before if before[n] in {before[other] for other in grown}}
+    if len(set(rows.values())) > 1:
+        told = ", ".join(f"{name} has {count:,}" for name, count in rows.items())
+        raise ValueError(f"{fault}embeddings and head differ in their number of rows: {told}")
+    return next(iter(rows.values()))

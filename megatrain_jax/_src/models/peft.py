@@ -9,8 +9,9 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models.decoder import Decoder
-from megatrain_jax._src.models.export import decoder_of
+from megatrain_jax._src.models.export import companions, copy_companions, decoder_of
 from megatrain_jax._src.models.folders import new_folder, unfinished
 from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules, name_of
 from megatrain_jax._src.models.names import ParameterTensors, family_of, leaves, parameter_tensors
@@ -24,6 +25,7 @@ def save_lora(
     folder: str | PathLike[str],
     *,
     dtype: str = "float32",
+    source: str | PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
@@ -37,6 +39,8 @@ def save_lora(
         trainer: A trainer of a `Decoder` with adapters, or the decoder itself.
         folder: Folder to write; it must not exist, or be empty.
         dtype: "float32", "float16" or "bfloat16".
+        source: Folder of a tokenizer to copy beside the adapters, such as one with new tokens; None
+            for none.
         overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
 
     Returns:
@@ -44,6 +48,7 @@ def save_lora(
 
     Raises:
         TypeError: If an argument has a wrong type, or the trainer trains a different model.
+        FileNotFoundError: If there is no folder `source`.
         ValueError: If the decoder has no adapters, is part of a multimodal model, or the dtype is
             unknown.
         FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
@@ -52,6 +57,8 @@ def save_lora(
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(checks.refused("dtype", f"one of {', '.join(_DTYPES)}", dtype))
     folder = new_folder(folder, overwrite=overwrite)
+    if source is not None:
+        source = existing_folder("source", source, "a tokenizer")
     model = decoder_of(trainer)
     modules = dict(adapted_modules(model))
     if not modules:
@@ -91,9 +98,11 @@ def save_lora(
     # Imported here, as in `load_pretrained`, because it is an optional dependency.
     from safetensors.numpy import save_file
 
+    copied = companions(source)
     with unfinished(folder) as at:
         save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
         (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        copy_companions(at, copied)
     return folder
 
 

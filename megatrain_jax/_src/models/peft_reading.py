@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
 from megatrain_jax._src.common.hub import folder_or_download
 from megatrain_jax._src.models.lora import Lora, lora
 from megatrain_jax._src.models.low_rank import name_of
@@ -85,6 +85,14 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     return adapted
 
 
+def rows_of_embeddings(folder: Path) -> int | None:
+    """The number of rows of the embeddings that are saved beside adapters; None without any."""
+    path = regular_file(folder, WEIGHTS)
+    tensors = {} if path is None else open_file(path)
+    shapes = [t.shape for name, t in tensors.items() if name.endswith(".embed_tokens.weight")]
+    return shapes[0][0] if shapes and shapes[0] else None
+
+
 def _config(folder: Path) -> dict[str, Any]:
     """The contents of adapter_config.json.
 
@@ -93,7 +101,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """
     path = regular_file(folder, CONFIG)
     if path is None:
-        raise FileNotFoundError(f"there is no {CONFIG} in {folder}")
+        raise no_file(folder, CONFIG)
     values = read_json(path)
     for name, kind in (("r", int), ("lora_alpha", int | float)):
         if not isinstance(values.get(name), kind):
