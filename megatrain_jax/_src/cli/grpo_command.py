@@ -186,7 +186,12 @@ def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> 
         name: [record.get(f"{name}/seconds", 0.0) for record in history]
         for name in ("generation", "training")
     }
-    written = sum(record["weight"] for record in history)
+    # Several updates may use the same completions.
+    written = sum(
+        record["generation/seconds"] * record["generation/tokens_per_second"]
+        for record in history
+        if "generation/seconds" in record
+    )
     report: dict[str, Any] = {
         "ended": result.ended,
         "reason": result.reason,
