@@ -27,6 +27,9 @@ def numbers(completions, wanted):
 
 def short(completion_ids, **columns):
     return [-len(ids) for ids in completion_ids]
+
+def needy(completions, other):
+    return other
 """
 
 
@@ -40,6 +43,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(12)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty.jsonl").write_text(json.dumps({"prompt": " ", "wanted": "1"}) + "\n")
     (folder / "rewards.py").write_text(REWARDS)
     settings = {
         "model": str(folder / "tiny"),
@@ -129,6 +133,10 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
         (("--rewards", "numbers", *PLAIN), "must be a file and a function"),
         (("--rewards", "nothing.py:numbers", *PLAIN), "there is no file nothing.py"),
         (("--rewards", "json:short", *PLAIN), "json has no function short"),
+        (("--rewards", "GIVEN/rewards.py:needy", *PLAIN), "function needy needs other, but"),
+        (("--data", "GIVEN/empty.jsonl"), "`prompts` must be of one token at least"),
+        (("--max-new-tokens", 3), "did you mean `--max-completion-length`"),
+        (("--reward-funcs", "a:b"), "did you mean `--rewards`"),
         (("--microbatches", 3), "must divide the 8 completions"),
         (("--export-as", "adapter"), "needs adapters: set `lora_rank`"),
         (("--num-generations", 1), "`num_generations` must be at least 2"),
@@ -141,6 +149,7 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
     ],
 )
 def test_mistakes_are_told(given: Path, capsys: Any, options: Any, words: str):
+    options = [str(option).replace("GIVEN", str(given)) for option in options]
     assert call(given, "--out", given / "wrong", "--steps", 1, *options) == 2
     assert words in capsys.readouterr().err
     assert not (given / "wrong").exists()
