@@ -166,6 +166,11 @@ def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
 
 def test_adapters_write_with_their_model():
     adapted = models.lora(decoder(), targets="proj", rank=2, dropout=0.5)
+    # Fresh adapters change nothing.
+    fresh = models.generate(adapted, PROMPTS, max_tokens=6)
+    assert ids_of(fresh) == ids_of(models.generate(decoder(), PROMPTS, max_tokens=6))
+    given = models.lora(decoder, targets="proj", rank=2, params=nnx.state(decoder(), nnx.Param))
+    assert ids_of(models.generate(given, PROMPTS, max_tokens=6)) == ids_of(fresh)
     run = trainer(adapted.model, trainable=adapted.trainable)
     run.step(batch_of(0))
     found = models.generate(run, PROMPTS, max_tokens=12)

@@ -247,8 +247,8 @@ def generate(
 
     Args:
         source: A `Trainer`, or the result of `fit` or `train`: its current parameters, in the dtype
-            that it computes in. Or a `models.Pretrained`, a `models.Decoder`, or a pair of a
-            decoder, or a function that builds one, and its parameters, as for `fit`.
+            that it computes in. Or a `models.Pretrained`, a `models.Lora`, a `models.Decoder`, or a
+            pair of a decoder, or a function that builds one, and its parameters, as for `fit`.
         prompts: Each a text, a list of messages (dicts with "role" and "content"), rendered as a
             question in the tokenizer's own chat template, or token ids.
         max_tokens: Maximum number of tokens to write for each.
