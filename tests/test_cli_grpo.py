@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 
 from megatrain_jax import models
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.reward_functions import load_rewards
 
 pytest.importorskip("torch", reason='checkpoints made by Transformers: pip install -e ".[torch]"')
 
@@ -25,6 +27,9 @@ def numbers(completions, wanted):
 
 def short(completion_ids, **columns):
     return [-len(ids) for ids in completion_ids]
+
+def needy(completions, other):
+    return other
 """
 
 
@@ -38,6 +43,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(12)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty.jsonl").write_text(json.dumps({"prompt": " ", "wanted": "1"}) + "\n")
     (folder / "rewards.py").write_text(REWARDS)
     settings = {
         "model": str(folder / "tiny"),
@@ -65,12 +71,16 @@ def call(given: Path, *options: Any) -> int:
 def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     out = given / "run"
     options = "--out", out, "--steps", 3, "--beta", 0.1, "--checkpoint-every", 1, "--top-p", 0.9
+    options = *options, "--num-iterations", 3
     assert call(given, *options) == 0
     printed = capsys.readouterr().out
     assert "step 3/3, loss" in printed and "reward" in printed and "exported to" in printed
     assert re.search(r"generation [\d,]+ tokens/s, training [\d,]+ tokens/s", printed)
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 3 and report["history"][2]["kl"] > 0
+    # Three updates on the same completions.
+    rate = report["history"][0]["weight"] / sum(report["seconds"].values())
+    assert report["completion_tokens_per_second"] == pytest.approx(rate)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert lines[0]["rewards/numbers/mean"] * 1 + lines[0]["rewards/short/mean"] * 0.01 == (
         pytest.approx(lines[0]["reward"])
@@ -102,12 +112,31 @@ def test_the_example_with_a_real_model_runs_with_a_tiny_one(
     assert {"rewards/right/mean", "rewards/brief/mean"} <= history[1].keys()
 
 
+def test_functions_are_found_beside_their_file_and_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (beside / "grpo_words.py").write_text("NUMBERS = [1.0]\n")
+    late = "def late():\n    import grpo_words\n    return grpo_words.NUMBERS\n"
+    (beside / "early.py").write_text("from grpo_words import NUMBERS\n" + late)
+    (tmp_path / "grpo_here.py").write_text(late)
+    functions = load_rewards(["beside/early.py:late", "grpo_here:late"])
+    assert [function() for function in functions] == [[1.0], [1.0]]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--rewards", "numbers", *PLAIN), "must be a file and a function"),
         (("--rewards", "nothing.py:numbers", *PLAIN), "there is no file nothing.py"),
         (("--rewards", "json:short", *PLAIN), "json has no function short"),
+        (("--rewards", "GIVEN/rewards.py:needy", *PLAIN), "function needy needs other, but"),
+        (("--data", "GIVEN/empty.jsonl"), "`prompts` must be of one token at least"),
+        (("--max-new-tokens", 3), "did you mean `--max-completion-length`"),
+        (("--reward-funcs", "a:b"), "did you mean `--rewards`"),
         (("--microbatches", 3), "must divide the 8 completions"),
         (("--export-as", "adapter"), "needs adapters: set `lora_rank`"),
         (("--num-generations", 1), "`num_generations` must be at least 2"),
@@ -120,6 +149,7 @@ def test_the_example_with_a_real_model_runs_with_a_tiny_one(
     ],
 )
 def test_mistakes_are_told(given: Path, capsys: Any, options: Any, words: str):
+    options = [str(option).replace("GIVEN", str(given)) for option in options]
     assert call(given, "--out", given / "wrong", "--steps", 1, *options) == 2
     assert words in capsys.readouterr().err
     assert not (given / "wrong").exists()

@@ -166,6 +166,11 @@ def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
 
 def test_adapters_write_with_their_model():
     adapted = models.lora(decoder(), targets="proj", rank=2, dropout=0.5)
+    # Fresh adapters change nothing.
+    fresh = models.generate(adapted, PROMPTS, max_tokens=6)
+    assert ids_of(fresh) == ids_of(models.generate(decoder(), PROMPTS, max_tokens=6))
+    given = models.lora(decoder, targets="proj", rank=2, params=nnx.state(decoder(), nnx.Param))
+    assert ids_of(models.generate(given, PROMPTS, max_tokens=6)) == ids_of(fresh)
     run = trainer(adapted.model, trainable=adapted.trainable)
     run.step(batch_of(0))
     found = models.generate(run, PROMPTS, max_tokens=12)
@@ -366,6 +371,15 @@ def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     assert before[1] <= 8
 
 
+def test_temperatures_below_the_least_number_of_fp32_are_greedy(model: models.Decoder):
+    greedy = models.generate(model, PROMPTS, max_tokens=4)
+    for temperature in (1e-46, 1e-38):
+        found = models.generate(model, PROMPTS, max_tokens=4, temperature=temperature)
+        assert ids_of(found) == ids_of(greedy)
+        for one in found:
+            assert not one.tempered_log_probs.any() and not one.drawn_log_probs.any()
+
+
 class Mixing(nnx.Module):
     """A layer that mixes tokens in a way of its own."""
 
@@ -416,7 +430,9 @@ def test_layers_without_a_cache_are_refused_by_name(layer: Any):
         ({"top_p": 1.5}, ValueError, "`top_p` must be at most 1"),
         ({"top_k": -1}, ValueError, "`top_k` must be at least 0"),
         ({"on_text": 3}, TypeError, "`on_text` must be a function"),
+        ({"prompts": [{"role": "user"}]}, TypeError, "messages are one prompt: pass a list of"),
         ({"stop": 3}, TypeError, "`stop` must be a collection"),
+        ({"stop": [40]}, ValueError, "`stop` must be from 0 to 39"),
         ({"stop": ["a"]}, ValueError, "to stop at texts, pass `tokenizer`"),
         ({"seed": -1}, ValueError, "`seed` must be"),
         ({"num_samples": 0}, ValueError, "`num_samples` must be at least 1"),

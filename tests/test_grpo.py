@@ -107,7 +107,8 @@ def test_rewards_are_weighted_and_may_not_apply():
         pairs = zip(completions, answer, strict=True)
         return [None if wanted is None else float(text == wanted) for text, wanted in pairs]
 
-    rewards = Rewards([short, right, right], [0.5, 2, 1])
+    options = models.GrpoOptions(reward_weights=np.array([0.5, 2, 1]))  # type: ignore[arg-type]
+    rewards = Rewards([short, right, right], options.reward_weights)
     assert rewards.names == ["short", "right_1", "right_2"]
     columns: dict[str, Any] = {"prompts": ["p", "p"], "completions": ["ab", "c"]}
     columns |= {"completion_ids": [[1], [2]], "answer": ["ab", None]}
@@ -201,6 +202,22 @@ def test_mistakes_are_named():
         models.GrpoOptions(num_generations=1)
     with pytest.raises(ValueError, match="`top_p` must be at most 1"):
         models.GrpoOptions(top_p=1.5)
+    wrong: Any = {"num_generation": 4}
+    with pytest.raises(TypeError, match="did you mean `num_generations`"):
+        models.GrpoOptions(**wrong)
+    wrong = {"max_new_tokens": 4}
+    with pytest.raises(TypeError, match="did you mean `max_completion_length`"):
+        models.GrpoOptions(**wrong)
+    # Names of TRL, before Python says that `rewards` is missing.
+    call: Any = models.grpo
+    with pytest.raises(TypeError, match="did you mean `rewards`"):
+        call(decoder, ROWS, reward_funcs=share_of_wanted, optimizer=optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"pass it in `options=models.GrpoOptions\(beta=...\)`"):
+        run(1, beta=0.1)
+    with pytest.raises(TypeError, match="`rewards` must be a function or several, but is None"):
+        call(decoder, ROWS, None, optax.sgd(1.0), steps=1, tokenizer=None)
+    with pytest.raises(TypeError, match="`rows` must be a list of mappings, .*make a list of an"):
+        call(decoder, iter(ROWS), share_of_wanted, optax.sgd(1.0), steps=1, tokenizer=None)
     logs = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match="`beta`=0.1 needs `reference`"):
         losses.grpo(logs, logs, logs, beta=0.1)
@@ -300,7 +317,7 @@ def test_microbatches_and_a_small_device_change_nothing():
 
 
 def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
-    options = {"num_iterations": 2, "epsilon": 0.05}
+    options = {"num_iterations": 2, "epsilon": 0.05, "log_completions": 4}
     folder = tmp_path / "whole"
     saving = {"checkpoint_dir": folder, "checkpoint_every": 1, "keep": 9}
     whole = run(6, options=options, microbatches=4, **saving)
@@ -309,6 +326,8 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
     # Only the first update on some completions waits for them.
     for first, second in zip(whole.history[:-1:2], whole.history[1:-1:2], strict=False):
         assert "generation/seconds" in first and "generation/seconds" not in second
+    # Step 4 uses the completions of step 3.
+    assert [r["step"] for r in whole.history if "completions" in r] == [3]
     for step in (2, 3):  # after both updates on some completions, and between them
         cut = tmp_path / f"cut {step}"
         cut.mkdir()
@@ -321,6 +340,17 @@ def test_a_run_that_is_cut_off_continues_bitwise(tmp_path: Path):
         )
         for name in ("loss", "reward", "completions/mean_length"):
             assert again.history[name] == whole.history[name]
+
+
+@pytest.mark.parametrize(("before", "after", "written"), [(3, 1, [1, 3, 4]), (1, 2, [1, 2, 3])])
+def test_a_run_may_continue_with_another_number_of_updates(
+    tmp_path: Path, before: int, after: int, written: list[int]
+):
+    saving = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    run(2, options={"num_iterations": before}, **saving)
+    found = run(4, options={"num_iterations": after}, **saving)
+    assert [r["step"] for r in found.history if "generation/seconds" in r] == written
+    assert all("reward" in record for record in found.history)
 
 
 class Letters:

@@ -249,7 +249,7 @@ GIVEN: dict[str, Any] = {"prompts": [[1]]}
         ({"temperatures": ()}, ValueError, "`temperatures` must not be empty"),
         ({"temperatures": 0.5}, TypeError, "`temperatures` must be a sequence"),
         ({"temperatures": (-1,)}, ValueError, "`temperatures` must be"),
-        ({"seed": -1}, ValueError, "`seed` must be at least 0"),
+        ({"seed": 2**32}, ValueError, "`seed` must be from 0 to 4294967295"),
         ({"stop": 3}, TypeError, "`stop` must be a collection"),
         ({"every": 0}, ValueError, "`every` must be at least 1"),
         ({"show": 1}, TypeError, "`show` must be"),

@@ -21,6 +21,9 @@ _KEY = re.compile(r"\.?([A-Za-z0-9_ ,-]+)|\[(\d+)\]")
 # The whole of a GPU's memory, in GiB, by what JAX calls it: of those that early results are of.
 _WHOLE_GIB = {"NVIDIA H200": 139.80072021484375}
 _USUAL_PERCENT = 85
+# The rate of a GPU's memory, in bytes a second, as its maker says.
+_MEMORY_BYTES_PER_S = {"NVIDIA H100 80GB HBM3": 3.35e12}
+_GIB = 1 << 30
 
 
 @cache
@@ -149,6 +152,26 @@ def temporary_device_gib(result: Result) -> Figure:
     return result["planned_device_gib"] - result["planned_state_gib"]
 
 
+def decode_memory_share(result: Result) -> Figure:
+    """The rate at which a decode reads weights and used caches, as a share of the card's rate."""
+    return result["decode"]["gib_per_s"] * _GIB / _memory_bytes_per_s(result)
+
+
+def generation_memory_share(result: Result) -> Figure:
+    """The share of a whole call that reading these bytes for each token takes at the card's rate.
+
+    The call also reads prompts and waits between programs.
+    """
+    decode = result["decode"]
+    bytes_of_token = decode["gib_per_s"] * _GIB * decode["seconds_per_token_of_all_texts"]
+    least = result["tokens"] * bytes_of_token / _memory_bytes_per_s(result)
+    return least / result["generation"]["seconds"]
+
+
+def _memory_bytes_per_s(result: Result) -> float:
+    return _MEMORY_BYTES_PER_S[result["hardware"]["device"]]
+
+
 def dd_of_several(result: Result) -> Figure:
     """The rate at which several processes of `dd` wrote, in GiB/s."""
     return max(row["gib_per_s"] for writers, row in result["dd"].items() if int(writers) > 1)
@@ -236,6 +259,8 @@ FIGURES: dict[str, Callable[[Result], Figure]] = {
         link_rate,
         link_share,
         temporary_device_gib,
+        decode_memory_share,
+        generation_memory_share,
         dd_of_several,
         num_seeds,
         over_yardstick,

@@ -71,7 +71,8 @@ class Samples(Callback):
             temperatures: Divisors of the logits before a token is drawn; 0 takes the most likely
                 one. Each prompt is continued at each of them.
             seed: Seed of the draws.
-            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token.
+            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token
+                and, with a `models.Decoder`, the ones that its checkpoint names.
             every: Number of steps between samples; None for each evaluation.
             show: Whether to print the samples.
 
@@ -93,10 +94,10 @@ class Samples(Callback):
             empty = "temperatures" if prompts else "prompts"
             raise ValueError(f"`{empty}` must not be empty")
         self._num_tokens = checks.integer("num_tokens", num_tokens)
-        self._seed = checks.integer("seed", seed, least=0)
+        self._seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
         self._every = None if every is None else checks.integer("every", every)
         self._show = checks.boolean("show", show)
-        self._stop = _stop(stop, tokenizer)
+        self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
         self._for_decoders = logits is None
         self._loss_fn = next_tokens_loss(logits or decoder_logits, self.num_rows)
 
@@ -177,7 +178,7 @@ class Samples(Callback):
                     [self._rows[i][1] for i in numbers],
                     max_tokens=self._num_tokens,
                     temperature=rate,
-                    stop=self._stop,
+                    stop=self._stop if self._has_stop else None,
                     seed=self._seed,
                 )
                 texts |= {i: one.text for i, one in zip(numbers, found, strict=True)}

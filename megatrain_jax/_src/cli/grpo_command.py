@@ -13,7 +13,7 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.devices import peak_device_bytes
-from megatrain_jax._src.cli.errors import checking, in_options
+from megatrain_jax._src.cli.errors import AskedWronglyError, checking, in_options, told
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
@@ -45,8 +45,14 @@ def run(settings: GrpoSettings) -> int:
         if folder.is_done(settings):
             print(f"{folder.path} is done. See {folder.path}")
             return 0
-        arguments = _arguments(settings, folder)
-    result = models.grpo(arguments.pop("model"), **arguments)
+        beginning = _Beginning(settings, folder)
+        arguments = _arguments(settings, folder, beginning)
+    try:
+        result = models.grpo(arguments.pop("model"), **arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if beginning.is_past:
+            raise
+        raise AskedWronglyError(told(error)) from error
     steps = result.trainer.num_steps
     if result.interrupted:
         goes_on = "goes on from there" if settings.checkpoints else "begins anew"
@@ -57,8 +63,10 @@ def run(settings: GrpoSettings) -> int:
     return 0
 
 
-def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
-    """The arguments of `models.grpo`; begins the run's folder once they are known to be valid."""
+def _arguments(
+    settings: GrpoSettings, folder: RunFolder, beginning: "_Beginning"
+) -> dict[str, Any]:
+    """The arguments of `models.grpo`."""
     options = _options(settings)
     rewards = load_rewards(listed(settings.rewards))
     with called("data"):
@@ -81,10 +89,8 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
     )
     fingerprint = _fingerprint(rows)
     folder.check_data(fingerprint)
-    folder.begin(settings)
-    # External logs identify a run that continues in a second process by this.
-    folder.take_note("identity", identity)
-    folder.take_note("data", fingerprint)
+    # External logs identify a run that continues in a second process by its identity.
+    beginning.notes = {"identity": identity, "data": fingerprint}
     print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
     lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
     return {
@@ -95,7 +101,7 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "options": options,
         **_saving(settings, folder),
-        "callbacks": [_Plan(), lines, *logs],
+        "callbacks": [beginning, lines, *logs],
         "progress": sys.stderr.isatty(),
         "microbatches": settings.microbatches,
         "device_budget": settings.device_budget,
@@ -105,11 +111,28 @@ def _arguments(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
     }
 
 
-class _Plan(callbacks.Callback):
-    """A callback that prints the plan of the run."""
+class _Beginning(callbacks.Callback):
+    """A callback that begins the run's folder when all arguments are valid, and prints the plan.
+
+    Until then a mistake leaves no folder, which would belong to the wrong settings.
+
+    Attributes:
+        notes: Notes to save in the folder.
+        is_past: Whether the folder has begun.
+    """
+
+    def __init__(self, settings: GrpoSettings, folder: RunFolder):
+        """Begins nothing yet."""
+        self._settings, self._folder = settings, folder
+        self.notes: Mapping[str, str] = {}
+        self.is_past = False
 
     def begin(self, trainer: mt.Trainer) -> None:
-        """Prints the plan before the first step."""
+        """Begins the folder before the first step."""
+        self._folder.begin(self._settings)
+        for name, value in self.notes.items():
+            self._folder.take_note(name, value)
+        self.is_past = True
         print(in_options(str(trainer.plan)), flush=True)
 
 
@@ -186,7 +209,12 @@ def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> 
         name: [record.get(f"{name}/seconds", 0.0) for record in history]
         for name in ("generation", "training")
     }
-    written = sum(record["weight"] for record in history)
+    # Several updates may use the same completions.
+    written = sum(
+        record["generation/seconds"] * record["generation/tokens_per_second"]
+        for record in history
+        if "generation/seconds" in record
+    )
     report: dict[str, Any] = {
         "ended": result.ended,
         "reason": result.reason,

@@ -23,7 +23,10 @@ _ELSEWHERE = {
     "log_every": "logging_steps",
     "logs": "report_to",
     "lora_rank": "lora_r",
-    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens max_tokens",
+    "max_tokens": "max_new_tokens max_completion_length",
+    "num_generations": "num_return_sequences num_samples group_size",
+    "rewards": "reward_funcs reward_functions reward_func",
     "lora_targets": "lora_target_modules lora_target target_modules",
     "microbatches": "gradient_accumulation_steps",
     "model": "model_name_or_path base_model model_name",
@@ -33,7 +36,10 @@ _ELSEWHERE = {
     "steps": "max_steps num_steps",
     "warmup": "warmup_ratio",
 }
-_OPTIONS = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
+_OPTIONS: dict[str, list[str]] = {}
+for _option, _names in _ELSEWHERE.items():
+    for _name in _names.split():
+        _OPTIONS.setdefault(_name, []).append(_option)
 _VALUES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _VALUES |= {"none": "null"}
 _WORDS = {
@@ -86,7 +92,8 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     if longer:
         hint = f"; did you mean {' or '.join(f'`{one}`' for one in longer[:3])}?"
     else:
-        hint = did_you_mean(_OPTIONS.get(name, name), known)
+        meant = next((one for one in _OPTIONS.get(name, ()) if one in known), name)
+        hint = did_you_mean(meant, known)
     return f"{option(name)} is no option{re.sub('`(.*?)`', lambda m: f'`{option(m[1])}`', hint)}"
 
 

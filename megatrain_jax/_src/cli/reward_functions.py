@@ -12,8 +12,8 @@ def load_rewards(given: Sequence[str]) -> list[Callable[..., Any]]:
     """Imports reward functions.
 
     Args:
-        given: Names such as "rewards.py:short" (a file) or "package.module:short" (a module that
-            Python finds).
+        given: Names such as "rewards.py:short" (a file, which may import others of its folder) or
+            "package.module:short" (a module that Python finds, also in the current folder).
 
     Raises:
         ValueError: If a name has another form, its module can't be imported, or lacks the function.
@@ -29,7 +29,7 @@ def _loaded(given: str) -> Callable[..., Any]:
             "module and a function, such as package.module:short"
         )
     try:
-        module = _of_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = _of_file(place) if place.endswith(".py") else _of_module(place)
     except Exception as error:  # the module is the user's, and may raise anything
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"`rewards` = {given}: {place} can't be imported: {why}") from error
@@ -39,10 +39,25 @@ def _loaded(given: str) -> Callable[..., Any]:
     return function
 
 
+def _of_module(place: str) -> Any:
+    _look_in(Path.cwd())
+    return importlib.import_module(place)
+
+
+def _look_in(folder: Path) -> None:
+    """Lets Python find the modules of a folder, after all that are installed.
+
+    It stays so, because a function may import a module when it is called.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _of_file(place: str) -> Any:
     path = Path(place).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    _look_in(path.resolve().parent)
     name = f"megatrain_jax_rewards_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -51,7 +51,9 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
         ids = prompt
     rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
     if rows is None:
-        raise TypeError(checks.refused("prompts", _PROMPTS, prompt))
+        hint = "messages are one prompt: pass a list of such lists"
+        is_message = isinstance(prompt, Mapping)
+        raise TypeError(checks.refused("prompts", _PROMPTS, prompt, hint if is_message else ""))
     if not rows:
         raise ValueError(checks.refused("prompts", "of one token at least each", prompt))
     return rows

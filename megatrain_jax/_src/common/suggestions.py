@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,11 +65,14 @@ def near_or_meant(meant: Mapping[str, str]) -> Callable[[str, list[str]], str]:
 
 def hinting(
     hint: Callable[[str, list[str]], str] = did_you_mean,
+    refused: Collection[str] | None = None,
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator of a function: an unknown keyword gets a suggestion.
 
     Args:
         hint: See `refuse_keywords`.
+        refused: The keywords to refuse, for a function that passes unknown ones on; None for all
+            that it doesn't have.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -77,7 +80,9 @@ def hinting(
 
         @functools.wraps(function)
         def called(*args: _P.args, **given: _P.kwargs) -> _T:
-            refuse_keywords(function, (name for name in given if name not in known), hint)
+            unknown = (name for name in given if name not in known)
+            wrong = (name for name in unknown if refused is None or name in refused)
+            refuse_keywords(function, wrong, hint)
             return function(*args, **given)
 
         return called

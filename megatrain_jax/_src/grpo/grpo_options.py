@@ -5,10 +5,23 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import near_or_meant, suggesting
 from megatrain_jax._src.models.generation.sampling import check_restriction
 from megatrain_jax._src.objectives.policy_losses import LossType, ScaleRewards
 
+# Names in TRL, vLLM and Transformers, with this library's name.
+_MEANT = {
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+    **dict.fromkeys(("num_return_sequences", "num_samples", "group_size"), "num_generations"),
+    **dict.fromkeys(("generation_batch_size", "batch_size"), "prompts_per_step"),
+    **dict.fromkeys(("eos_token_id", "stop_strings", "stop_token_ids"), "stop"),
+    **dict.fromkeys(("kl_coef", "kl_beta"), "beta"),
+    "num_completions_to_print": "log_completions",
+    "shuffle_dataset": "shuffle",
+}
 
+
+@suggesting(near_or_meant(_MEANT))
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
     """The options of GRPO, with the names and, except for the two numbers, the defaults of TRL.
@@ -36,7 +49,8 @@ class GrpoOptions:
         mask_truncated_completions: Whether completions that reached `max_completion_length` don't
             count in the loss, as DAPO proposes.
         log_completions: Number of steps between records with a table of the first prompt's
-            completions, `completions`; 0 for none.
+            completions, `completions`; 0 for none. With several updates on the same completions,
+            the first update's record has it.
         shuffle: Whether prompts are shuffled, anew in each epoch.
         seed: Seed of the order and of sampling.
 
@@ -80,7 +94,7 @@ class GrpoOptions:
             if getattr(self, name) not in get_args(kinds):
                 allowed = f"one of {get_args(kinds)}"
                 raise ValueError(checks.refused(name, allowed, getattr(self, name)))
-        for weight in self.reward_weights or ():
+        for weight in () if self.reward_weights is None else self.reward_weights:
             checks.number("reward_weights", weight)
         for name in ("use_bias_correction_kl", "mask_truncated_completions", "shuffle"):
             checks.boolean(name, getattr(self, name))

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +43,10 @@ class Rewards:
             TypeError: If one is no function.
             ValueError: If there is none, or the number of weights differs.
         """
-        given = [functions] if callable(functions) else list(functions)
+        found = [functions] if callable(functions) else functions
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise TypeError(checks.refused("rewards", "a function or several", functions))
+        given = list(found)
         for function in given:
             if not callable(function):
                 raise TypeError(checks.refused("rewards", "a function or several", function))

@@ -41,10 +41,14 @@ class Prompts:
             options: The options of the order.
 
         Raises:
-            TypeError: If a row is no mapping, or its prompt has a wrong type.
+            TypeError: If the rows are no list, a row is no mapping, or its prompt has a wrong type.
             ValueError: If there is no row, a row lacks `prompt`, or rows have different columns.
         """
-        if not rows:
+        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+        if not is_indexed or isinstance(rows, str | Mapping):
+            hint = "make a list of an iterator" if isinstance(rows, Iterator) else ""
+            raise TypeError(checks.refused("rows", "a list of mappings", rows, hint))
+        if not len(rows):
             raise ValueError(checks.refused("rows", "one row at least", rows))
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
@@ -128,9 +132,10 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
 
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch: new completions, or the last ones once more."""
-        step = (self._num_generations - 1) * self._options.num_iterations + self._num_updates + 1
-        if self._batch is None or self._num_updates == self._options.num_iterations:
-            step = self._num_generations * self._options.num_iterations + 1
+        assert self._trainer is not None
+        # The trainer's own count: the options of a run that continues may have changed.
+        step = self._trainer.num_steps + 1
+        if self._batch is None or self._num_updates >= self._options.num_iterations:
             self._generate(step)
             self._num_updates = 0
         else:
@@ -149,7 +154,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch; with the completions, if they are used once more."""
-        is_used_up = self._num_updates == self._options.num_iterations
+        is_used_up = self._num_updates >= self._options.num_iterations
         return {
             "generations": self._num_generations,
             "updates": self._num_updates,
@@ -200,7 +205,9 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             "generation/seconds": seconds,
             "generation/tokens_per_second": tokens / seconds,
         }
-        if options.log_completions and step % options.log_completions == 0:
+        every, last = options.log_completions, step + options.num_iterations - 1
+        # Whether one of the updates on these completions is due.
+        if every and last // every > (step - 1) // every:
             self.notes[step]["completions"] = self._table(rows, found, each, advantages)
 
     def _rewarded(self, rows: Sequence[int], found: Sequence[Completion]) -> np.ndarray:

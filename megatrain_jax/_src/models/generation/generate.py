@@ -42,6 +42,9 @@ _hinted = hinting(
 )
 
 
+_LEAST_TEMPERATURE = 1e-30
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """A text that continues a prompt.
@@ -244,8 +247,8 @@ def generate(
 
     Args:
         source: A `Trainer`, or the result of `fit` or `train`: its current parameters, in the dtype
-            that it computes in. Or a `models.Pretrained`, a `models.Decoder`, or a pair of a
-            decoder, or a function that builds one, and its parameters, as for `fit`.
+            that it computes in. Or a `models.Pretrained`, a `models.Lora`, a `models.Decoder`, or a
+            pair of a decoder, or a function that builds one, and its parameters, as for `fit`.
         prompts: Each a text, a list of messages (dicts with "role" and "content"), rendered as a
             question in the tokenizer's own chat template, or token ids.
         max_tokens: Maximum number of tokens to write for each.
@@ -304,7 +307,8 @@ def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> tuple[Warp
         top_k=None if greedy else top_k or None,
         has_top_p=top_p < 1 and not greedy,
     )
-    numbers = np.float32(temperature), np.float32(top_p)
+    # Logits divided by less may be infinite in fp32; so small, it takes the most likely token.
+    numbers = np.float32(max(temperature, _LEAST_TEMPERATURE)), np.float32(top_p)
     return warping, Dials(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
 
 
@@ -323,7 +327,8 @@ def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray
         raise ValueError(checks.refused("stop", "token ids", stop, hint))
     if "" in ends:
         raise ValueError(checks.refused("stop", "texts of one character at least", stop))
-    ids = {checks.integer("stop", i, least=0) for i in given if not isinstance(i, str)}
+    most = None if stop is None else config.vocab_size - 1
+    ids = {checks.integer("stop", i, least=0, most=most) for i in given if not isinstance(i, str)}
     # -1 is no token; padded, so that few programs are compiled.
     padded = np.full(bucket(max(len(ids), 1), 4), -1, np.int32)
     padded[: len(ids)] = sorted(ids)

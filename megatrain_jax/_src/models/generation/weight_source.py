@@ -14,11 +14,15 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_floating
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.generation.programs import LayerForm, ModelForm
+from megatrain_jax._src.models.lora import Lora
 from megatrain_jax._src.models.pretrained import Pretrained
 from megatrain_jax._src.models.tensors import some
 from megatrain_jax._src.models.with_reference import policy_of
 
-_ALLOWED = "a Trainer, a result of fit, a models.Pretrained, a models.Decoder, or (model, params)"
+_ALLOWED = (
+    "a Trainer, a result of fit, a models.Pretrained, a models.Lora, a models.Decoder, or "
+    "(model, params)"
+)
 Read = Callable[[Sequence[Any]], list[jax.Array]]
 """A function that reads parameters onto the device, given their places in the model."""
 
@@ -86,7 +90,9 @@ def open_source(given: Any, dtype: Any = None) -> WeightSource:
         given = given.trainer
     if isinstance(given, Trainer):
         return _of_trainer(given, dtype)
-    if isinstance(given, Pretrained):
+    if isinstance(given, Lora) and given.params is None:
+        given = given.model
+    if isinstance(given, Pretrained | Lora):
         given = given.model, given.params
     if isinstance(given, Decoder):
         return _of_arrays(_without_dropout(given), dtype)
