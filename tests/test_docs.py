@@ -66,7 +66,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name in FOR_LONG:
         options = {"xla_backend_optimization_level": "1"}
         monkeypatch.setattr(
-            start, "KernelCache", lambda own, on: KernelCache({**own, **options}, on)
+            start,
+            "KernelCache",
+            lambda own, on, **more: KernelCache({**own, **options}, on, **more),
         )
     if page.name in WITH_CHECKPOINT:
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
