@@ -14,6 +14,7 @@ from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.peft_reading import rows_of_embeddings
+from megatrain_jax._src.models.tensors import some
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -156,7 +157,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
             if settings.library == "jax":
                 raise
     torch = _imported("torch", _NEEDS_TORCH)
-    model = _loaded(transformers.AutoModelForCausalLM, base, dtype="auto")
+    model = _language_model(transformers, base)
     if has_adapters:
         peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
         model = _adapted(peft, model, folder)
@@ -204,6 +205,21 @@ def _imported(name: str, otherwise: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(otherwise) from error
+
+
+def _language_model(transformers: Any, folder: Path) -> Any:
+    """The model in a folder; Transformers would draw weights that its files lack.
+
+    Raises:
+        ValueError: If it can't be loaded, or weights are missing.
+    """
+    kind = transformers.AutoModelForCausalLM
+    model, about = _loaded(kind, folder, dtype="auto", output_loading_info=True)
+    if "score.weight" in about["unexpected_keys"]:
+        raise ValueError(f"{folder} is a reward model, which gives scores and no answers")
+    if missing := sorted(about["missing_keys"]):
+        raise ValueError(f"{folder} is no whole language model: its files lack {some(missing)}")
+    return model
 
 
 def _adapted(peft: Any, model: Any, folder: Path) -> Any:
