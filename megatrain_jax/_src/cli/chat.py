@@ -13,8 +13,6 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
-from megatrain_jax._src.models.peft_reading import rows_of_embeddings
-from megatrain_jax._src.models.tensors import some
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -218,19 +216,33 @@ def _language_model(transformers: Any, folder: Path) -> Any:
     if "score.weight" in about["unexpected_keys"]:
         raise ValueError(f"{folder} is a reward model, which gives scores and no answers")
     if missing := sorted(about["missing_keys"]):
-        raise ValueError(f"{folder} is no whole language model: its files lack {some(missing)}")
+        raise ValueError(
+            f"{folder} is no whole language model: its files lack {', '.join(missing[:3])}"
+        )
     return model
 
 
 def _adapted(peft: Any, model: Any, folder: Path) -> Any:
     """The model with its adapters, and with rows for the tokens that they know beyond it."""
     try:
-        if (rows := rows_of_embeddings(folder)) is not None:
+        if (rows := _rows_of_embeddings(folder)) is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT's errors for files that don't fit have no common type
         why = " ".join(str(error).split())[:500]
         raise ValueError(f"PEFT can't load the adapters in {folder}: {why}") from error
+
+
+def _rows_of_embeddings(folder: Path) -> int | None:
+    """The number of rows of the embeddings that are saved beside adapters; None without any."""
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        return None
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        names = [name for name in file.keys() if name.endswith(".embed_tokens.weight")]  # noqa: SIM118
+        return file.get_slice(names[0]).get_shape()[0] if names else None
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
