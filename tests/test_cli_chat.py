@@ -175,6 +175,22 @@ def test_mistakes_are_told_in_a_line(words, without, error, given, capsys, monke
     assert error in told and told.startswith("megatrain-jax chat: error: ") and "\n" not in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("AutoModelForSequenceClassification", "is a reward model, which gives scores and no"),
+        ("AutoModel", "is no whole language model: its files lack lm_head.weight"),
+    ],
+)
+def test_models_without_a_head_do_not_answer(kind, error, given, tmp_path, capsys):
+    _, tokenizer = load(given / "run" / "model")
+    model = getattr(transformers, kind).from_pretrained(given / "run" / "model")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "other")
+    assert main(["chat", str(tmp_path / "other"), "--prompt", QUESTION, *GREEDY]) == 2
+    assert error in capsys.readouterr().err
+
+
 def test_the_command_merges_once(given, tmp_path, capsys):
     words = [str(given / "adapter"), "--base", str(given / "run" / "model")]
     assert main(["merge", *words, "--out", str(tmp_path / "merged")]) == 0

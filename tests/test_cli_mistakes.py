@@ -40,6 +40,11 @@ def given(tmp_path_factory):
         ({"objective": "orpo"}, "no `chosen` among the fields messages"),
         ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: set `lora_rank`"),
         ({"lora_rank": 2, "trainable": "norm"}, "set `export_as`=model"),
+        ({"new_tokens": "<a>", "trainable": "norm"}, "but these are not trained: choose them by"),
+        (
+            {"new_tokens": "<a>", "lora_rank": 2, "trainable": "norm", "export_as": "model"},
+            "but these are not trained: choose them by",
+        ),
         ({"lora_rank": 2, "lora_dropout": 1.0}, "`lora_dropout` must be a share from 0, below 1"),
         ({"lora_rank": 2, "lora_targets": "nothing"}, "chooses no matrix"),
         ({"lora_rank": 2, "lora_targets": "("}, "`lora_targets`='(' is no regular expression"),

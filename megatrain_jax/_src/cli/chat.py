@@ -13,7 +13,6 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
-from megatrain_jax._src.models.peft_reading import rows_of_embeddings
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -156,7 +155,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
             if settings.library == "jax":
                 raise
     torch = _imported("torch", _NEEDS_TORCH)
-    model = _loaded(transformers.AutoModelForCausalLM, base, dtype="auto")
+    model = _language_model(transformers, base)
     if has_adapters:
         peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
         model = _adapted(peft, model, folder)
@@ -206,15 +205,44 @@ def _imported(name: str, otherwise: str) -> Any:
         raise ImportError(otherwise) from error
 
 
+def _language_model(transformers: Any, folder: Path) -> Any:
+    """The model in a folder; Transformers would draw weights that its files lack.
+
+    Raises:
+        ValueError: If it can't be loaded, or weights are missing.
+    """
+    kind = transformers.AutoModelForCausalLM
+    model, about = _loaded(kind, folder, dtype="auto", output_loading_info=True)
+    if "score.weight" in about["unexpected_keys"]:
+        raise ValueError(f"{folder} is a reward model, which gives scores and no answers")
+    if missing := sorted(about["missing_keys"]):
+        raise ValueError(
+            f"{folder} is no whole language model: its files lack {', '.join(missing[:3])}"
+        )
+    return model
+
+
 def _adapted(peft: Any, model: Any, folder: Path) -> Any:
     """The model with its adapters, and with rows for the tokens that they know beyond it."""
     try:
-        if (rows := rows_of_embeddings(folder)) is not None:
+        if (rows := _rows_of_embeddings(folder)) is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT's errors for files that don't fit have no common type
         why = " ".join(str(error).split())[:500]
         raise ValueError(f"PEFT can't load the adapters in {folder}: {why}") from error
+
+
+def _rows_of_embeddings(folder: Path) -> int | None:
+    """The number of rows of the embeddings that are saved beside adapters; None without any."""
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        return None
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        names = [name for name in file.keys() if name.endswith(".embed_tokens.weight")]  # noqa: SIM118
+        return file.get_slice(names[0]).get_shape()[0] if names else None
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:

@@ -21,7 +21,11 @@ from megatrain_jax._src.cli.model_and_batch import (
     trained_with,
     with_adapters,
 )
-from megatrain_jax._src.cli.new_tokens import exported_tokenizer, tokenizer_of
+from megatrain_jax._src.cli.new_tokens import (
+    check_new_rows,
+    exported_tokenizer,
+    tokenizer_of,
+)
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import Asking
 
@@ -77,6 +81,7 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
+    check_new_rows(settings, trainable)
     if (alpha := settings.neftune_noise_alpha) is not None:
         model = models.neftune(model, alpha=alpha, seed=settings.seed)
     return Job(

@@ -1,13 +1,15 @@
 """The tokenizer of a fine-tuned checkpoint, with the tokens that `new_tokens` adds."""
 
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 from megatrain_jax._src.common.hf_folder import own_file
 
@@ -30,6 +32,25 @@ def tokenizer_of(settings: FinetuneSettings) -> Any:
 def readable_tokenizer(settings: FinetuneSettings) -> Any:
     """The tokenizer for `megatrain_jax.data`: the checkpoint's folder, or one with new tokens."""
     return settings.model if settings.new_tokens is None else tokenizer_of(settings)
+
+
+def check_new_rows(settings: FinetuneSettings, trainable: Sequence[str] | str | None) -> None:
+    """Refuses new tokens whose rows of the embeddings would stay as they begin.
+
+    Args:
+        settings: The settings.
+        trainable: Patterns on the paths of trained parameters; None if all are trained.
+
+    Raises:
+        ValueError: If no pattern is found in the embeddings' path.
+    """
+    if settings.new_tokens is None or trainable is None:
+        return
+    if not any(re.search(pattern, "embed_tokens/weight") for pattern in listed(trainable)):
+        raise ValueError(
+            "`new_tokens` have rows in the embeddings, but these are not trained: choose them by "
+            "`trainable` or `lora_modules_to_save`; or go on from an `adapter` with embeddings"
+        )
 
 
 @contextmanager

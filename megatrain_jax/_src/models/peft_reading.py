@@ -85,14 +85,6 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     return adapted
 
 
-def rows_of_embeddings(folder: Path) -> int | None:
-    """The number of rows of the embeddings that are saved beside adapters; None without any."""
-    path = regular_file(folder, WEIGHTS)
-    tensors = {} if path is None else open_file(path)
-    shapes = [t.shape for name, t in tensors.items() if name.endswith(".embed_tokens.weight")]
-    return shapes[0][0] if shapes and shapes[0] else None
-
-
 def _config(folder: Path) -> dict[str, Any]:
     """The contents of adapter_config.json.
 
