@@ -175,7 +175,7 @@ def test_a_mixture_of_experts_is_measured():
 
     sizes = {"tiny": True, "layers": 1, "batch": 2, "seq": 8, "microbatches": 1}
     held = {"master": "bfloat16", "state": "int8", "device_budget": "auto"}
-    args = argparse.Namespace(**sizes, **held, steps=MIN_STEPS)
+    args = argparse.Namespace(**sizes, **held, steps=MIN_STEPS, no_clip=False)
     found = experts.measure(args)
     assert found["num_measured_steps"] == MIN_STEPS and np.isfinite(found["losses"]).all()
     assert found["active_parameters"] < found["num_parameters"]
