@@ -152,7 +152,8 @@ def test_gradients_of_decays_are_as_exact_as_their_own_size():
     v, weights = rng.normal(size=(2, 1, length, 2, 8)).astype(np.float32)
 
     def loss(log_decay):
-        return jnp.sum(gated_delta_rule(*map(jnp.asarray, (q, k, v)), log_decay, None) * weights)
+        mixed = gated_delta_rule(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), log_decay, None)
+        return jnp.sum(mixed * weights)
 
     found = jax.jit(jax.grad(loss))(jnp.asarray(decays))
     wide = [x[0].astype(np.float64) for x in (q[:, :, 0], k[:, :, 0], v, weights, decays)]

@@ -194,7 +194,7 @@ def test_bounds_of_several_devices(changes, bound):
     # What is left of a device's time beside arithmetic names its resource if it is longer.
     device = replace(machine, link_bytes_per_s=1e9, host_bytes_per_s=1e9, peer_bytes_per_s=1e9)
     for name, argument in (("memory", "memory_seconds"), ("loops", "loop_seconds")):
-        seconds = {argument: 2 * step["flops"] / 4 / device.flops_per_s}
+        seconds: dict[str, Any] = {argument: 2 * step["flops"] / 4 / device.flops_per_s}
         assert find_bound(hardware=device, num_devices=4, **step, **seconds) == name
     # Without a connection of their own, collectives are most of what links and memory carry.
     alone = replace(MACHINE, peer_bytes_per_s=None)

@@ -168,7 +168,7 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
 @pytest.mark.usefixtures("traced_once")
 def test_backwards_that_cannot_be_divided_as_others_of_their_stage_stay_whole():
     """Backwards of a stage for different microbatches have one number of tiles."""
-    little = dataclasses.replace(MACHINE, device_bytes=int(0.4 * MACHINE.device_bytes))
+    little = dataclasses.replace(MACHINE, device_bytes=50 * 2**20)
     precision = mt.Precision.compact(sums="bfloat16")
     plan = planned(hardware=little, precision=precision, microbatches=4, waves=2)
     assert plan.tiles and not plan.fits_device

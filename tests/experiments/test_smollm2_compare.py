@@ -14,6 +14,7 @@ SCRIPT = ROOT / "experiments" / "smollm2" / "compare.py"
 @pytest.fixture(scope="module")
 def compare():
     spec = importlib.util.spec_from_file_location("smollm2_compare", SCRIPT)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
