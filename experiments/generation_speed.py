@@ -35,7 +35,7 @@ from megatrain_jax._src.cli.catalogue import known_models  # noqa: E402
 
 
 class Counter:
-    """A tokenizer whose text is the number of tokens: `on_text` then costs no time."""
+    """A tokenizer that decodes to the number of tokens, so that `on_text` costs no time."""
 
     def encode(self, text: str) -> list[int]:
         """Returns no ids: all prompts are ids."""
@@ -46,14 +46,20 @@ class Counter:
         return str(len(ids))
 
 
-def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's options."""
+def model_parser(description: str | None, model: str) -> argparse.ArgumentParser:
+    """A parser of a known model's name, by default `model`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", nargs="?", default="Qwen3-8B", choices=sorted(known_models()), metavar="MODEL"
+        "model", nargs="?", default=model, choices=sorted(known_models()), metavar="MODEL"
     )
+    return parser
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
+    parser = model_parser(__doc__, "Qwen3-8B")
     parser.add_argument("--tiny", action="store_true", help="two small layers, short texts")
     parser.add_argument("--layers", type=int, help="the first layers only")
     parser.add_argument("--texts", type=int, default=64)
@@ -108,7 +114,8 @@ def timed_call(
     """Writes all texts once.
 
     Returns:
-        The seconds of the call, and those of a decoded token of all texts, after the first ones.
+        The seconds of the call, and the seconds of a decoded token of all texts, after the first
+        tokens.
     """
     seen: list[tuple[int, float]] = []
 

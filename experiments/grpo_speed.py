@@ -21,24 +21,18 @@ sys.path.append(str(Path(__file__).resolve().parent / "throughput"))
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from generation_speed import sizes  # noqa: E402
+from generation_speed import model_parser, sizes  # noqa: E402
 from machine import hardware, peak_device_gib, peak_host_gib, versions  # noqa: E402
 from record import add_origin_options, find_origin, write  # noqa: E402
 
 from megatrain_jax import models  # noqa: E402
-from megatrain_jax._src.cli.catalogue import known_models  # noqa: E402
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "model", nargs="?", default="Qwen2.5-7B", choices=sorted(known_models()), metavar="MODEL"
-    )
+    parser = model_parser(__doc__, "Qwen2.5-7B")
     parser.add_argument("--tiny", action="store_true", help="two small layers, short completions")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)

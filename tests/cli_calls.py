@@ -19,20 +19,12 @@ from flax import nnx
 from optax import contrib
 
 import megatrain_jax as mt
+from cli_runs import SIZES
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.common import hub
 
-SIZES = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 _CALLBACKS = "CSVLog JSONLog TensorBoard WandB MLflow Samples KeepBest EarlyStopping".split()
 
 

@@ -200,4 +200,5 @@ def test_a_gpu_has_every_operation_of_a_pass(name):
     )
     device = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()

@@ -320,14 +320,18 @@ def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
     trainer.read(trainer.step(short))
 
 
-def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
-    monkeypatch,
-):
+def spec_of_wide_layers():
     batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
     up = jnp.zeros((WIDTH, 4 * WIDTH))
     adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
     options = Options(precision=mt.Precision(compute=jnp.float32))
-    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    return make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+
+
+def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
+    monkeypatch,
+):
+    spec = spec_of_wide_layers()
     nowhere = placed_on(AbstractMesh((1,), ("data",)))
 
     def budget(least):
@@ -350,11 +354,7 @@ def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_ho
 
 
 def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
-    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
-    up = jnp.zeros((WIDTH, 4 * WIDTH))
-    adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
-    options = Options(precision=mt.Precision(compute=jnp.float32))
-    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    spec = spec_of_wide_layers()
     nowhere = placed_on(AbstractMesh((1,), ("data",)))
 
     def lean(spec):

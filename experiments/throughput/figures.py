@@ -2,7 +2,7 @@
 
 Each is a function of a result; where there is none by its name, the name is a path of keys such as
 `save.gib_per_s` or `rows[3].temporary_gib`. Results from before the protocol (see `is_early`) are
-read as they are: their `seconds_per_step` is a median, which no figure is made of.
+read as they are: their `seconds_per_step` is a median, and no figure uses it.
 """
 
 import json
@@ -18,11 +18,10 @@ Result = dict[str, Any]
 Figure = float | None
 
 _KEY = re.compile(r"\.?([A-Za-z0-9_ ,-]+)|\[(\d+)\]")
-# The whole of a GPU's memory, in GiB, by what JAX calls it: of those that early results are of.
+# The whole memory of the GPUs of early results, in GiB, by JAX's name of the GPU.
 _WHOLE_GIB = {"NVIDIA H200": 139.80072021484375}
 _USUAL_PERCENT = 85
-# The rate of a GPU's memory, in bytes a second, as its maker says.
-_MEMORY_BYTES_PER_S = {"NVIDIA H100 80GB HBM3": 3.35e12}
+_CARDS = Path(__file__).parents[2] / "megatrain_jax" / "_src" / "state" / "cards.json"
 _GIB = 1 << 30
 
 
@@ -141,7 +140,7 @@ def link_rate(result: Result) -> Figure:
 
 
 def link_share(result: Result) -> Figure:
-    """Returns `link_rate` as a share of what a plain copy reaches in that direction."""
+    """Returns `link_rate` as a share of a plain copy's rate in that direction."""
     moved, rates = result["planned_gib_in_and_out"], result.get("link_gib_per_s")
     rate = link_rate(result)
     return rate and rates and rate / rates["in" if moved[0] >= moved[1] else "out"]
@@ -153,7 +152,7 @@ def temporary_device_gib(result: Result) -> Figure:
 
 
 def decode_memory_share(result: Result) -> Figure:
-    """The rate at which a decode reads weights and used caches, as a share of the card's rate."""
+    """A decode's rate of reading weights and used caches, as a share of the card's rate."""
     return result["decode"]["gib_per_s"] * _GIB / _memory_bytes_per_s(result)
 
 
@@ -169,7 +168,10 @@ def generation_memory_share(result: Result) -> Figure:
 
 
 def _memory_bytes_per_s(result: Result) -> float:
-    return _MEMORY_BYTES_PER_S[result["hardware"]["device"]]
+    """The rate of the GPU's memory by the library's table of cards, in bytes a second."""
+    kind, cards = result["hardware"]["device"], read(_CARDS)
+    card = next(card for card in cards.values() if kind in card.get("device_kinds", ()))
+    return card["figures"]["memory_bytes_per_s"]["value"]
 
 
 def dd_of_several(result: Result) -> Figure:

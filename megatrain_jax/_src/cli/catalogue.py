@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, required_file
 
 _FILE = Path(__file__).with_name("catalogue.json")
 _REQUIRED = frozenset(
@@ -78,9 +78,7 @@ def config_values(model: str) -> dict[str, Any]:
     if path.exists():
         # A configuration may have any name, for example if it was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
-        if (file := regular_file(folder, name)) is None:
-            raise no_file(folder, name)
-        return read_json(file)
+        return read_json(required_file(folder, name))
     if (known := known_model(model)) is None:
         near = get_close_matches(model, known_models(), n=3)
         known_names = ", ".join(known_models())

@@ -12,7 +12,7 @@ def load_rewards(given: Sequence[str]) -> list[Callable[..., Any]]:
     """Imports reward functions.
 
     Args:
-        given: Names such as "rewards.py:short" (a file, which may import others of its folder) or
+        given: Names such as "rewards.py:short" (a file, with imports from its folder) or
             "package.module:short" (a module that Python finds, also in the current folder).
 
     Raises:

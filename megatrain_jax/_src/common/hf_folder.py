@@ -69,8 +69,20 @@ def regular_file(folder: Path, name: str) -> Path | None:
     return path
 
 
-def no_file(folder: Path, name: str) -> FileNotFoundError:
-    """The error that a folder has no such file, with the place of the file or what is there."""
+def required_file(folder: Path, name: str) -> Path:
+    """The path of a regular file in a folder.
+
+    Raises:
+        FileNotFoundError: If there is none; the error names its place or the folder's contents.
+        ValueError: If it is not a regular file.
+    """
+    path = regular_file(folder, name)
+    if path is None:
+        raise _no_file(folder, name)
+    return path
+
+
+def _no_file(folder: Path, name: str) -> FileNotFoundError:
     parts = (folder / "model", folder / "adapter")
     inside = next((part for part in parts if (part / name).is_file()), None)
     if inside is not None:

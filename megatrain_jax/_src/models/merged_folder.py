@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
@@ -121,11 +121,12 @@ def merge_adapter(
     folder = new_folder(folder, overwrite=overwrite)
     holds = f"adapters ({_CONFIG} and {_TENSORS})"
     source = folder_or_download("adapter", adapter, holds, _ADAPTER_FILES)
-    about = read_json(_required(source, _CONFIG))
+    about = read_json(required_file(source, _CONFIG))
     factors, whole = _read_adapter(source, about)
     at_base = _open_base(source, about, base)
-    values = read_json(_required(at_base, "config.json"))
-    tensors = open_weights(at_base, _required(at_base, "config.json").read_text(encoding="utf-8"))
+    config = required_file(at_base, "config.json")
+    values = read_json(config)
+    tensors = open_weights(at_base, config.read_text(encoding="utf-8"))
     single, was_stacked = _split_like(factors, tensors, values)
     fault = f"the adapters in {source} don't fit the base {at_base}: "
     _check_tied(values, single, (*factors, *whole), fault)
@@ -151,13 +152,6 @@ def merge_adapter(
         write_config(at, values, DTYPES[most].name)
         copy_companions(at, copied)
     return folder
-
-
-def _required(folder: Path, name: str) -> Path:
-    path = regular_file(folder, name)
-    if path is None:
-        raise no_file(folder, name)
-    return path
 
 
 def _open_base(source: Path, about: Mapping[str, Any], base: Any) -> Path:
@@ -187,7 +181,7 @@ def _read_adapter(
             )
     factors: dict[str, dict[str, Tensor]] = {}
     whole, strange = {}, []
-    for key, tensor in open_file(_required(source, _TENSORS)).items():
+    for key, tensor in open_file(required_file(source, _TENSORS)).items():
         name = key.removeprefix(_PREFIX)
         if (match := _FACTOR.fullmatch(name)) is not None:
             factors.setdefault(match[1], {})[match[2]] = tensor

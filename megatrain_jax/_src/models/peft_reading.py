@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
 from megatrain_jax._src.common.hub import folder_or_download
 from megatrain_jax._src.models.lora import Lora, lora
 from megatrain_jax._src.models.low_rank import name_of
@@ -91,9 +91,7 @@ def _config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: If they describe adapters of another kind, or with further options.
     """
-    path = regular_file(folder, CONFIG)
-    if path is None:
-        raise no_file(folder, CONFIG)
+    path = required_file(folder, CONFIG)
     values = read_json(path)
     for name, kind in (("r", int), ("lora_alpha", int | float)):
         if not isinstance(values.get(name), kind):

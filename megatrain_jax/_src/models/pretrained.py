@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import no_file, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
@@ -141,9 +141,7 @@ def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
 
 
 def _read_config(folder: Path, ignore: Sequence[str], images: bool) -> DecoderConfig:
-    path = regular_file(folder, "config.json")
-    if path is None:
-        raise no_file(folder, "config.json")
+    path = required_file(folder, "config.json")
     values = read_json(path)
     try:
         return DecoderConfig.from_hf(values, ignore=ignore, images=images)

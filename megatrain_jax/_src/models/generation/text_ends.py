@@ -8,7 +8,7 @@ from megatrain_jax._src.models.generation.batching import OpenText
 
 
 class TextEnds:
-    """Texts that end completions; they may have special tokens, which completions don't show."""
+    """Texts that end completions. They may have special tokens; completions don't show these."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[str]):
         """Keeps both.
@@ -20,7 +20,7 @@ class TextEnds:
         self._tokenizer, self._ends = tokenizer, ends
 
     def num_kept(self, text: OpenText) -> int | None:
-        """Returns the number of tokens with which one of the texts is complete; None if none is."""
+        """Returns the fewest tokens that complete one of the texts; None if none is complete."""
         if not self._ends:
             return None
         ids = text.ids[text.start :]
