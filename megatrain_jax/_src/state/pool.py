@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.state.page_threads import finding_pages, num_threads
 from megatrain_jax._src.state.pinning import refusal
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import (
@@ -83,9 +84,8 @@ def reserve(
     """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
 
     On a GPU, each device's pool takes its share from the system in few large pieces, because a pool
-    that grows array by array can't be filled. Finding the pages takes up to a second per GiB, and
-    half of that for two devices at once. Memory that is free in a pool is used first. On a CPU this
-    does nothing.
+    that grows array by array can't be filled. Threads help the driver to find the pages. Memory
+    that is free in a pool is used first. On a CPU this does nothing.
 
     Args:
         placement: Placement of the slabs.
@@ -119,7 +119,8 @@ def reserve(
     shown(0, growth)
     # JAX reports no progress, so the pages of this process are counted.
     before = resident_bytes()
-    with ThreadPoolExecutor(max(1, len(wanting))) as threads:
+    pages = finding_pages(num_threads(), max(1, len(wanting)))
+    with pages, ThreadPoolExecutor(max(1, len(wanting))) as threads:
         waited = [
             threads.submit(_take, d, rooms[d][0], share, pools[d].likely_bytes) for d in wanting
         ]
@@ -289,8 +290,7 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
         # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
         # piece and not grow.
         for size in pieces:
-            # Untouched pages of zeros take no memory.
-            held.append(jax.device_put(np.zeros(size, np.uint8), target))
+            held.append(_piece(size, target))
             held[-1].block_until_ready()
             taken += size
     # NumPy's error if the zeros can't be allocated, JAX's error if memory can't be pinned.
@@ -310,6 +310,11 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
         # Frees the arrays; the pool keeps the memory.
         for piece in held:
             piece.delete()
+
+
+def _piece(num_bytes: int, target: SingleDeviceSharding) -> jax.Array:
+    # Untouched pages of zeros take no memory.
+    return jax.device_put(np.zeros(num_bytes, np.uint8), target)
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
