@@ -163,6 +163,17 @@ def test_threads_find_pages_while_pieces_are_taken_and_not_longer(gpu):
     assert not finders()
 
 
+@pytest.mark.parametrize("device_mib", [1, 2])
+def test_pieces_are_filled_with_zeros_only_where_they_exceed_the_device(device_mib, monkeypatch):
+    filled = []
+    zeros = SimpleNamespace(uint8=np.uint8, zeros=lambda *w: filled.append(w) or np.zeros(*w))
+    monkeypatch.setattr(pool, "np", zeros)
+    target = on_one_device().slabs_at_rest
+    piece = pool._maker(2**20, target, device_mib * 2**20)()  # type: ignore
+    assert piece.nbytes == 2**20 and piece.sharding == target
+    assert bool(filled) == (device_mib == 1)
+
+
 @pytest.mark.parametrize("gib", [9, 38, 63, 64, 85, 100])
 @pytest.mark.parametrize("array_gib", [0, 0.25, 1.2, 2])
 def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):

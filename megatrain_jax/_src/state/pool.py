@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -286,11 +287,14 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
     """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
     held, taken = [], 0
     target = SingleDeviceSharding(device, memory_kind="pinned_host")
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    # Before the driver is busy with the first piece, because compiling would wait for it.
+    makers = [_maker(size, target, limit) for size in pieces]
     try:
         # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
         # piece and not grow.
-        for size in pieces:
-            held.append(_piece(size, target))
+        for size, make in zip(pieces, makers, strict=True):
+            held.append(make())
             held[-1].block_until_ready()
             taken += size
     # NumPy's error if the zeros can't be allocated, JAX's error if memory can't be pinned.
@@ -312,9 +316,23 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
             piece.delete()
 
 
-def _piece(num_bytes: int, target: SingleDeviceSharding) -> jax.Array:
-    # Untouched pages of zeros take no memory.
-    return jax.device_put(np.zeros(num_bytes, np.uint8), target)
+def _maker(
+    num_bytes: int, target: SingleDeviceSharding, device_bytes: int
+) -> Callable[[], jax.Array]:
+    """A function that makes an array of so many bytes in a pool.
+
+    Args:
+        num_bytes: Bytes of the array.
+        target: The device and its pinned host memory.
+        device_bytes: Bytes of the device's own memory.
+    """
+    if num_bytes >= device_bytes:
+        # Untouched pages of zeros take no memory.
+        return lambda: jax.device_put(np.zeros(num_bytes, np.uint8), target)
+    # Not filled, which saves the time of a copy. XLA would log an error if the result were larger
+    # than the device's memory, where it is not.
+    empty = jax.jit(partial(jax.lax.empty, (num_bytes,), np.uint8), out_shardings=target)
+    return empty.lower().compile()
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
