@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from inside import on_one_device
 from megatrain_jax._src.state import pool, pool_limit
+from megatrain_jax._src.state.page_threads import num_threads
 from megatrain_jax._src.state.placement import placed_on
 
 GIB = 2**30
@@ -148,6 +149,29 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
     assert [taken for taken, _ in seen[:13]] == [min(10 * i, 85) * GIB for i in range(13)]
     assert {of for _, of in seen} == {85 * GIB} and seen[-1][0] == 85 * GIB
     fake.reserve(85 * GIB, 0, lambda *_: pytest.fail("nothing is taken again"))
+
+
+def test_threads_find_pages_while_pieces_are_taken_and_not_longer(gpu):
+    fake, take, seen = gpu(limit_gib=115, available_gib=123), FakeGpu.take, []
+
+    def finders():
+        return sum(thread.name == "pages found" for thread in threading.enumerate())
+
+    fake.take = lambda num_bytes: seen.append(finders()) or take(fake, num_bytes)
+    fake.reserve(5 * GIB)
+    assert seen == [num_threads() + 1] * 2, "and the one that looks for mappings"
+    assert not finders()
+
+
+@pytest.mark.parametrize("device_mib", [1, 2])
+def test_pieces_are_filled_with_zeros_only_where_they_exceed_the_device(device_mib, monkeypatch):
+    filled = []
+    zeros = SimpleNamespace(uint8=np.uint8, zeros=lambda *w: filled.append(w) or np.zeros(*w))
+    monkeypatch.setattr(pool, "np", zeros)
+    target = on_one_device().slabs_at_rest
+    piece = pool._maker(2**20, target, device_mib * 2**20)()  # type: ignore
+    assert piece.nbytes == 2**20 and piece.sharding == target
+    assert bool(filled) == (device_mib == 1)
 
 
 @pytest.mark.parametrize("gib", [9, 38, 63, 64, 85, 100])

@@ -13,21 +13,21 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 import megatrain_jax as mt
-from inside import spec_of, store_of
+from inside import on_one_device
 from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
-from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.models.tensors import LazyArray, open_folder
-from megatrain_jax._src.runtime.fill import initial_kernels
+from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
-from runs import check_same_bits, make_trainer
+from runs import check_same_bits, make_spec, make_trainer
 from zoo import CASES
 
 GIB = 2**30
@@ -121,21 +121,29 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     check_same_bits(trainer.params, expected)
 
 
-def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(caplog):
-    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"])
-    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
-    kernels, step = list(initial_kernels(spec, store.placement)), spec.first
-    what = step, spec.layouts, spec.optimizer, store.placement
-    needed = KernelCache().compile(step_kernels(*what))
+@pytest.mark.parametrize(("name", "given"), [("nnx_tied", jnp.bfloat16), ("nnx_scan", None)])
+def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(
+    name, given, caplog
+):
+    case, caplog.handler.level = CASES[name], 0
+    precision = mt.Precision(compute=jnp.float32, master=jnp.bfloat16)
+    spec = make_spec(case, OPTIMIZERS["adam"], precision=precision)
+    adapted, initial = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    if given is not None:
+        values = [jnp.zeros(shape.shape, given) for shape in adapted.shapes]
+        dtypes = [None] * len(values)
+        initial = starting_from(adapted.params_tree(values), initial, adapted, dtypes)
+    placement, cache = on_one_device(), KernelCache()
+    step = list(step_kernels(spec.first, spec.layouts, spec.optimizer, placement))
     with jax.log_compiles():
-        cache.compile_beside(kernels)
-        assert cache.compile(step_kernels(*what)) == needed
-        compiled = caplog.text
+        cache.compile_beside(initial_kernels(spec, placement, initial))
+        assert cache.compile(step) == KernelCache().compile(step)
+        assert {"pack", "init_group"} <= functions_compiled(caplog)
         caplog.clear()
-        for g, kernel in enumerate(kernels):
-            masters = store.placement.put(
-                store.host[Key(Kind.MASTERS, g)], store.placement.slabs_on_device
-            )
-            cache.get(kernel)(masters)
-        assert "Compiling jit(init_group)" in compiled
-        assert "init_group" not in caplog.text
+        store = Store(spec.layouts, placement, jax.random.key(0))
+        fill_store(spec, store, cache, initial, lambda: None)
+        assert not {"pack", "init_group"} & functions_compiled(caplog)
+
+
+def functions_compiled(caplog):
+    return set(re.findall(r"Compiling (?:jit\()?(\w+)", caplog.text))

@@ -241,9 +241,9 @@ def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
     found = timing.measured_seconds(call, lambda s: agreed.append(s) or s)  # type: ignore
     assert found == pytest.approx(seconds + call.wait / call.runs[-1])
     assert found <= 1.01 * max(seconds, 2e-4)
-    assert call.runs[:2] == [1, 1] and len(set(call.runs[2:])) == 1
-    assert len(agreed) == 2, "the number of calls, and the time"
-    assert call.now <= 0.3 or len(call.runs) == 4
+    assert call.runs[:2] == [1, 1] and len(set(call.runs[2:])) <= 1
+    assert len(agreed) == 1 + (len(call.runs) > 2), "the number of calls, and the time"
+    assert call.now <= 0.3 or len(call.runs) == 2, "a long call is timed once"
 
 
 def printing(params: Any, batch: Any) -> jax.Array:

@@ -259,7 +259,7 @@ def _started(
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
     if has_gpu:
-        kernels.compile_beside(initial_kernels(spec, placement))
+        kernels.compile_beside(initial_kernels(spec, placement, initial))
     with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:

@@ -33,6 +33,7 @@ class InitialValues:
     Attributes:
         leaves: `leaves(indices)` returns the values of these parameter leaves, in the order
             requested. They may be the user's own arrays: don't donate or change them.
+        dtypes: The dtype of each of these values.
         variables: `variables()` returns the untrained state, in the order of
             `AdaptedModel.variable_paths`, as fresh arrays.
         files: The files that the parameters' values are read from, in the same order.
@@ -41,6 +42,7 @@ class InitialValues:
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
+    dtypes: tuple[Any, ...]
     variables: Callable[[], tuple[jax.Array, ...]]
     files: tuple[Path, ...] = ()
     outlived: str | None = None
@@ -94,7 +96,9 @@ def initial_values_of(
     def copies() -> tuple[jax.Array, ...]:
         return _copies([value(index) for index in range(len(params), len(values))])
 
-    return InitialValues(leaves=leaves, variables=copies, outlived=jx.outlived(values))
+    dtypes = tuple(shape.dtype for shape in shapes[: len(params)])
+    outlived = jx.outlived(values)
+    return InitialValues(leaves=leaves, dtypes=dtypes, variables=copies, outlived=outlived)
 
 
 def initial_values_of_trace(
@@ -146,7 +150,9 @@ def initial_values_of_trace(
     def variables() -> tuple[jax.Array, ...]:
         return _copies(evaluate(range(num_params, num_outputs)))
 
-    return InitialValues(leaves=leaves, variables=variables, outlived=jx.outlived(consts))
+    dtypes = tuple(shape.dtype for shape in shapes[:num_params])
+    outlived = jx.outlived(consts)
+    return InitialValues(leaves=leaves, dtypes=dtypes, variables=variables, outlived=outlived)
 
 
 def _with_scalars_apart(jaxpr: Any, given: Sequence[Any]) -> tuple[Any, Any]:

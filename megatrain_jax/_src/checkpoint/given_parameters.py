@@ -75,7 +75,9 @@ def starting_from(
     # Arrays in files name them, like those of `models.from_pretrained`.
     rows = (getattr(source, "source_files", ()) for source in sources)
     files = tuple(dict.fromkeys(path for row in rows for path in row))
-    return InitialValues(leaves=leaves, variables=initial.variables, files=files)
+    dtypes = tuple(jnp.dtype(source.dtype) for source in sources)
+    variables = initial.variables
+    return InitialValues(leaves=leaves, dtypes=dtypes, variables=variables, files=files)
 
 
 def _arrays(params: Any) -> dict[_Names, Any]:

@@ -1,5 +1,6 @@
 """The kernels of a run's initial state: a group's masters, its optimizer state, its scalars."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,16 +14,29 @@ from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
 
-def pack(layout: Layout, placement: Placement) -> Kernel:
-    """The kernel `leaves -> masters` of one group: arrays at rest."""
+def pack(layout: Layout, dtypes: Sequence[Any], placement: Placement) -> Kernel:
+    """The kernel `leaves -> masters` of one group: arrays at rest.
+
+    Args:
+        layout: The layout of the group's masters.
+        dtypes: The dtype of each leaf before it is packed.
+        placement: Placement of the run.
+    """
 
     # Without a draw, initial numbers are rounded to nearest: nothing has been added up yet that
     # could be lost on the way.
     def pack(leaves):
         return layout.encode(layout.pack(leaves))
 
-    gives = placement.slabs_on_device
-    return Kernel(name="pack", key=layout, build=lambda: pack, gives=gives)
+    rows = zip(layout.shapes, dtypes, strict=True)
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in rows]
+    return Kernel(
+        name="pack",
+        key=layout,
+        build=lambda: pack,
+        takes=(placed(leaves, placement.small_on_device),),
+        gives=placement.slabs_on_device,
+    )
 
 
 def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:

@@ -10,7 +10,8 @@ Example: a function takes about 4 ms.
     2. five batches of five calls each: 20.3, 20.1, 20.0, 20.2 and 23.0 ms
     3. the median is 20.2 ms, so a call takes 4.04 ms
 
-A function that takes 60 ms is called twice more, one call at a time.
+A function that takes 60 ms is called twice more, one call at a time, and one that takes 100 ms or
+more not again.
 """
 
 import math
@@ -79,6 +80,8 @@ def measured_seconds(call: RepeatedCall, agree: Agree) -> float:
     """
     call.run(1)
     about = max(agree(_timed(call, 1)), 1e-6)
+    if about >= _ALL:
+        return about
     number = min(_MOST_CALLS, math.ceil(_BATCH / about))
     batches = max(_FEWEST, min(_MOST, math.ceil(_ALL / (number * about))))
     return agree(statistics.median(_timed(call, number) for _ in range(batches)) / number)

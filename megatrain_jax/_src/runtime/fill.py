@@ -1,7 +1,9 @@
 """Fills the store with a run's initial state, so that the whole model never exists beside it."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,15 +65,31 @@ def fill_store(
     store.globals = store.small(jx.evaluate(part.jaxpr, [*part.consts, *scalars]))
 
 
-def initial_kernels(spec: RunSpec, placement: Placement) -> Iterator[Kernel]:
-    """The kernels of all groups' initial state and scalars, to be compiled before they are used."""
-    for layout, state, scalars in zip(
-        spec.layouts, spec.optimizer.initial_state, spec.optimizer.initial_scalars, strict=True
+def initial_kernels(
+    spec: RunSpec, placement: Placement, initial: InitialValues
+) -> Iterator[Kernel]:
+    """The kernels of all groups' initial state, to be compiled before they are used."""
+    for leaves, layout, state, scalars in zip(
+        spec.grouping.leaves,
+        spec.layouts,
+        spec.optimizer.initial_state,
+        spec.optimizer.initial_scalars,
+        strict=True,
     ):
+        yield pack(layout.master, [_dtype(spec, i, initial) for i in leaves], placement)
         if layout.state.layouts:
             yield initial_state(state, layout, placement)
         if scalars.jaxpr.outvars:
             yield initial_scalars(scalars, layout, placement)
+
+
+def _dtype(spec: RunSpec, i: int, initial: InitialValues) -> Any:
+    """The dtype of a leaf when it is packed."""
+    leaf = spec.leaves[i]
+    given, held = initial.dtypes[leaf.parameter], held_dtype(spec.precision, leaf)
+    # Slices wait in the dtype that the host stores, except for codes, which are made in packing.
+    in_held = leaf.index and held != NF4 and jnp.issubdtype(held, jnp.floating)
+    return held if in_held else given
 
 
 def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
@@ -83,7 +101,7 @@ def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
             digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return values
 
-    return InitialValues(leaves=leaves, variables=initial.variables)
+    return dataclasses.replace(initial, leaves=leaves)
 
 
 def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int, jax.Array]:
@@ -96,12 +114,7 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
         # again.
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            dtype = held_dtype(spec.precision, spec.leaves[i])
-            row = whole[selector(index)]
-            # In their final dtype, except for codes, which are made in packing.
-            slices[i] = store.small(
-                row.astype(dtype) if dtype != NF4 and jnp.issubdtype(dtype, jnp.floating) else row
-            )
+            slices[i] = store.small(whole[selector(index)].astype(_dtype(spec, i, initial)))
         jax.block_until_ready(list(slices.values()))  # before the next whole array is computed
     return slices
 
@@ -111,7 +124,8 @@ def _fill_group(
 ) -> list[jax.Array]:
     """Fills the slabs of a group; returns the scalars for the initial shared state."""
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
-    masters = kernels.get(pack(layout.master, store.placement))(leaves)
+    dtypes = [leaf.dtype for leaf in leaves]
+    masters = kernels.get(pack(layout.master, dtypes, store.placement))(leaves)
     resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
         state = kernels.get(initial_state(part, layout, store.placement))(masters)

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.state.page_threads import finding_pages, num_threads
 from megatrain_jax._src.state.pinning import refusal
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import (
@@ -83,9 +85,8 @@ def reserve(
     """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
 
     On a GPU, each device's pool takes its share from the system in few large pieces, because a pool
-    that grows array by array can't be filled. Finding the pages takes up to a second per GiB, and
-    half of that for two devices at once. Memory that is free in a pool is used first. On a CPU this
-    does nothing.
+    that grows array by array can't be filled. Threads help the driver to find the pages. Memory
+    that is free in a pool is used first. On a CPU this does nothing.
 
     Args:
         placement: Placement of the slabs.
@@ -119,7 +120,8 @@ def reserve(
     shown(0, growth)
     # JAX reports no progress, so the pages of this process are counted.
     before = resident_bytes()
-    with ThreadPoolExecutor(max(1, len(wanting))) as threads:
+    pages = finding_pages(num_threads(), max(1, len(wanting)))
+    with pages, ThreadPoolExecutor(max(1, len(wanting))) as threads:
         waited = [
             threads.submit(_take, d, rooms[d][0], share, pools[d].likely_bytes) for d in wanting
         ]
@@ -285,12 +287,14 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
     """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
     held, taken = [], 0
     target = SingleDeviceSharding(device, memory_kind="pinned_host")
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    # Before the driver is busy with the first piece, because compiling would wait for it.
+    makers = [_maker(size, target, limit) for size in pieces]
     try:
         # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
         # piece and not grow.
-        for size in pieces:
-            # Untouched pages of zeros take no memory.
-            held.append(jax.device_put(np.zeros(size, np.uint8), target))
+        for size, make in zip(pieces, makers, strict=True):
+            held.append(make())
             held[-1].block_until_ready()
             taken += size
     # NumPy's error if the zeros can't be allocated, JAX's error if memory can't be pinned.
@@ -310,6 +314,25 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
         # Frees the arrays; the pool keeps the memory.
         for piece in held:
             piece.delete()
+
+
+def _maker(
+    num_bytes: int, target: SingleDeviceSharding, device_bytes: int
+) -> Callable[[], jax.Array]:
+    """A function that makes an array of so many bytes in a pool.
+
+    Args:
+        num_bytes: Bytes of the array.
+        target: The device and its pinned host memory.
+        device_bytes: Bytes of the device's own memory.
+    """
+    if num_bytes >= device_bytes:
+        # Untouched pages of zeros take no memory.
+        return lambda: jax.device_put(np.zeros(num_bytes, np.uint8), target)
+    # Not filled, which saves the time of a copy. XLA would log an error if the result were larger
+    # than the device's memory, where it is not.
+    empty = jax.jit(partial(jax.lax.empty, (num_bytes,), np.uint8), out_shardings=target)
+    return empty.lower().compile()
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
