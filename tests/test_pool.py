@@ -163,6 +163,30 @@ def test_threads_find_pages_while_pieces_are_taken_and_not_longer(gpu):
     assert not finders()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_threads_end_when_pinning_is_cut_off(gpu, monkeypatch, error):
+    fake, cut = gpu(limit_gib=115, available_gib=123), threading.Event()
+    monkeypatch.setattr(pool, "_SECONDS_AT_A_TIME", 0.001)
+
+    def take(num_bytes):
+        assert cut.wait(60)
+        if error is MemoryError:
+            raise error("no piece")
+
+    def shown(taken, of):
+        if cut.is_set():
+            return
+        if threading.active_count() > before:  # pieces are being taken
+            cut.set()
+            if error is KeyboardInterrupt:
+                raise error
+
+    fake.take, before = take, threading.active_count()
+    with pytest.raises(error):
+        fake.reserve(5 * GIB, 0, shown)
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize("device_mib", [1, 2])
 def test_pieces_are_filled_with_zeros_only_where_they_exceed_the_device(device_mib, monkeypatch):
     filled = []
