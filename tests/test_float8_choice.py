@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import megatrain_jax as mt
-from megatrain_jax import losses
+from megatrain_jax import losses, models
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.kernels.residuals import find_residuals
 from megatrain_jax._src.program.loss.stages import Stage
@@ -148,8 +149,95 @@ def test_only_the_head_and_routers_stay_as_they_are(loss_fn, sizes, expected):
     assert len(blocks) == (1 if expected >= LAYERS else 2)
 
 
-def spec_with(case: Case, products: Any) -> RunSpec:
-    return make_spec(case, OPTIMIZERS["adam"], precision=mt.Precision(products=products))
+def spec_with(case: Case, products: Any, **options: Any) -> RunSpec:
+    precision = mt.Precision(products=products)
+    return make_spec(case, OPTIMIZERS["adam"], precision=precision, **options)
+
+
+RANK = 2304  # of adapters that float8 would make faster
+
+
+def beside_factors(model, batch):
+    """Layers with two more factors each, whose product is added to that of the first matrix."""
+    x = model["embed"][batch["tokens"]]
+    for layer in model["layers"]:
+        added = jnp.tanh(x).astype(x.dtype) @ layer["A"] @ layer["B"].T
+        x = x + jnp.tanh(x @ layer["up"] + layer["bias"] + 2.0 * added) @ layer["down"]
+    return cross_entropy(x @ model["head"], batch["labels"])
+
+
+def with_factors(loss_fn: Callable[..., Any]) -> Case:
+    def build():
+        model = case_of(plain_head, head=HEAD).build()()
+        for layer in model["layers"]:
+            layer["A"], layer["B"] = jnp.ones((WIDE, RANK)), jnp.ones((2 * WIDE, RANK))
+            layer["bias"] = jnp.ones(2 * WIDE)
+        return model
+
+    return dataclasses.replace(case_of(loss_fn), build=lambda: build)
+
+
+FACTORS = {f"layers/{i}/{name}" for i in (0, 1) for name in "AB"}
+
+
+@pytest.mark.parametrize("products", ["float8", {"layers/*": "float8"}], ids=["float8", "named"])
+def test_factors_of_adapters_stay_as_they_are(products):
+    case = with_factors(beside_factors)
+    assert found(spec_with(case, products, trainable="/[AB]$")) == LAYERS
+    # Without a frozen matrix beside them they are no adapter's, or if they are frozen themselves.
+    for trained in (None, "/(A|up)$", "/down$"):
+        assert found(spec_with(case, products, trainable=trained)) == {*LAYERS, *FACTORS}
+
+
+def gated_by_factors(model, batch):
+    """Trained factors whose product multiplies that of a frozen matrix."""
+    x = model["embed"][batch["tokens"]]
+    for layer in model["layers"]:
+        y = x @ layer["up"]
+        x = x + (y + y * (x @ layer["A"] @ layer["B"].T)) @ layer["down"]
+    return cross_entropy(x @ model["head"], batch["labels"])
+
+
+def bottleneck(model, batch):
+    """A trained network that is wider inside, beside a frozen matrix."""
+    x = model["embed"][batch["tokens"]]
+    for layer in model["layers"]:
+        x = x + (x @ layer["up"]) @ layer["down"] + (x @ layer["A"]) @ layer["A"].T
+    return cross_entropy(x @ model["head"], batch["labels"])
+
+
+def test_trained_factors_elsewhere_are_in_float8():
+    spec = spec_with(with_factors(gated_by_factors), "float8", trainable="/[AB]$")
+    assert found(spec) == {*LAYERS, *FACTORS}
+    # Trained `up` and `down` are wider inside than outside.
+    spec = spec_with(with_factors(bottleneck), "float8", trainable="/(up|down)$")
+    assert found(spec) == {*LAYERS, "layers/0/A", "layers/1/A"}
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"dropout": 0.1}], ids=str)
+def test_adapters_of_the_library_stay_as_they_are(options):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDE, 2 * WIDE, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDE, WIDE, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(VOCABULARY, WIDE, dtype=jnp.bfloat16, rngs=rngs)
+            self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+            self.head = nnx.Linear(WIDE, VOCABULARY, rngs=rngs)
+
+    def loss_fn(model, batch):
+        x = model.embed(batch["tokens"])
+        for layer in model.layers:
+            x = x + layer.down(jnp.tanh(layer.up(x)))
+        return cross_entropy(model.head(x), batch["labels"])
+
+    adapted = models.lora(lambda: Model(), targets="layers/", rank=RANK, **options)
+    case = dataclasses.replace(case_of(loss_fn), build=lambda: adapted.model)
+    spec = spec_with(case, "float8", trainable=adapted.trainable)
+    assert found(spec) == {f"{name}/kernel" for name in LAYERS}
 
 
 def test_a_pattern_without_a_product_beside_one_with_some_is_named():

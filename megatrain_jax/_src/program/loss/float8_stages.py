@@ -3,7 +3,7 @@
 A product is chosen if one of its operands is laid out from parameters alone (a weight: cast,
 transposed, sliced, joined, multiplied by a constant) and the second one depends on the batch. All
 calls and loops in the stage are searched, except loops of unknown length and functions with
-derivative rules of their own.
+derivative rules of their own. The products of adapters (LoRA) stay as they are.
 
 If the user names no parameters, the purpose of a product's result counts too, so equations are
 searched from the loss backwards. A head is a product that no later product with a parameter depends
@@ -19,7 +19,6 @@ Example: a block `y = softmax(q k) v` with `q = x @ w.T`; x arrives from the blo
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axis_rules import is_placed
 from megatrain_jax._src.program.float8 import Form, product
 from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.loss.adapter_products import adapter_products
 from megatrain_jax._src.program.loss.operand_traits import (
     CONSTANT,
     OperandTraits,
@@ -40,15 +40,16 @@ from megatrain_jax._src.program.loss.operand_traits import (
     searched_bodies,
     traits_in,
     traits_of,
+    weight_sizes,
 )
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.program.primitives import LAYOUT, PRODUCTS
 from megatrain_jax._src.program.structural_key import structural_key
 
-# Narrower weights have few operations: routers, adapters' factors, small heads.
+# Narrower weights have few operations: routers, small heads.
 _LEAST_WIDTH = 1024
 # The same for the outputs of a weight beside a wide one with the same data, which is coded anyway:
-# keys and values of few heads beside queries. Ranks of adapters are below it.
+# keys and values of few heads beside queries.
 _LEAST_WIDTH_BESIDE = 512
 # Least `1 / (1 / inputs + 1 / outputs)` of a weight with many rows of data. Operations per number
 # to code are proportional to it, and below it coding takes the time that float8 saves: on an H100,
@@ -231,7 +232,7 @@ class ProductSearch:
 
     def _forms(self, jaxpr: Any, env: Mapping[Any, OperandTraits]) -> dict[int, Form]:
         """The forms of a jaxpr's products that could be in float8, but for their results' uses."""
-        forms, groups = {}, {}
+        forms, groups, of_adapters = {}, {}, adapter_products(jaxpr, env)
         origin: dict[Any, Any] = {}  # the same numbers in other shapes and dtypes
         for number, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive.name in LAYOUT | {"convert_element_type"} and len(eqn.invars) == 1:
@@ -240,10 +241,10 @@ class ProductSearch:
                     origin[eqn.outvars[0]] = origin.get(operand, operand)
             ins = traits_of(env, eqn.invars)
             side = self._weight_side(eqn, ins)
-            if side is not None:
+            if side is not None and number not in of_adapters:
                 forms[number] = Form.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
                 data = eqn.invars[1 - side]
-                groups.setdefault(origin.get(data, data), {})[number] = _widths(eqn, side)
+                groups.setdefault(origin.get(data, data), {})[number] = weight_sizes(eqn, side)
         if self._choice.named is None:
             for widths in groups.values():
                 outputs = [outputs for _, outputs in widths.values()]
@@ -264,7 +265,7 @@ class ProductSearch:
         if not all(self._named[i] for i in ins[side].laid_from or ()):
             return None
         if self._choice.named is None:
-            inputs, outputs = _widths(eqn, side)
+            inputs, outputs = weight_sizes(eqn, side)
             is_wide = inputs >= _LEAST_WIDTH and outputs >= _LEAST_WIDTH_BESIDE
             if not is_wide or not ins[1 - side].varies:
                 return None
@@ -282,15 +283,6 @@ class ProductSearch:
             and all(aval.dtype.itemsize <= 4 for aval in avals)
             and all(aval.dtype.itemsize <= self._choice.itemsize for aval in avals[:2])
         )
-
-
-def _widths(eqn: Any, side: int) -> tuple[int, int]:
-    """The two sides of a weight as a matrix: its contracted sizes, and its free ones."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    shape = eqn.invars[side].aval.shape
-    inner = math.prod(shape[axis] for axis in contracted[side])
-    free = (n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batch[side]))
-    return inner, math.prod(free)
 
 
 def _uses_of_operands(

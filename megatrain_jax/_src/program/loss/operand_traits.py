@@ -8,6 +8,7 @@ Example: a stage reads the leaf `w`, and x from the stage before::
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,15 @@ def input_traits(varies: bool, is_perturbed: bool) -> OperandTraits:
 def traits_of(env: Mapping[Any, OperandTraits], atoms: Sequence[Any]) -> list[OperandTraits]:
     """The traits of operands."""
     return [CONSTANT if jx.is_literal(a) else env[a] for a in atoms]
+
+
+def weight_sizes(eqn: Any, side: int) -> tuple[int, int]:
+    """The two sides of a weight as a matrix: its contracted sizes, and its free ones."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    shape = eqn.invars[side].aval.shape
+    inner = math.prod(shape[axis] for axis in contracted[side])
+    free = (n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batch[side]))
+    return inner, math.prod(free)
 
 
 def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandTraits]:
