@@ -30,9 +30,9 @@ def fraction() -> float:
 
 
 def share_of(device_bytes: int) -> float:
-    """JAX's share of a GPU of this size, for plans here and for other machines."""
+    """JAX's share of a GPU of this size, for plans here and elsewhere."""
     given, share = _given(), _default_share(device_bytes)
-    # If it was set for a GPU of this machine, it may be too large for another one.
+    # A share of this machine's GPU may be too large for a smaller card.
     return share if given is None else min(given, share)
 
 
@@ -47,7 +47,7 @@ def _default_share(device_bytes: int, by_others: float = 0.0) -> float:
 
 
 def _share_here(gpus: Sequence[GpuMemory]) -> float:
-    """The share of each of these GPUs; smaller if other programs use one of them."""
+    """JAX's share of each of these GPUs, beside the memory of running programs."""
     by_others = [max(0.0, gpu.total - gpu.free - _DRIVER_BYTES) for gpu in gpus]
     shares = (_default_share(gpu.total, used) for gpu, used in zip(gpus, by_others, strict=True))
     return min(shares, default=_SMALLEST_SHARE)
@@ -69,10 +69,10 @@ def choose() -> None:
     """Lets CUDA's own memory pool allocate 85 to 93% of a GPU, unless a user chose otherwise.
 
     XLA's default allocator fails with memory left when none of its gaps is large enough, as 10 GiB
-    of a GPU showed with 7.9 GiB planned; CUDA's maps pages from several gaps. It doesn't tell its
-    limit where it isn't to preallocate, and then an automatic budget couldn't be found. JAX's
-    default is 75% of the memory; of 10 GiB, 85% still leave CUDA and a desktop 1.5. A GPU of 80 GiB
-    with 93% leaves 5.6. Has an effect only before JAX's backend starts.
+    of a GPU showed with 7.9 GiB planned; CUDA's maps pages from several gaps. Without preallocation
+    CUDA's pool reports no limit, and an automatic budget couldn't be found. JAX's default is 75% of
+    the memory; of 10 GiB, 85% still leave CUDA and a desktop 1.5. A GPU of 80 GiB with 93% leaves
+    5.6. Has an effect only before JAX's backend starts.
     """
     # Without CUDA there is nothing to set, and `environ` stays as it is.
     if not any(map(find_spec, _CUDA_PLUGINS)):

@@ -31,7 +31,7 @@ def gpu_memories() -> list[GpuMemory]:
         library = ctypes.CDLL(_LIBRARY)
         if library.nvmlInit_v2() != _SUCCESS:
             return []
-    except (OSError, AttributeError):  # no driver, or a very old one
+    except (OSError, AttributeError):  # no driver, or an old one
         return []
     with contextlib.suppress(AttributeError):
         try:
@@ -63,7 +63,7 @@ def _memories(library: Any) -> list[GpuMemory]:
 
 
 def _visible(every: list[GpuMemory]) -> list[GpuMemory]:
-    """The GPUs in `CUDA_VISIBLE_DEVICES`; all of them if it is unset or has other names."""
+    """The GPUs in `CUDA_VISIBLE_DEVICES`; all GPUs if unset or not by numbers."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return every
