@@ -233,9 +233,9 @@ def test_temporaries_count_once_they_are_known():
     assert "device memory, in all 17.00 GiB unknown: without temporaries to" in words
     assert uncounted.fits_device is None
     assert replace(uncounted, device_other_bytes=200 * GIB).fits_device is False
-    words = " ".join(str(big_plan(device_temporary_bytes=103 * GIB)).split())
-    assert "device memory, temporaries 103.00 GiB device" in words
-    assert "device memory, in all 120.00 GiB DOES NOT FIT in 119.34 GiB, 85% of the card" in words
+    words = " ".join(str(big_plan(device_temporary_bytes=115 * GIB)).split())
+    assert "device memory, temporaries 115.00 GiB device" in words
+    assert "device memory, in all 132.00 GiB DOES NOT FIT in 130.57 GiB, 93% of the card" in words
     guess = big_plan(device_temporary_bytes=GIB, device_temporary_estimated=True)
     assert "device memory, temporaries 1.00 GiB estimate" in " ".join(str(guess).split())
 

@@ -33,7 +33,7 @@ def test_table_of_text():
         "host memory at rest 114.00 GiB",
         "host memory at peak 114.00 GiB",
         "host memory, the process 116.90 GiB estimate, fits in 125.00 GiB",
-        "device memory, in all 17.00 GiB fits in 119.34 GiB, 85% of the card",
+        "device memory, in all 17.00 GiB fits in 130.57 GiB, 93% of the card",
         "to the device, a step 38.00 GiB 0.868 s",
         "to the host, a step 0 B 0 s",
         "arithmetic, a step, 4 microbatches 588 TFLOP 0.805 s",

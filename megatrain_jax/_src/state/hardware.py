@@ -21,8 +21,8 @@ class Hardware:
         host_bytes: Host memory that training may use; `None` if unknown.
         typical_host_bytes: Host memory that plans assume if `host_bytes` isn't given.
         device_bytes: Memory of the accelerator; `None` if unknown.
-        device_share: Share of it that JAX may allocate; `None` for the value of
-            `XLA_CLIENT_MEM_FRACTION`, which importing this library sets to 0.85.
+        device_share: Share of it that JAX may allocate. With `None`, all but 3.6 GiB, at least 85%
+            and at most 93%, or a smaller `XLA_CLIENT_MEM_FRACTION` that is set here.
         link_bytes_per_s: Bytes per second between host and device, in each direction.
         host_bytes_per_s: Bytes per second between the host's memory and all devices together;
             infinite by default, so that only the links limit transfers.
@@ -114,7 +114,8 @@ class Hardware:
         if self.device_bytes is None:
             return None
         # Read late, because the user may set JAX's variable after the import.
-        share = allocator.fraction() if self.device_share is None else self.device_share
+        share = self.device_share
+        share = allocator.share_of(self.device_bytes) if share is None else share
         return int(share * self.device_bytes)
 
     @property
