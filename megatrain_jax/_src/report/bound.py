@@ -4,7 +4,9 @@ from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
 
-Bound = Literal["link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"]
+Bound = Literal[
+    "link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
+]
 
 # Another resource within this fraction of the longest time may as well be the bottleneck.
 _AS_LONG = 0.9
