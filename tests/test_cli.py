@@ -156,12 +156,14 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
     texts = (
         'Precision(frozen="bfloat16") or frozen="float32", or use precision="float16"',
         "Precision(products=...) asks, Map these paths to float32 in Precision(state={...})",
-        'device_budget="minimum", `microbatches="auto"`, more `microbatches`, (Precision.compact())',
+        'device_budget="minimum", `microbatches="auto"`, more `microbatches`',
+        "(Precision.compact())",
     )
     assert [in_options(text) for text in texts] == [
         "--frozen bfloat16 or --frozen float32, or use --compute float16",
         "--products asks, Use --state float32",
-        "--device-budget minimum, --microbatches auto, more --microbatches, (--state compact)",
+        "--device-budget minimum, --microbatches auto, more --microbatches",
+        "(--state compact)",
     ]
 
 
