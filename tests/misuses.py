@@ -136,7 +136,8 @@ RUN = {
         ("bf16", "Compact", "", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
     ),
     "device_budget": Argument(
-        ("least", None, 2**30, np.int64(2**30), "1 GiB", "24g"), ("Least", *NO_BYTES)
+        ("minimum", "least", "auto", None, 2**30, np.int64(2**30), "1 GiB", "24g"),
+        ("Least", *NO_BYTES),
     ),
     "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
     "trainable": Argument(

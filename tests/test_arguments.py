@@ -419,7 +419,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         (
             "Trainer",
             {"device_budget": "Least"},
-            "bytes such as .* is .Least.; it may also be .least",
+            "bytes such as .* is .Least.; it may also be .minimum",
         ),
         (
             "plan",

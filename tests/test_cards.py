@@ -45,6 +45,14 @@ def test_known_cards(monkeypatch):
     assert cards.this_machine() is None
 
 
+def test_a_plan_says_of_each_card_whether_its_rates_were_measured():
+    """So that nobody takes a vendor's peak for a rate that was seen."""
+    sources = {name: card.source for name, card in cards._CARDS.items()}
+    measured = {name for name, source in sources.items() if source.startswith("measured")}
+    assert measured == {"H100", "H200", "HGX_H100", "HGX_H200"}
+    assert all(sources[name] == "vendor peak, unmeasured" for name in sources.keys() - measured)
+
+
 def test_every_figure_of_a_card_has_a_source():
     """A card like another one has the other's figures; each public card is in the file."""
     link = {"value": 3e9, "source": "data sheet"}

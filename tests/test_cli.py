@@ -156,12 +156,14 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
     texts = (
         'Precision(frozen="bfloat16") or frozen="float32", or use precision="float16"',
         "Precision(products=...) asks, Map these paths to float32 in Precision(state={...})",
-        'device_budget="least", `microbatches="auto"`, more `microbatches`, (Precision.compact())',
+        'device_budget="minimum", `microbatches="auto"`, more `microbatches`',
+        "(Precision.compact())",
     )
     assert [in_options(text) for text in texts] == [
         "--frozen bfloat16 or --frozen float32, or use --compute float16",
         "--products asks, Use --state float32",
-        "--device-budget least, --microbatches auto, more --microbatches, (--state compact)",
+        "--device-budget minimum, --microbatches auto, more --microbatches",
+        "(--state compact)",
     ]
 
 
@@ -193,7 +195,7 @@ def test_only_what_helps_is_advised():
     assert of_device.startswith(
         "not enough GPU memory. It fits with --microbatches auto or --length 2048. "
     )
-    both = advised(False, False, 1, device_budget="least", clip=None)
+    both = advised(False, False, 1, device_budget="minimum", clip=None)
     assert both == (
         "not enough host memory and GPU memory. No option of this command is enough: it needs "
         "a larger --host and a --gpu with more memory, or a smaller model."

@@ -191,7 +191,7 @@ COMMON = [
     option("compute", "float16", *precision("compute")),
     option("products", "float8", *precision("products")),
     option("products", "float8-all", *precision("products", (("*", "float8"),))),
-    option("device_budget", "least", "fit.device_budget", "plan.device_budget"),
+    option("device_budget", "minimum", "fit.device_budget", "plan.device_budget"),
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
     option("eval_every", 4, "fit.eval_every"),

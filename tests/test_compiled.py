@@ -148,13 +148,14 @@ def test_an_automatic_budget_is_what_the_device_has_left():
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])
 def test_a_budget_in_words_has_to_be_known(budget):
-    words = '`device_budget` must be bytes .*; it may also be "least"'
+    words = '`device_budget` must be bytes .*; it may also be "minimum"'
     with pytest.raises(ValueError, match=words):
         make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=budget)
 
 
-def test_the_least_budget_by_its_name():
-    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
+@pytest.mark.parametrize("name", ["minimum", "least"])
+def test_the_minimum_budget_by_its_name(name):
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=name)
     schedule = spec_of(trainer).first.schedule
     assert trainer.plan.device_state_bytes == schedule.peak_bytes <= schedule.smallest_bytes
 

@@ -158,7 +158,7 @@ def test_a_trainer_shows_model_step_and_budget():
     shown = in_notebook(trainer)
     words = " ".join(repr(trainer).split())
     least = trainer.schedule.smallest_bytes / 2**10
-    for part in ("8.19K in 2 groups", "step 1", f"{least:.2f} KiB the least", "devices 1"):
+    for part in ("8.19K in 2 groups", "step 1", f"{least:.2f} KiB the minimum", "devices 1"):
         assert part in words
     assert [" ".join(row).split() for row in shown.rows] == [
         line.split() for line in repr(trainer).splitlines()[1:]
@@ -329,13 +329,13 @@ def test_a_result_shows_steps_losses_and_why_it_ended():
     rows = {row[0]: row[1:] for row in shown.rows}
     assert rows["steps"] == ["3", "done: all `steps`"]
     assert rows["loss"][0] == f"{losses[-1]:.6g}"
-    assert f"{first['loss']:.6g} at step 1, least {min(losses):.6g}" in rows["loss"][1]
+    assert f"{first['loss']:.6g} at step 1, lowest {min(losses):.6g}" in rows["loss"][1]
     assert rows["eval_loss"][0] == f"{last['eval_loss']:.6g}"
     words = " ".join(repr(result).split())
     assert all(" ".join([name, *cells]) in words for name, cells in rows.items())
-    # What is not a number is never the least, wherever it is.
+    # What is not a number is never the lowest, wherever it is.
     records = [{"step": n, "loss": x} for n, x in enumerate((np.nan, 3.0, 2.0, np.nan), 1)]
-    assert result_cells(4, "done", records)[1][2] == "nan at step 1, least 2 at step 3"
+    assert result_cells(4, "done", records)[1][2] == "nan at step 1, lowest 2 at step 3"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_trainer_without_a_gpu_says_what_it_planned():
     assert found.device_budget is None and planned.device_budget
     assert found.fits_device is None and planned.fits_device
     words = " ".join(str(found).split())
-    assert "B the least device memory, other" in words
+    assert "B the minimum device memory, other" in words
     assert "temporaries not counted known where" in words and "B unknown: without" in words
     assert "of a budget of " in str(planned)
 
@@ -128,7 +128,7 @@ def test_html_escapes_what_users_name():
 )
 def test_memory_units(num_bytes, text):
     words = " ".join(str(small_plan(device_state_bytes=num_bytes)).split())
-    assert f"device memory, state and activations {text} the least device" in words
+    assert f"device memory, state and activations {text} the minimum device" in words
 
 
 def test_a_table_has_one_unit_where_that_shows_its_numbers():

@@ -196,7 +196,7 @@ def test_a_timeline_is_the_step_that_the_schedule_foretells(seed: int):
 
 def test_a_plan_draws_its_timeline():
     plan = mt.plan(
-        build, loss_fn, OPTIMIZERS["adamw"], batch(8), device_budget="least", hardware=mt.H200
+        build, loss_fn, OPTIMIZERS["adamw"], batch(8), device_budget="minimum", hardware=mt.H200
     )
     assert plan.workload is not None and plan.schedule is not None
     spans = timeline(plan.workload, plan.schedule)

@@ -379,6 +379,11 @@ def test_a_limit_of_the_users_bounds_what_plans_count_with(monkeypatch):
     total = pool_limit.machine_bytes(125 * GIB, 1)
     assert total is not None and 60 <= pool_limit.limit_bytes(total) / GIB <= 61
     assert pool_limit.machine_bytes(32 * GIB, 1) == 32 * GIB
+    for number, gib in itertools.product((1, 2), (1, 4, 16, 24, 60)):
+        monkeypatch.setenv(pool.LIMIT_VARIABLE, str(gib))
+        found = pool_limit.machine_bytes(250 * GIB, number)
+        assert pool_limit.limit_bytes(found) == number * gib * GIB
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "60")
     several = pool_limit.machine_bytes(512 * GIB, 4)
     assert several is not None and pool_limit.limit_bytes(several) == pytest.approx(
         240 * GIB, abs=GIB

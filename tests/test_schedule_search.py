@@ -215,7 +215,7 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
 def test_too_small_a_budget_names_the_smallest_that_works():
     workload = chain(4)
     smallest = find_schedule(workload, None).smallest_bytes
-    said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "least", or None'
+    said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "minimum", or None'
     with pytest.raises(ValueError, match=said):
         find_schedule(workload, smallest - 1)
 

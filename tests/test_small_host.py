@@ -291,6 +291,16 @@ def test_a_named_card_is_in_this_host(monkeypatch):
     assert hosts == [9 * GIB, 9 * GIB, 8 * GIB]
 
 
+def test_a_limit_of_pools_bounds_a_run_on_hardware_that_has_more_memory(monkeypatch):
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=900 * GIB)
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "available_process_bytes", lambda *of: 800 * GIB)
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
+    trainer = mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, progress=False)
+    assert trainer.plan.host_budget == 3 * GIB + 5 * GIB // 2
+
+
 def skipping(params, batch):
     x, skips = batch["x"], []
     half = len(params["layers"]) // 2

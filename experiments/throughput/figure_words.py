@@ -60,7 +60,14 @@ _PEER = re.compile("|".join(_PEERS))
 _PARTS_OF_DEEPSPEED = re.compile(
     r"\b(FSDP2|PyTorch|RoundPipe)(?: [\d.]+)?(?:'s)? (?:ZeRO-3|Twin-Flow|SuperOffload|ZenFlow)"
 )
-_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "auto": "automatic", "one": "1", "two": "2"}
+_SPELLINGS = {
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "auto": "automatic",
+    "minimum": "least",
+    "one": "1",
+    "two": "2",
+}
 
 
 def wrong_unit(text: str, end: int, name: str) -> str | None:

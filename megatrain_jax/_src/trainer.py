@@ -99,9 +99,9 @@ class Trainer:
                 bfloat16, or float16 on a GPU without it.
             device_budget: Bytes of device memory that state and activations may occupy, as a number
                 or as text such as "22 GiB". With a larger budget, less is transferred and less is
-                recomputed: results may then differ in the last bits. "least" for the minimum with
-                which no step waits for memory; None for all that compiled functions leave, or the
-                minimum if JAX doesn't report the device's memory.
+                recomputed: results may then differ in the last bits. "minimum" for the smallest one
+                with which no step waits for memory; None or "auto" for all that compiled functions
+                leave, or the minimum if JAX doesn't report the device's memory.
             host_budget: Maximum bytes of host memory of the process, as a number or as text such as
                 "200GiB", with JAX, CUDA, XLA, compilation, reading and saving. None for all that is
                 available at the start, less a reserve. With less, more is recomputed in backward.

@@ -94,7 +94,7 @@ MEMORY, LONG = "docs/less_memory.md", "docs/long_sequences.md"
 DESIGN, FITTING, TABLES = "docs/design.md", "docs/fitting.md", "experiments/results/README.md"
 # Two texts of a page change places (<->), or one is replaced by the other (->).
 FALSE = [
-    (README, "[minimum budget, `least`](", "<->", "[24 GiB budget]("),
+    (README, "[minimum budget](", "<->", "[24 GiB budget]("),
     (README, "[exact updates](", "<->", "[ZeRO-3 offload]("),
     (README, "[ZeRO-3 offload](", "<->", "[FSDP2 with `CPUOffloadPolicy`]("),
     (README, "| 9.5 GiB |", "->", "| 9.5 s |"),

@@ -7,6 +7,7 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax._src.cli.largest import fits
 from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.common import checks
 
 # Rank of the suggested adapters.
 _RANK = 16
@@ -51,8 +52,8 @@ def _has(settings: PlanSettings, changes: dict[str, Any]) -> bool:
 
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The options that need less of the missing memory, with the settings they change."""
-    if "GPU memory" in lacking and settings.device_budget != "least":
-        yield "--device-budget least", {"device_budget": "least"}
+    if "GPU memory" in lacking and checks.device_budget(settings.device_budget) != "minimum":
+        yield "--device-budget minimum", {"device_budget": "minimum"}
     # Smaller functions on the GPU, and in waves less that waits in the host.
     if settings.tokens is not None and settings.microbatches != "auto":
         rows = settings.tokens // settings.length

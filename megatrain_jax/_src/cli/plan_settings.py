@@ -51,7 +51,7 @@ class PlanSettings:
         lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside adapters, such as embed_tokens and
             lm_head, one or several.
-        device_budget: GPU memory for state and activations, such as 22GiB, or least.
+        device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that the host
             has.
     """

@@ -47,7 +47,7 @@ class Planner:
             "hardware": self.machine,
             "num_gpus": settings.gpus,
             "microbatches": settings.microbatches,
-            "device_budget": checks.num_bytes("device_budget", settings.device_budget, "least"),
+            "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
         # No plan depends on the learning rate.
@@ -69,7 +69,7 @@ class Planner:
         options = dict(self._options)
         # The minimum budget decides whether a size fits at all, and its plan takes less time.
         if least and options["device_budget"] is None:
-            options["device_budget"] = "least"
+            options["device_budget"] = "minimum"
         model, trainable = self._model(config)
         settings = self.settings
         frozen = frozen_of(settings.frozen, settings.lora_rank is not None, _saved_dtype(config))

@@ -54,7 +54,7 @@ class RunSettings:
             bfloat16, and float32 elsewhere. float16 scales the loss.
         products: Form of large products with parameters, or float8-all for small ones, too;
             default: as `compute`.
-        device_budget: GPU memory for state and activations, such as 22GiB, or least.
+        device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
         host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
             available.
         checkpoints: Whether to save checkpoints, from which the same command resumes.
@@ -123,7 +123,7 @@ class RunSettings:
                 checks.number(name, value, above=0)
         checks.number("weight_decay", self.weight_decay, least=0)
         check_shares(self, _SHARES)
-        checks.num_bytes("device_budget", self.device_budget, "least")
+        checks.device_budget(self.device_budget)
         checks.num_bytes("host_budget", self.host_budget)
         self._check_optimizer()
         for name in ("wandb", "mlflow"):

@@ -110,6 +110,21 @@ def num_bytes(name: str, value: Any, *words: str, least: int = 2**20) -> int | s
     return number
 
 
+def device_budget(value: Any, least: int = 2**20) -> int | str | None:
+    """Returns the option `device_budget`: bytes, "minimum", or None for all that is free.
+
+    Args:
+        value: The value given, as of `num_bytes`; "auto" is None, and "least" is "minimum".
+        least: See `num_bytes`.
+
+    Raises:
+        TypeError: See `num_bytes`.
+        ValueError: See `num_bytes`.
+    """
+    value = {"least": "minimum", "auto": None}.get(value, value) if type(value) is str else value
+    return num_bytes("device_budget", value, "minimum", least=least)
+
+
 def number(
     name: str, value: Any, *, above: float | None = None, least: float | None = None
 ) -> float:

@@ -147,7 +147,7 @@ def naming_first_batch(batch: Any, microbatches: int) -> Iterator[None]:
 
 
 def _advice_on_kind(batch: Any) -> str | None:
-    """How a loss reads a batch that is a tuple, a list or one array; None for all other kinds."""
+    """Advice on reading a batch that is a tuple, a list or one array; None for all other kinds."""
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         names = "xyz"[: len(batch)] if len(batch) <= 3 else "abc"
         more = ", ..." if len(batch) > 3 else ""

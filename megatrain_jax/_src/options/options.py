@@ -95,9 +95,7 @@ class Options:
             trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
             waves=_integer_or_none("waves", self.waves),
-            device_budget=checks.num_bytes(
-                "device_budget", self.device_budget, "least", least=_LEAST_DEVICE_BYTES
-            ),
+            device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),

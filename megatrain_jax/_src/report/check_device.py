@@ -31,8 +31,8 @@ def check_device(
     excess = f"; {plan.device_excess}" if plan.device_excess else ""
     raise MemoryError(
         f"Training needs {sized(plan.device_bytes)} of device memory, {sized(free_bytes)} "
-        f"available: {sized(plan.device_state_bytes)} for state and activations (least with "
-        f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
+        f"available: {sized(plan.device_state_bytes)} for state and activations (less with "
+        f'device_budget="minimum"), {sized(plan.device_temporary_bytes or 0)} for what one '
         f"compiled function needs{excess}. Nothing was allocated. Use more `microbatches`, smaller "
         "batches, a loss that makes fewer logits at a time (a smaller `chunk` of "
         "`losses.next_token`), or fewer bytes per parameter (Precision.compact(), an optimizer "

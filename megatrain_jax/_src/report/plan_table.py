@@ -85,7 +85,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     known, budget = plan.device_temporary_bytes, plan.device_budget
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
-    within = "the least" if budget is None else f"of a budget of {size(budget)}"
+    within = "the minimum" if budget is None else f"of a budget of {size(budget)}"
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         # Host bytes if every parameter were trained, at the average bytes per trained parameter.

@@ -41,7 +41,7 @@ def result_cells(
             # NaN comes last, because nothing compares less than it.
             best = min(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
             first = f"{values[0]:.6g} at step {numbers[0]:.0f}"
-            least = f"least {values[best]:.6g} at step {numbers[best]:.0f}"
+            least = f"lowest {values[best]:.6g} at step {numbers[best]:.0f}"
             cells.append([name, f"{values[-1]:.6g}", f"{first}, {least}"])
     return cells
 
@@ -53,7 +53,7 @@ def trainer_cells(
     parameters = sum(map(jx.num_elements, spec.leaves))
     groups = len(spec.layouts)
     budget, schedule = spec.budget_bytes, spec.first.schedule
-    within = "the least" if budget is None else f"of a budget of {sized(budget)}"
+    within = "the minimum" if budget is None else f"of a budget of {sized(budget)}"
     last = records[-1] if records else {}
     losses = (f"{n} {_spelled(n, last[n])}" for n in ("loss", EVALUATED + "loss") if n in last)
     names = ", ".join(str(device) for device in devices)

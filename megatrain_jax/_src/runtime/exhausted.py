@@ -38,6 +38,6 @@ def _advice(allocator: str | None) -> str:
             "JAX's first computation chooses CUDA's memory pool, which joins gaps."
         )
     return (
-        'If this is device memory: use device_budget="least", more `microbatches` or smaller '
+        'If this is device memory: use device_budget="minimum", more `microbatches` or smaller '
         f"batches. {other} The trainer can't go on; a new one resumes from the newest checkpoint."
     )

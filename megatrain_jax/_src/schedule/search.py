@@ -128,7 +128,7 @@ class BudgetError(ValueError):
         super().__init__(
             f"device_budget={given} is too small for this model, optimizer and precision; the "
             f"smallest that works is {smallest} bytes ({sized(smallest)}). Pass that or more, "
-            '"least", or None for what the device has left; smaller or shorter batches, or more '
+            '"minimum", or None for what the device has left; smaller or shorter batches, or more '
             "`microbatches`, need less"
         )
         self.smallest = smallest

@@ -38,7 +38,7 @@ from megatrain_jax._src.spec.rescheduled import spanning, workload_spanning
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import Placement
-from megatrain_jax._src.state.pool_limit import beside_bytes
+from megatrain_jax._src.state.pool_limit import beside_bytes, bytes_in_force
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
@@ -149,18 +149,23 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     """The host memory that each of a run's processes may take now.
 
     Args:
-        options: The run's options; a host budget is an upper limit.
+        options: The run's options; a host budget is an upper limit, as is the limit of JAX's pools.
         placement: The run's devices and processes.
 
     Returns:
         Bytes, the same in all processes; None if unknown.
     """
     processes = placement.processes
-    limits = [] if options.host_bytes is None else [options.host_bytes]
-    if (here := pool.available_process_bytes(processes.num_here)) is not None:
-        limits.append(here)
-    found = processes.gather("asking for available host memory", min(limits, default=None))
-    return min((limit for limit in found if limit is not None), default=None)
+    own, machine = len(placement.local_devices), options.machine
+    by_pools = bytes_in_force(own, own * machine.list_bytes if machine else 0)
+    here = pool.available_process_bytes(processes.num_here)
+    least = _least(options.host_bytes, here, by_pools)
+    return _least(*processes.gather("asking for available host memory", least))
+
+
+def _least(*limits: int | None) -> int | None:
+    """The least of the known limits; None if none is known."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_host(
@@ -188,7 +193,7 @@ def check_host(
         beside, fixed = "", beside_bytes(0, process.list_bytes)
     else:
         here = pool.available_process_bytes(processes_per_host)
-        most = min((limit for limit in (most, here) if limit is not None), default=None)
+        most = _least(most, here)
         computing = process.num_devices * (spec.first.schedule.peak_bytes + temporary_bytes)
         arrays = round((peak + computing) * (1 + _small_share(spec)))
         fixed = resident_bytes() + _COMPILING

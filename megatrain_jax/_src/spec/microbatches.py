@@ -101,7 +101,7 @@ class _Dividing:
         """The fitted run, with microbatches and waves chosen by the plan."""
         run, device_bytes = self._run, self._device_bytes
         spec = self._in_few_microbatches()
-        if run.device_budget != "least":
+        if run.device_budget != "minimum":
             spec = self._divided(spec.first.microbatches)
         if device_bytes is None or run.waves is not None or spec.first.microbatches == 1:
             return self._fit(spec)
@@ -127,7 +127,7 @@ class _Dividing:
             fitted: The run, fitted to its machine in waves.
             device_bytes: Free device memory.
         """
-        if self._run.device_budget == "least" or not _fits(fitted, device_bytes):
+        if self._run.device_budget == "minimum" or not _fits(fitted, device_bytes):
             return fitted
         while fewer := [n for n in self._numbers if n < fitted.first.microbatches]:
             spec, enough = self._divided(fewer[-1]), fitted.first.schedule.seconds
@@ -208,7 +208,7 @@ class _Dividing:
     def _sized(self, number: int) -> RunSpec:
         """The run in a number of microbatches, to ask for its kernels' memory."""
         # Before anything is scheduled within a budget.
-        run = dataclasses.replace(self._run, microbatches=number, device_budget="least")
+        run = dataclasses.replace(self._run, microbatches=number, device_budget="minimum")
         return self._make(run)
 
     def _needed_by_one(self, spec: RunSpec) -> int:

@@ -224,7 +224,7 @@ def _make(
     """The run with each block in `num_parts` parts; see `make_run_spec`."""
     microbatches = options.microbatches
     assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
-    # The only string is "least".
+    # The only string is "minimum".
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
     def key() -> Hashable:

@@ -75,7 +75,7 @@ def fit_in_waves(
     workload = spec.first.workload.in_waves(1)
     balanced, least = _balanced(workload), _least_seconds(workload)
     # With the minimum budget, speed is not a goal.
-    is_one = spec.options.device_budget == "least" or balanced < _FEWEST
+    is_one = spec.options.device_budget == "minimum" or balanced < _FEWEST
     # A schedule is slow to find, and often the bound tells that one wave takes too long.
     may_be_one = is_one or bound(1) * (1 - _WORTH) <= least
     if may_be_one and not math.isinf(one := seconds(1)):

@@ -17,6 +17,7 @@ JAX makes its lists after it has pinned the pages. If too little memory is left 
 kills the process without a message.
 """
 
+import bisect
 import os
 import sys
 
@@ -57,7 +58,7 @@ def limit_bytes(total: int | None) -> int:
     """Returns the limit in bytes that `set_limit` chooses on a machine with `total` bytes."""
     if total is None:
         return sys.maxsize
-    return max(1, pools_within(process_budget(total)) // _GIB) * _GIB
+    return max(1, _pools_of(total) // _GIB) * _GIB
 
 
 def process_budget(total: int) -> int:
@@ -91,7 +92,28 @@ def machine_bytes(total: int | None, num_devices: int) -> int | None:
     if total is None or limit_in_force() >= limit_bytes(total):
         return total
     pools = num_devices * limit_in_force()
-    return min(total, pools + beside_bytes(pools) + driver_bytes(pools) + _SYSTEM)
+    # The smallest machine that has room for these pools.
+    mib = bisect.bisect_left(range(total >> 20), pools, key=lambda mib: _pools_of(mib << 20))
+    return min(total, mib << 20)
+
+
+def bytes_in_force(num_devices: int, list_bytes: int = 0) -> int | None:
+    """Returns the host memory of a process whose pools are as large as the limit in force allows.
+
+    Args:
+        num_devices: Number of the process's devices, each with a pool.
+        list_bytes: See `beside_bytes`.
+
+    Returns:
+        Bytes; None without a limit.
+    """
+    pools = num_devices * limit_in_force()
+    return pools + beside_bytes(pools, list_bytes) if limit_in_force() < sys.maxsize else None
+
+
+def _pools_of(total: int) -> int:
+    """The bytes of pools that a machine with `total` bytes of memory has room for."""
+    return pools_within(process_budget(total))
 
 
 def beside_bytes(pools: int, list_bytes: int = 0) -> int:
