@@ -405,6 +405,8 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("fit", {"optimizer": optax.lion}, r"call it: optax.lion\(1e-3\), not optax.lion"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
+        ("fit", {"optimizer": "AdamW"}, r"such as optax.adamw\(1e-3\)"),
+        ("plan", {"optimizer": "best"}, r"such as optax.adamw\(1e-3\)"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
         ("fit", {"hardware": "4900"}, "`hardware`='4900': no card .* did you mean RTX 4090"),
         ("plan", {"host_budget": "22"}, "'22' would be 22 bytes: add a unit, \"22 GiB\""),

@@ -424,7 +424,7 @@ def test_steps_on_long_sequences_take_as_long_as_they_took(
     monkeypatch.setattr(bound_step, "find_residuals", lambda *args: None)
     plan = plan_of_qwen(length, num_layers)
     assert plan.seconds_per_step == pytest.approx(seconds, rel=0.1)
-    assert plan.bound == "compute"
+    assert plan.bound == "arithmetic"
     assert plan.attention_flops_per_step > 0.6 * plan.flops_per_step
 
 

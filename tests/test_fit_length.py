@@ -15,6 +15,7 @@ from megatrain_jax._src.train.source import length_of
 from runs import check_same_bits
 
 BATCHES = [small.batch(seed) for seed in range(3)]
+X = BATCHES[0]["x"]
 
 
 class Endless:
@@ -99,6 +100,20 @@ def test_batches_may_be_tuples():
     pairs = [(batch["x"], batch["x"][:, 0]) for batch in BATCHES]
     found = fit(loss_fn, pairs)
     assert found.history["loss"] == fit(small.loss_fn, BATCHES).history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "advice"),
+    [
+        ((X, X[:, 0]), 'unpack it, as in `x, y = batch`, .* {"x": x, "y": y}'),
+        ([X] * 4, "is a list, .* `a, b, c, ... = batch`"),
+        (X, "is one array"),
+    ],
+)
+def test_a_loss_that_asks_for_names_learns_how_a_batch_without_any_is_read(batch, advice):
+    with pytest.raises(TypeError) as raised:
+        mt.plan(small.params(), small.loss_fn, small.OPTIMIZER, batch)
+    assert re.search(advice, raised.value.__notes__[-1])
 
 
 def test_bars_of_a_notebook_without_widgets_are_text_without_advice():

@@ -102,4 +102,4 @@ def test_a_step_of_norms_is_bound_by_the_memory_and_one_of_products_by_arithmeti
     assert norms.bound == "memory" and "the device's memory traffic" in str(norms)
     # Each layer reads and writes at least its rows, forward and backward.
     assert norms.memory_bytes > 4 * 4 * 2**30
-    assert products.bound == "compute"
+    assert products.bound == "arithmetic"

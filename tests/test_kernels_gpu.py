@@ -1,4 +1,10 @@
-"""The kernels of the extra `kernels`, on an H100 or H200, against the operations they replace."""
+"""The kernels of the extra `kernels`, on an H100 or H200, against the operations they replace.
+
+Kernels add in fp32, but read and write bfloat16, and rounding a number to bfloat16 changes it by
+0.0017 (root mean square). A result that several such roundings reach is wrong by 0.005: the plain
+operations in bfloat16, which a CPU computes too, differ from fp32 by 0.0057 in the worst array of
+the experts, and kernels of the delta rule by 0.0041. So each array may differ by 0.01 of its norm.
+"""
 
 import functools
 import warnings
@@ -28,10 +34,10 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 
-def compared(found, expected, most):
+def compared(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
-        assert np.linalg.norm(a - b) <= most * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +49,9 @@ def checked():
         assert kernel_checks.has_grouped_products() and kernel_checks.has_delta_rule()
 
 
-@pytest.mark.parametrize("kind", ["gated", "biases, sizes to be padded"])
-@pytest.mark.parametrize("tokens", [64, 1001])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("gated", 64), ("biases, sizes and rows to be padded", 1001)]
+)
 def test_experts_by_kernels_are_those_of_the_loop_in_fp32(kind, tokens):
     num, per_token, width, inside = 8, 3, 256, 384
     if kind == "gated":
@@ -66,19 +73,19 @@ def test_experts_by_kernels_are_those_of_the_loop_in_fp32(kind, tokens):
             return jnp.sum(jnp.sin(mixed.astype(jnp.float32))), mixed
 
         # The sum is not compared: its terms cancel, so it is as wrong as all of them together.
-        call = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
-        return call(x, logits, weights), call.lower(x, logits, weights).as_text()
+        lowered = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True)).lower(x, logits, weights)
+        return lowered.compile()(x, logits, weights), lowered.as_text()
 
     found, text = gradients(x, logits, weights)
     assert "mosaic_gpu" in text
     with jax.default_matmul_precision("highest"):
         expected, text = gradients(wide(x), logits, wide(weights))
     assert "mosaic_gpu" not in text
-    compared(found, expected, 0.02)
+    compared(found, expected)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("documents", [False, True])
+# Lowering and compiling take 20 seconds a case.
+@pytest.mark.parametrize(("width", "documents"), [(64, True), (128, False)])
 def test_the_delta_rule_by_kernels_is_that_by_chunks_in_fp32(width, documents):
     q, k, v = (normal(i, 2, 1000, heads, width) for i, heads in enumerate((2, 2, 4)))
     rate = jax.nn.sigmoid(normal(3, 2, 1000, 4))
@@ -99,4 +106,4 @@ def test_the_delta_rule_by_kernels_is_that_by_chunks_in_fp32(width, documents):
     with jax.default_matmul_precision("highest"):
         in_chunks = functools.partial(delta_rule_and_state, segments=segments)
         expected = gradients(lambda *args: in_chunks(*args)[0], *wide(operands))
-    compared(found, expected, 0.03)
+    compared(found, expected)

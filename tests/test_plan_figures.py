@@ -102,7 +102,7 @@ def test_what_bounds_a_step_is_that_of_one_host():
     # the rate, 4 for loops and 8 for what devices send each other.
     assert PLAN.bound == "host"
     slow = replace(PLAN, hardware=replace(ROUND, flops_per_s=5e12))
-    assert slow.bound == "compute"
+    assert slow.bound == "arithmetic"
     assert replace(slow, attention_flops_per_step=0).bound == "neither"
     assert replace(slow, seconds_loops=0.0).bound == "neither"
     assert "bound by Python's dispatch 50 s" in words_of(replace(PLAN, seconds_dispatch=50.0))

@@ -178,7 +178,7 @@ def test_a_loop_over_chunks_of_the_batch_gathers_it():
 @pytest.mark.parametrize(
     ("changes", "bound"),
     [
-        ({"flops_per_s": 10.0}, "compute"),
+        ({"flops_per_s": 10.0}, "arithmetic"),
         ({"link_bytes_per_s": 1.0, "host_bytes_per_s": 1e9}, "link"),
         ({"host_bytes_per_s": 10.0}, "host"),
         ({"peer_bytes_per_s": 1.0}, "collectives"),

@@ -172,7 +172,7 @@ def test_every_microbatch_and_the_update_count():
 
 @pytest.mark.parametrize(
     ("link", "flops", "bound"),
-    [(10.0, 110.0, "link"), (10.0, 50.0, "compute"), (10.0, 95.0, "neither")],
+    [(10.0, 110.0, "link"), (10.0, 50.0, "arithmetic"), (10.0, 95.0, "neither")],
 )
 def test_bound(link, flops, bound):
     # 20 bytes in against 184 operations: two seconds of transfers.
@@ -186,7 +186,7 @@ def test_bound(link, flops, bound):
 
 @pytest.mark.parametrize(
     ("ratio", "bound"),
-    [(1.12, "link"), (1.08, "neither"), (0.92, "neither"), (0.88, "compute")],
+    [(1.12, "link"), (1.08, "neither"), (0.92, "neither"), (0.88, "arithmetic")],
 )
 def test_bound_is_neither_within_a_tenth(ratio, bound):
     # 20 bytes at 10 a second: two seconds of transfers to `ratio` as many of arithmetic.
@@ -197,7 +197,7 @@ def test_bound_is_neither_within_a_tenth(ratio, bound):
 def test_both_directions_of_the_link_count():
     plan = small_plan(hardware=BALANCED, bytes_in=0, bytes_out=160)
     assert plan.bound == "link"
-    assert replace(plan, bytes_out=0).bound == "compute"
+    assert replace(plan, bytes_out=0).bound == "arithmetic"
 
 
 def test_without_hardware_nothing_is_claimed():
@@ -223,7 +223,7 @@ def test_attention_counts_in_what_bounds_a_step():
     machine = replace(BALANCED, sustained_attention=0.5)
     assert small_plan(hardware=replace(machine, flops_per_s=110.0)).bound == "link"
     plan = small_plan(hardware=machine, attention_flops_per_step=184)
-    assert (plan.bound, plan.seconds_compute) == ("compute", 3.68)
+    assert (plan.bound, plan.seconds_compute) == ("arithmetic", 3.68)
 
 
 def test_temporaries_count_once_they_are_known():

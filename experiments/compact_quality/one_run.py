@@ -44,7 +44,9 @@ Text = tuple[np.ndarray, np.ndarray, dict[str, Any]]
 def train(
     setting: Setting, sizes: Sizes, seed: int, text: Text, checkpoints: Path
 ) -> dict[str, Any]:
-    """Trains with all state on the device, or goes on with it, and returns the run's figures.
+    """Trains, or goes on, and returns the run's figures.
+
+    All state is on the device, but if the setting's sums of gradients have to wait in the host.
 
     Initial values and the order of the data follow from the seed, whatever the setting.
 
@@ -77,7 +79,9 @@ def train(
         steps=sizes.steps,
         seed=seed,
         precision=mt.Precision(compute=compute, **setting.held),
-        device_budget=_EVERYTHING,
+        microbatches=setting.waves,
+        waves=setting.waves,
+        device_budget=_EVERYTHING if setting.waves == 1 else "least",
         eval_data=watch.begin_evaluation,
         eval_every=sizes.eval_every,
         checkpoint_dir=checkpoints,

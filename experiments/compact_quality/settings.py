@@ -16,12 +16,15 @@ class Setting:
         optimizer: Which optimizer.
         yardstick: Name of the row that this one's loss is compared with.
         rate: Factor of the learning rate of `Sizes`, which is AdamW's.
+        waves: Microbatches of a step, each a wave of its own. With more than one, sums of gradients
+            wait in the host, as they do for large models.
     """
 
     held: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
     yardstick: str = "fp32"
     rate: float = 1.0
+    waves: int = 1
 
 
 BYTES = 256
@@ -76,6 +79,15 @@ SETTINGS |= {
     "float8 products but down": Setting(held={"products": {"*/down/*": None, **_FLOAT8}}),
     "float8 products, bf16 masters, int8 state": Setting(
         held={**_BF16, "state": _INT8, "products": _FLOAT8}, yardstick="bf16 masters, int8 state"
+    ),
+}
+
+SETTINGS |= {
+    "bf16 masters, int8 state, 4 waves": Setting(held={**_BF16, "state": _INT8}, waves=4),
+    "bf16 masters, int8 state, 4 waves, bf16 sums": Setting(
+        held={**_BF16, "state": _INT8, "sums": "bfloat16"},
+        yardstick="bf16 masters, int8 state, 4 waves",
+        waves=4,
     ),
 }
 

@@ -106,6 +106,18 @@ def test_a_run_is_that_of_plain_jax(row, files, tmp_path):
     assert len(found["start_seconds"]) == 1 and len(found["evaluation_seconds"]) == 2
 
 
+def test_waves_with_wide_sums_are_one_batch_and_narrow_sums_are_rounded(files, tmp_path):
+    text = sources.read(False)
+    rows = ["bf16 masters, int8 state" + end for end in ("", ", 4 waves", ", 4 waves, bf16 sums")]
+    whole, wide, narrow = (
+        one_run.train(settings.SETTINGS[row], SIZES, 0, text, tmp_path / row)["held_out_loss"]
+        for row in rows
+    )
+    np.testing.assert_allclose(wide, whole, rtol=1e-4)
+    np.testing.assert_allclose(narrow, wide, rtol=1e-2)
+    assert narrow != wide
+
+
 def test_a_run_that_was_stopped_keeps_its_seconds(files, tmp_path, monkeypatch):
     class Stops(one_run._Watch):
         def __call__(self, trainer, record):

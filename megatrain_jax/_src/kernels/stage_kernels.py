@@ -25,6 +25,7 @@ from megatrain_jax._src.kernels import narrow_sums
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.kernels.scattered_sums import looks_up_inputs, with_scattered_sums
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import fires, firing_once
 from megatrain_jax._src.program.loss.gradients import differentiated
@@ -111,6 +112,9 @@ def backward(
         # not print again.
         if fires(stage.jaxpr):
             return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
+        # Over several devices, each one has rows for the shares of all.
+        if any(mode.accumulate) and placement.num_devices == 1 and looks_up_inputs(stage.jaxpr):
+            return with_scattered_sums(backward_stage)
         return backward_stage
 
     return Kernel(

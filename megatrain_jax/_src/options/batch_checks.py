@@ -141,7 +141,28 @@ def naming_first_batch(batch: Any, microbatches: int) -> Iterator[None]:
             f"This came with {part}the first batch (`sample_batch`, or the first of `data`): "
             f"{'; '.join(named)}."
         )
+        if isinstance(error, TypeError) and (advice := _advice_on_kind(batch)):
+            error.add_note(advice)
         raise
+
+
+def _advice_on_kind(batch: Any) -> str | None:
+    """How a loss reads a batch that is a tuple, a list or one array; None for all other kinds."""
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+        names = "xyz"[: len(batch)] if len(batch) <= 3 else "abc"
+        more = ", ..." if len(batch) > 3 else ""
+        unpacked = ", ".join(names) + ("," if len(batch) == 1 else more)
+        keys = ", ".join(f'"{name}": {name}' for name in names)
+        return (
+            f"The batch is a {type(batch).__name__}, which the loss gets whole: unpack it, as in "
+            f"`{unpacked} = batch`, or pass batches with names, such as {{{keys}{more}}}."
+        )
+    if jax.tree_util.all_leaves([batch]):
+        return (
+            "The batch is one array, not a dict of arrays: read it as `batch`, or pass batches "
+            'with names, such as {"x": x, "y": y}.'
+        )
+    return None
 
 
 def batch_size(batch: Any) -> tuple[int, str]:

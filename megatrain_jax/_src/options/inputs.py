@@ -193,6 +193,9 @@ def _check_optimizer(value: Any) -> None:
         name = getattr(value, "__name__", "")
         known = name if name.isidentifier() and hasattr(optax, name) else "adamw"
         hint = f"call it: optax.{known}(1e-3), not optax.{known}" if callable(value) else ""
+        if isinstance(value, str):
+            known = value.lower() if hasattr(optax, value.lower()) else "adamw"
+            hint = f"pass an optimizer of Optax, such as optax.{known}(1e-3)"
         if hasattr(value, "tx"):  # nnx.Optimizer, flax.training.TrainState
             hint = "pass its `tx`, since state is kept here"
         raise TypeError(refused("optimizer", "an optax.GradientTransformation", value, hint))

@@ -4,7 +4,9 @@ from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
 
-Bound = Literal["link", "host", "compute", "memory", "collectives", "loops", "dispatch", "neither"]
+Bound = Literal[
+    "link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
+]
 
 # Another resource within this fraction of the longest time may as well be the bottleneck.
 _AS_LONG = 0.9
@@ -25,7 +27,7 @@ def find_bound(
     loop_seconds: float = 0.0,
     memory_seconds: float = 0.0,
 ) -> Bound:
-    """Finds the slowest resource of a step: computation, links, host memory, collectives.
+    """Finds the slowest resource of a step: arithmetic, links, host memory, collectives.
 
     Each device computes and takes part in collectives, one after the other. Its link is full
     duplex, so its slower direction counts. The host's memory serves all links in both directions.
@@ -37,9 +39,9 @@ def find_bound(
     its peers and does a quarter of 400 operations. Per second, a link carries 10 bytes, the host's
     memory 40, and a device does 100 operations::
 
-        link      max(20, 16) / 10 = 2         and 12 / 10 = 1.2 of collectives     3.2 s
-        host      4 * (20 + 16) / 40 = 3.6     and 4 * 2 * 12 / 40 = 2.4            6.0 s
-        compute   400 / (4 * 100) = 1          and 12 / min(10, 40 / 8) = 2.4       3.4 s
+        link        max(20, 16) / 10 = 2       and 12 / 10 = 1.2 of collectives     3.2 s
+        host        4 * (20 + 16) / 40 = 3.6   and 4 * 2 * 12 / 40 = 2.4            6.0 s
+        arithmetic  400 / (4 * 100) = 1        and 12 / min(10, 40 / 8) = 2.4       3.4 s
 
     The bottleneck is the host's memory. If devices received 10 bytes per second from each other
     directly, link and host would have no collectives, and the device 1.2 s of them.
@@ -70,7 +72,7 @@ def find_bound(
     )
     computing = seconds / num_devices
     on_device: dict[Bound, float] = {
-        "compute": computing,
+        "arithmetic": computing,
         "loops": loop_seconds,
         "memory": memory_seconds,
     }

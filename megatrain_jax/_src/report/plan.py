@@ -277,11 +277,11 @@ class Plan:
     def bound(self) -> Bound:
         """The bottleneck of a perfectly overlapped step, from `find_bound`.
 
-        "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" the exchange between devices, "memory" the device's memory, for kernels other
-        than products and attention, "loops" the short kernels of loops, "dispatch" the Python that
-        dispatches a step, which matters for toy models. "neither" if two of them are within 10% of
-        each other, or no hardware is given.
+        "arithmetic" is each device's operations, "link" its own link, "host" the host's memory,
+        which all of them share, "collectives" the exchange between devices, "memory" the device's
+        memory, for kernels other than products and attention, "loops" the short kernels of loops,
+        "dispatch" the Python that dispatches a step, which matters for toy models. "neither" if two
+        of them are within 10% of each other, or no hardware is given.
         """
         if self.hardware is None:
             return "neither"

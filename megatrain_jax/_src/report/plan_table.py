@@ -25,7 +25,7 @@ _UNCOUNTED = "known where functions are compiled for a GPU"
 BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
-    "compute": "arithmetic",
+    "arithmetic": "arithmetic",
     "memory": "the device's memory traffic",
     "collectives": "what devices send each other",
     "loops": "loops, whose kernels are short or copy",
