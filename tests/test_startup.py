@@ -84,7 +84,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     monkeypatch.setattr(pool, "total_bytes", lambda: 500 * GIB)
     monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda devices: dict.fromkeys(devices, 0))
     taken = SimpleNamespace(block_until_ready=lambda: None, delete=lambda: None)
-    monkeypatch.setattr(pool, "jax", SimpleNamespace(device_put=lambda *_: taken))
+    monkeypatch.setattr(pool, "_maker", lambda *_: lambda: taken)
 
     def noted(module, name):
         real = getattr(module, name)

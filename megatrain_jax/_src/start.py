@@ -8,6 +8,8 @@ On a GPU, two threads work in parallel:
     pins host memory, shown in a bar    reads
     fills the store                     -
 
+Nothing else runs while memory is pinned but threads that find its pages: the kernel makes threads
+that need more memory wait, as a compiler's would (see `page_threads.py`).
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
@@ -287,9 +287,8 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
     """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
     held, taken = [], 0
     target = SingleDeviceSharding(device, memory_kind="pinned_host")
-    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     # Before the driver is busy with the first piece, because compiling would wait for it.
-    makers = [_maker(size, target, limit) for size in pieces]
+    makers = [_maker(size, target) for size in pieces]
     try:
         # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
         # piece and not grow.
@@ -297,9 +296,8 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
             held.append(make())
             held[-1].block_until_ready()
             taken += size
-    # NumPy's error if the zeros can't be allocated, JAX's error if memory can't be pinned.
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if pool_bytes + taken + size <= min(_DEFAULT_LIMIT, limit_in_force()):
             raise MemoryError(refusal(taken, size, num_bytes)) from error
@@ -316,23 +314,14 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
             piece.delete()
 
 
-def _maker(
-    num_bytes: int, target: SingleDeviceSharding, device_bytes: int
-) -> Callable[[], jax.Array]:
-    """A function that makes an array of so many bytes in a pool.
+def _maker(num_bytes: int, target: SingleDeviceSharding) -> Callable[[], jax.Array]:
+    """A compiled function that makes an array of so many bytes."""
+    return _unfilled(num_bytes, target).lower().compile()
 
-    Args:
-        num_bytes: Bytes of the array.
-        target: The device and its pinned host memory.
-        device_bytes: Bytes of the device's own memory.
-    """
-    if num_bytes >= device_bytes:
-        # Untouched pages of zeros take no memory.
-        return lambda: jax.device_put(np.zeros(num_bytes, np.uint8), target)
-    # Not filled, which saves the time of a copy. XLA would log an error if the result were larger
-    # than the device's memory, where it is not.
-    empty = jax.jit(partial(jax.lax.empty, (num_bytes,), np.uint8), out_shardings=target)
-    return empty.lower().compile()
+
+def _unfilled(num_bytes: int, target: SingleDeviceSharding) -> Any:
+    """A function that makes an array without spending time on filling it."""
+    return jax.jit(partial(jax.lax.empty, (num_bytes,), jnp.uint8), out_shardings=target)
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
