@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.kernels import timing
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import RepeatedCall
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
@@ -244,6 +246,42 @@ def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
     assert call.runs[:2] == [1, 1] and len(set(call.runs[2:])) <= 1
     assert len(agreed) == 1 + (len(call.runs) > 2), "the number of calls, and the time"
     assert call.now <= 0.3 or len(call.runs) == 2, "a long call is timed once"
+
+
+class HotCall(FakeCall):
+    """A call that takes longer when the device has computed for half a second without a pause."""
+
+    def __init__(self, seconds: float, device: SimpleNamespace):
+        super().__init__(seconds)
+        self.device = device
+
+    def run(self, times: int) -> None:
+        if self.device.hot < 0.5:
+            self.device.hot += times * self.seconds
+        slower = 1.1 if self.device.hot >= 0.5 else 1.0
+        self.device.now += times * slower * self.seconds + self.wait
+        self.runs.append(times)
+
+
+@pytest.mark.parametrize("sustained", [True, False])
+def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(sustained, monkeypatch):
+    seconds = {"forward": 5e-3, "backward": 1e-2, "small": 1e-5, "update": 4e-3}
+    device = SimpleNamespace(now=0.0, hot=0.0)
+    calls = {}
+
+    def call_of(function: Any, kernel: Kernel, arguments: Any) -> HotCall:
+        device.hot = 0.0  # it cools while arguments are made
+        return calls.setdefault(kernel.name, HotCall(seconds[kernel.name], device))
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: device.now))
+    monkeypatch.setattr(timing, "RepeatedCall", call_of)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    takes = (jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding),)
+    kernels = [Kernel(name=n, build=lambda: lambda x: x, takes=takes) for n in seconds]
+    found = timing.time_kernels(KernelCache(), kernels, sustained=sustained)
+    for name, least in seconds.items():
+        slower = 1.1 if sustained and name in ("forward", "backward") else 1.0
+        assert found[name, ()] == pytest.approx(slower * least, rel=0.03, abs=2e-6)
 
 
 def printing(params: Any, batch: Any) -> jax.Array:

@@ -22,6 +22,8 @@ from megatrain_jax._src.state.placement import Placement
 
 # A step with a shorter estimate is not worth timing its functions.
 _SHORTEST = 0.05
+# Steps with a longer estimate are worth two seconds for times at a sustained clock.
+_LONG = 1.0
 
 
 def is_worth_measuring(spec: RunSpec) -> bool:
@@ -52,7 +54,8 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
         return max(every)
 
     with placement.outside_meshes():
-        seconds = time_kernels(kernels, itertools.chain(*timed.values()), agree)
+        every = itertools.chain(*timed.values())
+        seconds = time_kernels(kernels, every, agree, sustained=step.schedule.seconds >= _LONG)
     found = {
         # The microbatches of a wave may have different kernels.
         place: statistics.fmean(seconds[kernel.name, kernel.key] for kernel in own)
