@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.schedule import search
+from megatrain_jax._src.schedule import choices, search
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.laid_steps import lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
@@ -19,7 +19,16 @@ from megatrain_jax._src.schedule.room import least_bytes
 from megatrain_jax._src.schedule.search import BudgetError, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from schedule_machine import run_everything
-from workloads import all_resident_bytes, bytes_moved, chain, costs, decoder, host, random_workload
+from workloads import (
+    OF_GROUPS,
+    all_resident_bytes,
+    bytes_moved,
+    chain,
+    costs,
+    decoder,
+    host,
+    random_workload,
+)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,8 @@ def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_ta
     one, laid_down = search._with_residents, []
 
     def noted(choice, budget):
-        laid_down.append(choice)
+        if not choice.masters_first:  # these come later, for the choices that could be faster
+            laid_down.append(choice)
         return one(choice, budget)
 
     def found(seed):
@@ -176,6 +186,29 @@ def test_masters_stay_alone_where_a_step_waits_for_the_link(deferred):
         residents = find_schedule(quick, budget).resident
         masters = sum(key.kind is Kind.MASTERS for key in residents)
         assert masters == 8 or {key.kind for key in residents} <= {Kind.MASTERS}, budget
+
+
+def test_masters_that_move_are_spread_where_those_in_a_row_would_delay_forwards(monkeypatch):
+    """A forward takes less time than the next group's masters, and a step has time for all."""
+    even = dict.fromkeys(OF_GROUPS, 4)
+    times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
+    workload = chain(24, sizes=(even,) * 24, costs=times)
+    budgets = range(68, 124, 8)
+    spread = [find_schedule(workload, budget).seconds for budget in budgets]
+    monkeypatch.setattr(choices, "_spread", lambda groups: groups)
+    in_a_row = [find_schedule(workload, budget).seconds for budget in budgets]
+    assert max(b / a for a, b in zip(spread, in_a_row, strict=True)) > 1.05
+    assert all(a <= 1.03 * b for a, b in zip(spread, in_a_row, strict=True))
+
+
+def test_masters_are_spread_at_the_start_of_a_timed_run_too():
+    even = dict.fromkeys(OF_GROUPS, 4)
+    slow = chain(24, sizes=(even,) * 24, costs=costs(24, 24, backward=(20.0,) * 24))
+    times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
+    quick = replace(slow, costs=times)
+    for budget in (84, 92):
+        timed = search.rearranged(quick, find_schedule(slow, budget), budget)
+        assert timed.seconds == find_schedule(quick, budget).seconds
 
 
 def test_a_sum_stays_that_fits_beside_all_that_is_used_before_it():

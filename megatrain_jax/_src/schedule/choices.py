@@ -16,7 +16,7 @@ time::
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
@@ -43,12 +43,14 @@ class Choice:
             state. This saves host memory, because state has its memory there anyway.
         masters_first: Whether masters stay in preference to gradients and optimizer state. This
             saves time where a step waits for the link, because a step fetches masters twice.
+        spread: Whether the groups that stay are spread over the stages, instead of the first ones.
     """
 
     lists: TaskLists
     num_travelling: int = 0
     spares_host: bool = False
     masters_first: bool = False
+    spread: bool = False
 
     @property
     def num_kept(self) -> int:
@@ -59,7 +61,7 @@ class Choice:
     def units(self) -> list[tuple[Key, ...]]:
         """Units that may stay, best first; the parts of a unit stay together or not at all."""
         travelling = [(key,) for key in self._residuals[self._num_staying :]]
-        units = [*_units(self.lists, self.masters_first), *travelling]
+        units = [*_units(self.lists, self.masters_first, self.spread), *travelling]
         return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:
@@ -185,15 +187,35 @@ def _rests_in_host(unit: tuple[Key, ...]) -> bool:
     return unit[0].kind in LASTING
 
 
-def _units(lists: TaskLists, masters_first: bool) -> list[tuple[Key, ...]]:
+def _spread(groups: Sequence[int]) -> list[int]:
+    """Reorders groups so that the first few, and the rest, are spread over all of them.
+
+    While a forward computes with groups that stay, the next group that moves arrives. Moving groups
+    in a row would arrive one after another, and each forward would wait. In turn, late groups in a
+    row may stay from their forward to their backward.
+
+    Example: of groups 0 to 7, the first four in the new order are 0, 4, 2 and 6, and the rest are
+    1, 5, 3 and 7.
+    """
+    num_bits = (len(groups) - 1).bit_length()
+
+    def reversed_bits(at: int) -> int:
+        return sum((at >> bit & 1) << (num_bits - 1 - bit) for bit in range(num_bits))
+
+    return [groups[at] for at in sorted(range(len(groups)), key=reversed_bits)]
+
+
+def _units(lists: TaskLists, masters_first: bool, spread: bool) -> list[tuple[Key, ...]]:
     """The units without residuals that may stay on the device, best first."""
     workload = lists.workload
     # A gradient that is made and consumed within one task never has to stay.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
     # The ends of a model come first: an embedding and a head are often larger than blocks, so that
     # computation hides less of their transfer. Groups that no stage reads come last.
-    stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
-    groups = dict.fromkeys(group for stage in stages for group in stage)
+    ends = (*workload.stages[0], *workload.stages[-1])
+    blocks = list(dict.fromkeys(group for stage in workload.stages for group in stage))
+    blocks = _spread(blocks) if spread else blocks
+    groups = dict.fromkeys((*ends, *blocks, *range(len(workload.sizes))))
     # Gradients that are made last are used first.
     last = workload.waves - 1
     produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]

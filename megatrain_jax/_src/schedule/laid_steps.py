@@ -130,6 +130,16 @@ def _left_out(lists: TaskLists, steady: Residency) -> float:
     return lists.left_out * (steady.wave_over[1] - steady.wave_over[0])
 
 
+def seconds_if_slower(steps: Steps, share: float) -> float:
+    """Seconds of a step whose copies take longer than estimated by a share of their time."""
+    workload, factor = steps.workload, 1 + share
+    link = workload.costs.link
+    rates = {name: factor * getattr(link, name) for name in ("inward", "outward", "shared")}
+    costs = replace(workload.costs, link=replace(link, **rates))
+    lists = replace(steps.lists, workload=replace(workload, costs=costs))
+    return lay_down(lists, steps.limit, steps.resident).seconds
+
+
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
     """The state of an empty device."""
     clock = Clock(costs=lists.workload.costs)

@@ -33,7 +33,13 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices, keeping_residuals
 from megatrain_jax._src.schedule.instructions import Instruction
-from megatrain_jax._src.schedule.laid_steps import Steps, at_rest, copies, lay_down
+from megatrain_jax._src.schedule.laid_steps import (
+    Steps,
+    at_rest,
+    copies,
+    lay_down,
+    seconds_if_slower,
+)
 from megatrain_jax._src.schedule.passing import Passing, find_waiting, least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
 from megatrain_jax._src.schedule.tasks import build_task_lists
@@ -170,11 +176,8 @@ def find_schedule(
     tried = list(_worth_trying(choices, room))
     steps = _best(tried, room)
     computing = min(choice.lists.computing for choice in choices)
-    if workload.waves == 1 and steps.seconds > (1 + _UNCERTAINTY) * computing:
-        # Copies take time. Groups on the device as a whole need the least host memory for arrays on
-        # their way, but masters alone save more copies per byte.
-        others = [dataclasses.replace(choice, masters_first=True) for choice in choices]
-        tried += _worth_trying(others, room)
+    if _waits(steps, computing):
+        tried += _for_slow_links(choices, steps, room)
         steps = _best(tried, room)
     # With several waves, sums of gradients wait in the host unless they stay on the device. The
     # fastest steps may need more host memory for them than there is.
@@ -212,11 +215,35 @@ def rearranged(
     now = lay_down(lists, schedule.limit, schedule.resident)
     residuals = {Key(Kind.RESIDUALS, stage) for stage in schedule.kept}
     travelling = len(residuals - schedule.resident)
-    others = [
-        _with_residents(Choice(lists=lists, num_travelling=travelling, spares_host=spares), room)
-        for spares in (False, True)
-    ]
-    return _finished(_best([now, *others], room), schedule.smallest_bytes)
+    choice = Choice(lists=lists, num_travelling=travelling)
+    choices = [choice, dataclasses.replace(choice, spares_host=True)]
+    tried = [now, *(_with_residents(choice, room) for choice in choices)]
+    steps = _best(tried, room)
+    if _waits(steps, lists.computing):
+        tried += _for_slow_links([choice], steps, room)
+        steps = _best(tried, room)
+    return _finished(steps, schedule.smallest_bytes)
+
+
+def _waits(steps: Steps, computing: float) -> bool:
+    """Whether a step of one wave takes longer than the shortest computation of all choices."""
+    return steps.workload.waves == 1 and steps.seconds > (1 + _SMALL_UNCERTAINTY) * computing
+
+
+def _for_slow_links(choices: Sequence[Choice], steps: Steps, room: "_Room") -> Iterator[Steps]:
+    """Steps that may be faster than steps that wait for copies.
+
+    Groups on the device as a whole need the least host memory for arrays on their way, but masters
+    alone save more copies per byte.
+    """
+    fastest = steps.seconds
+    for choice in sorted(choices, key=lambda choice: choice.lists.computing):
+        for spread in (False, True):
+            if choice.lists.computing < fastest:
+                other = dataclasses.replace(choice, masters_first=True, spread=spread)
+                yield (found := _with_residents(other, room))
+                if found.fits_host(room.host):
+                    fastest = min(fastest, found.seconds)
 
 
 def _with_more_kept(
@@ -304,23 +331,21 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
+    good = [s for s in fitting if s.seconds - fastest.seconds <= uncertainty * fastest.seconds]
+    good.sort(key=lambda steps: (copies(steps)[0], steps.seconds, len(steps.workload.kept)))
+
     # Fewer copies gain something if links are slower than estimated. But in steps that compute for
-    # longer, because fewer stages save residuals, that time is certainly lost. In a step of several
-    # waves, computation takes most of the time, and this decides.
-    most_computing = (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
+    # longer, because fewer stages save residuals, that time is certainly lost.
+    def pays(steps: Steps) -> bool:
+        if steps.workload.waves > 1:  # laying down waves once more would take long
+            gained = _SLOWER * (seconds - copies(steps)[1])
+            is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
+            return is_alike or steps.seconds - fastest.seconds <= gained
+        most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest, _SLOWER)
+        is_alike = steps.lists.computing <= fastest.lists.computing
+        return is_alike or seconds_if_slower(steps, _SLOWER) <= most
 
-    def is_good(steps: Steps) -> bool:
-        lost = steps.seconds - fastest.seconds
-        gained = _SLOWER * (seconds - copies(steps)[1])
-        is_alike = steps.workload.waves == 1 or steps.lists.computing <= most_computing
-        return lost <= uncertainty * fastest.seconds and (is_alike or lost <= gained)
-
-    good = [steps for steps in fitting if is_good(steps)]
-
-    def order(steps: Steps) -> tuple[int, float, int]:
-        return copies(steps)[0], steps.seconds, len(steps.workload.kept)
-
-    return min(good, key=order)
+    return next(steps for steps in good if pays(steps))
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
