@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,21 @@ def started_once_in_test() -> Iterator[None]:
 
     with Started().replacing():
         yield
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Any:
+    """The small model's trainer after two steps; it may be restored, not trained."""
+    from small import trained
+
+    return trained()
+
+
+@pytest.fixture
+def saved(trainer: Any, tmp_path: Path) -> Path:
+    """A checkpoint of that trainer."""
+    trainer.save(tmp_path / "2")
+    return tmp_path / "2"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,17 +25,6 @@ from runs import check_same_bits
 pytestmark = pytest.mark.usefixtures("started_once")
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    return small.trained()
-
-
-@pytest.fixture
-def saved(trainer, tmp_path):
-    trainer.save(tmp_path / "2")
-    return tmp_path / "2"
-
-
 # Orbax forgets about what else it was reading once one array can't be read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_changed_byte_is_noticed_or_harmless(trainer, saved):

@@ -28,17 +28,6 @@ from runs import check_same_bits
 pytestmark = pytest.mark.usefixtures("started_once")
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    return small.trained()
-
-
-@pytest.fixture
-def saved(trainer, tmp_path):
-    trainer.save(tmp_path / "2")
-    return tmp_path / "2"
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     first = small.fit(tmp_path, 4, checkpoint_every=2)
     small.damage(tmp_path / "4", first.trainer.opt_state[0].mu[0]["w"])

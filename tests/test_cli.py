@@ -16,6 +16,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.cli import planner
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_model, known_models
 from megatrain_jax._src.cli.errors import in_options
@@ -23,6 +24,7 @@ from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import config_of
+from megatrain_jax._src.models import causal_attention
 from published import num_parameters
 from tiny_sizes import TINY
 
@@ -208,6 +210,20 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("smollm2-135m, 2 rows of 1,024 tokens a step, on NVIDIA GeForce RTX")
     assert "135M parameters in 32 groups" in printed
+
+
+def test_packed_documents_without_an_attention_kernel_are_remarked_on(tiny, capsys):
+    """Of wide heads, cuDNN tells documents apart on Hopper only."""
+    assert planner._MARK == causal_attention._MARK
+    (tiny / "config.json").write_text(json.dumps(TINY | {"head_dim": 128}))
+    said = {}
+    for gpu, compute in (("4090", "bfloat16"), ("4090", "float32"), ("H100", "bfloat16")):
+        options = ["--gpu", gpu, "--compute", compute, "--tokens=256", "--length=128"]
+        assert main(["plan", str(tiny), *options]) == 0
+        said[gpu, compute] = "planned as packed documents" in capsys.readouterr().out
+    assert said == {
+        ("4090", "bfloat16"): True, ("4090", "float32"): False, ("H100", "bfloat16"): False
+    }  # fmt: skip
 
 
 def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):

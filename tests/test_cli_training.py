@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,38 +85,49 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     assert files[0].keys() == files[1].keys() and len(files[0]) == 8
     assert all(np.array_equal(array, files[1][name]) for name, array in files[0].items())
 
-    # PEFT computes with the adapter what Transformers computes with the merged model.
+    merged = check_merged(given / "tiny", whole)
+    for sample, prompt in zip(
+        report_of(whole)["history"][-1]["samples"], settings["samples"], strict=True
+    ):
+        expected = continued(merged, whole / "model", prompt)
+        assert sample == {"prompt": prompt, "temperature": 0.0, "text": expected}
+        assert f"    {prompt}▸{expected}\n" in printed
+        assert f"  prompt: {prompt}\n" in (parted / "log.csv.txt").read_text()
+    for out in (whole, parted):  # that of the run in two parts is one
+        check_logs(out)
+
+
+def check_merged(base_folder: Path, out: Path) -> Any:
+    """Returns a run's merged model, after PEFT has computed the same with its adapter."""
     make = transformers.AutoModelForCausalLM.from_pretrained
-    base = make(given / "tiny", dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, str(whole / "adapter"))
-    merged: Any = make(whole / "model", dtype=torch.float32)
+    base = make(base_folder, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, str(out / "adapter"))
+    merged: Any = make(out / "model", dtype=torch.float32)
     tokens = [list(range(8, 20))]
     assert loss_of(adapted, tokens) == pytest.approx(loss_of(merged, tokens), rel=1e-5)
     with adapted.disable_adapter():
         assert loss_of(adapted, tokens) != pytest.approx(loss_of(merged, tokens), rel=1e-3)
+    return merged
 
-    # What prompts were continued with is what Transformers continues them with.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
-    last = report_of(whole)["history"][-1]["samples"]
-    for sample, prompt in zip(last, settings["samples"], strict=True):
-        asked = [{"role": "user", "content": prompt}]
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        given_ids = tokenizer.apply_chat_template(asked, **options)
-        out = merged.generate(**given_ids, max_new_tokens=5, do_sample=False)[0]
-        text = tokenizer.decode(out[given_ids["input_ids"].shape[1] :])
-        expected = text.removesuffix(tokenizer.eos_token).strip()
-        assert sample == {"prompt": prompt, "temperature": 0.0, "text": expected}
-        assert f"    {prompt}▸{expected}\n" in printed
-        assert f"  prompt: {prompt}\n" in (parted / "log.csv.txt").read_text()
 
-    # Both logs have what the report has; that of the run in two parts is one.
-    for out in (whole, parted):
-        rows = list(csv.DictReader((out / "log.csv").read_text().splitlines()))
-        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-        losses = [record["loss"] for record in report_of(out)["history"]]
-        assert [float(row["loss"]) for row in rows] == losses
-        assert [line["loss"] for line in lines] == losses
-        assert [bool(row["eval_loss"]) for row in rows] == [False, False, True] * 2
+def continued(model: Any, folder: Path, prompt: str) -> str:
+    """The five tokens that Transformers continues a prompt with."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **options)
+    out = model.generate(**ids, max_new_tokens=5, do_sample=False)[0]
+    text = tokenizer.decode(out[ids["input_ids"].shape[1] :])
+    return text.removesuffix(tokenizer.eos_token).strip()
+
+
+def check_logs(out: Path) -> None:
+    """Checks that both logs of a run of six steps have what its report has."""
+    rows = list(csv.DictReader((out / "log.csv").read_text().splitlines()))
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in report_of(out)["history"]]
+    assert [float(row["loss"]) for row in rows] == losses
+    assert [line["loss"] for line in lines] == losses
+    assert [bool(row["eval_loss"]) for row in rows] == [False, False, True] * 2
 
 
 @pytest.mark.slow

@@ -180,6 +180,17 @@ def test_pixels_of_any_mode_are_those_of_transformers(name, processor, tmp_path,
         assert (batch["pixel_values"][0] == expected["pixel_values"]).all(), type(given)
 
 
+def test_premultiplied_grey_is_read_as_grey_with_transparency(processor):
+    """Pillow gives such images, and converts them to nothing else."""
+    grey = in_modes()["grey"].convert("La")
+    found = [
+        made([conversation([*own(image), "which"])], processor)
+        for image in (grey, grey.convert("LA"))
+    ]
+    ours, expected = ([batch["pixel_values"] for batch in batches] for batches in found)
+    np.testing.assert_array_equal(ours, expected)
+
+
 def test_images_follow_their_documents(processor):
     rows = [
         conversation([*own(*[picture(10 * n + k) for k in range(n % 4)]), "which digit"], str(n))

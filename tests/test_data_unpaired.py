@@ -108,6 +108,17 @@ def test_a_faulty_row_is_named(fault: str):
     assert load([good, row, good | {"label": False}], invalid="drop").num_documents == 2
 
 
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_a_single_row_has_no_mismatched_answer_and_is_refused(is_pair: bool):
+    """Its own answer would take its place, and the baseline would be that of no other text."""
+    (given,) = pairs(1)
+    row = FORMS["texts"](*given) if is_pair else LABELLED["texts"](*given[:2], True)
+    with pytest.raises(data.DataError, match="`source`, row 1: the only row, .* two or more"):
+        load([row])
+    with pytest.raises(data.DataError, match=r"nothing to train on:\s.*the only row"):
+        load([row], invalid="drop")
+
+
 def test_datasets_of_different_kinds_are_not_mixed():
     good = {"prompt": "a", "completion": "b", "label": True}
     labelled = load([good, {**good, "label": False}])

@@ -15,6 +15,7 @@ from megatrain_jax import models
 from megatrain_jax._src.models.generation import batching, caches, decoding, programs
 from megatrain_jax._src.models.generation.device_room import DeviceRoom
 from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
+from megatrain_jax._src.models.generation.text_ends import TextEnds
 from megatrain_jax._src.models.generation.weight_source import open_source
 from word_tokenizer import word_tokenizer
 
@@ -322,6 +323,22 @@ def test_texts_have_no_special_tokens_and_ids_have_all(model: models.Decoder):
     )
     assert ended.ids.tolist() == ids[: at + 1]
     assert f"{ended.text}|" == f"{tokenizer.decode(ids[: at - 1], skip_special_tokens=True)} |"
+
+
+def test_the_end_of_a_long_text_is_found_in_few_decodings():
+    class Letters:
+        calls = 0
+
+        def decode(self, ids: list[int]) -> str:
+            self.calls += 1
+            return "".join("abc"[i] for i in ids)
+
+    for ids in ([0] * 7 + [1, 2] + [0] * n for n in (0, 1, 300)):
+        tokenizer = Letters()
+        text = batching.OpenText(prompt=0, sample=0, ids=[2, 1, *ids], start=2)
+        assert TextEnds(tokenizer, ["bc", "ca"]).num_kept(text) == 9
+        assert tokenizer.calls <= 2 + len(ids).bit_length()
+    assert TextEnds(Letters(), ["cc"]).num_kept(text) is None
 
 
 def test_a_plan_counts_the_bytes_that_are_read():

@@ -95,20 +95,18 @@ def with_reference(pretrained: models.Pretrained, before: models.Pretrained) -> 
     return WithReference(filled(pretrained), filled(before))
 
 
-def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
-    model = make_torch("llama", vocab_size=400)
-    before = make_torch("llama", vocab_size=400)
-    with torch.no_grad():
-        for parameter in before.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    ours = with_reference(
-        *(models.load_pretrained(save(m, tmp_path / n)) for n, m in (("a", model), ("b", before)))
-    )
-    trainer = their_trainer(model, tmp_path / "theirs")
+def their_batch(trainer: Any, model: Any, before: Any) -> dict[str, Any]:
+    """TRL's completions of uneven lengths, as after an update: their old log-probabilities differ.
+
+    Args:
+        trainer: TRL's trainer of the model.
+        model: The model.
+        before: The reference.
+    """
     inputs = [{"prompt": text} for text in PROMPTS for _ in range(GROUP)]
     model.train()
     theirs = trainer._generate_and_score_completions(inputs)
-    # Of uneven lengths, so that rows have different numbers of completions.
+    # So rows have different numbers of completions.
     for row, mask in enumerate(theirs["completion_mask"]):
         mask[LENGTH - row :] = 0
     theirs["num_items_in_batch"] = theirs["completion_mask"].sum()
@@ -123,8 +121,60 @@ def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
         theirs["ref_per_token_logps"], _, _ = trainer._get_per_token_logps_and_entropies(
             before, *both, size
         )
-    # As after an update: some ratios are clipped, on both sides.
+    # Some ratios are clipped, on both sides.
     theirs["old_per_token_logps"] = logs + 0.3 * torch.randn_like(logs)
+    return theirs
+
+
+def their_loss(trainer: Any, model: Any, theirs: Any, given: dict[str, Any]) -> float:
+    """TRL's loss with some options; its gradients are left in the model."""
+    trainer.args.use_bias_correction_kl = given.get("use_bias_correction_kl", True)
+    trainer.loss_type, trainer.beta = given["loss_type"], given["beta"]
+    trainer.epsilon_low = given["epsilon"]
+    trainer.epsilon_high = given["epsilon_high"] or given["epsilon"]
+    model.zero_grad()
+    loss = trainer._compute_loss(model, theirs)
+    loss.backward()
+    return loss.item()
+
+
+def our_loss(ours: Any, chosen: GrpoOptions, batch: Any) -> tuple[Any, Any, Any]:
+    """The loss of our policy and reference, its metrics, and gradients by name."""
+    function = grpo_loss(chosen)
+    graph, params, rest = nnx.split(ours, nnx.Param, ...)
+
+    def of_params(params: Any) -> Any:
+        return function(nnx.merge(graph, params, rest), batch)
+
+    (found, metrics), gradients = jax.jit(jax.value_and_grad(of_params, has_aux=True))(params)
+    return found, metrics, nnx.to_pure_dict(gradients)
+
+
+def check_gradients(mine: Any, model: Any) -> None:
+    """Compares gradients of our policy with those that TRL's loss has left in its model."""
+    wanted = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    for path in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "norm", "embed_tokens"):
+        there: Any = mine
+        for key in path.split("."):
+            there = there[int(key) if key.isdigit() else key]
+        (array,) = there.values()
+        other = wanted[f"model.{path}.weight"]
+        array = np.asarray(array)
+        array = array if array.shape == other.shape else array.T
+        np.testing.assert_allclose(array, other, atol=1e-5 * np.abs(other).max(), err_msg=path)
+
+
+def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
+    model = make_torch("llama", vocab_size=400)
+    before = make_torch("llama", vocab_size=400)
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    ours = with_reference(
+        *(models.load_pretrained(save(m, tmp_path / n)) for n, m in (("a", model), ("b", before)))
+    )
+    trainer = their_trainer(model, tmp_path / "theirs")
+    theirs = their_batch(trainer, model, before)
     rewards = list(trainer._logs["rewards"]["reward"])
     advantages = losses.group_advantages(rewards, GROUP)
     np.testing.assert_allclose(advantages, theirs["advantages"], rtol=1e-5, atol=1e-6)
@@ -134,39 +184,17 @@ def test_loss_and_gradients_are_those_of_trl(tmp_path: Any):
     assert len({len(row) for row in rows}) > 1 and len(rows) < len(completions)
     for options in LOSSES:
         given = {"beta": 0.0, "epsilon": 0.2, "epsilon_high": None} | options
-        trainer.args.use_bias_correction_kl = given.get("use_bias_correction_kl", True)
-        trainer.loss_type, trainer.beta = given["loss_type"], given["beta"]
-        trainer.epsilon_low = given["epsilon"]
-        trainer.epsilon_high = given["epsilon_high"] or given["epsilon"]
-        model.zero_grad()
-        loss = trainer._compute_loss(model, theirs)
-        loss.backward()
+        loss = their_loss(trainer, model, theirs, given)
         chosen = GrpoOptions(max_completion_length=LENGTH, temperature=0.7, **given)
         batch = policy_batch(rows, completions, advantages, length=40, options=chosen)
-        function = grpo_loss(chosen)
-        graph, params, rest = nnx.split(ours, nnx.Param, ...)
-
-        def of_params(params: Any, graph=graph, rest=rest, function=function, batch=batch) -> Any:
-            return function(nnx.merge(graph, params, rest), batch)
-
-        (found, metrics), gradients = jax.jit(jax.value_and_grad(of_params, has_aux=True))(params)
-        np.testing.assert_allclose(found, loss.item(), rtol=1e-5, atol=1e-6)
-        mine = nnx.to_pure_dict(gradients)["policy"]
-        wanted = {name: p.grad.numpy() for name, p in model.named_parameters()}
-        for path in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "norm", "embed_tokens"):
-            there: Any = mine
-            for key in path.split("."):
-                there = there[int(key) if key.isdigit() else key]
-            (array,) = there.values()
-            other = wanted[f"model.{path}.weight"]
-            array = np.asarray(array)
-            array = array if array.shape == other.shape else array.T
-            np.testing.assert_allclose(array, other, atol=1e-5 * np.abs(other).max(), err_msg=path)
+        found, metrics, gradients = our_loss(ours, chosen, batch)
+        np.testing.assert_allclose(found, loss, rtol=1e-5, atol=1e-6)
+        check_gradients(gradients["policy"], model)
         logged = trainer._metrics["train"]
         clipped = logged["clip_ratio/region_mean"][-1]
         assert 0.02 < clipped < 0.98
         np.testing.assert_allclose(metrics["clip_ratio/region_mean"], clipped, rtol=1e-5)
         if given["beta"]:
             np.testing.assert_allclose(metrics["kl"], logged["kl"][-1], rtol=1e-4)
-        others = jax.tree.leaves(nnx.to_pure_dict(gradients)["reference"])
+        others = jax.tree.leaves(gradients["reference"])
         assert not any(np.abs(x).any() for x in others)

@@ -36,6 +36,8 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     print(in_options(str(plan)))
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
+    if remark := planner.remark(config, plan):
+        print(remark)
     if not fits(plan):
 
         def plan_with(changed: PlanSettings) -> mt.Plan:

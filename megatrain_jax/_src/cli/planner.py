@@ -21,6 +21,8 @@ from megatrain_jax._src.common.sizes import sized
 
 # No host with a GPU has less; a number without a unit means bytes.
 _LEAST_HOST = 2**30
+# The elements by which `models.attention` widens heads to tell packed documents apart.
+_MARK = 64
 
 
 class Planner:
@@ -120,6 +122,19 @@ class Planner:
     def host_bytes(self) -> int | None:
         """Host memory of the machine, or of a typical one; None if unknown."""
         return self.machine.times(self.settings.gpus).assumed_host_bytes
+
+    def remark(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
+        """A remark that only packed documents keep a plan from an attention kernel, if they do."""
+        width, widest = config.head_dim, self.machine.widest_heads
+        has_kernel = self.settings.compute != "float32" and config.attention_softcap is None
+        if plan.attention_flops_per_step or not has_kernel or not width <= widest < width + _MARK:
+            return None
+        return (
+            "Rows are planned as packed documents, as finetune and pretrain read them. On this "
+            f"card, cuDNN's attention takes heads of up to {widest} and would need {width + _MARK} "
+            "for these, so plain operations compute it; batches without `segments`, in Python, "
+            "are faster."
+        )
 
     @property
     def where(self) -> str:

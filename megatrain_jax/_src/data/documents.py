@@ -82,8 +82,14 @@ def unpaired(
         else:
             yield from _mismatching(origin, labelled, before)
         before = labelled
-    if first is not None and before is not None:
-        yield from _mismatching(*first, before)
+    if first is None or before is None:
+        return
+    origin, labelled = first
+    if before is labelled:
+        fault = "the only row, but a mismatched answer comes from another row: give two or more"
+        report.leave_out(origin, InvalidRow(fault), errors)
+        return
+    yield from _mismatching(origin, labelled, before)
 
 
 def _mismatching(

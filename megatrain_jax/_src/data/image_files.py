@@ -50,7 +50,8 @@ class ImageReference:
         try:
             if isinstance(given, Image.Image):
                 given.load()
-                return given
+                # Pillow converts this mode to no other.
+                return given.convert("LA") if given.mode == "La" else given
             with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
                 upright = ImageOps.exif_transpose(image)
                 return upright.convert("RGB") if isinstance(given, Path) else upright

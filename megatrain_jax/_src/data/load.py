@@ -238,7 +238,7 @@ def unpaired(
     the row before, or for the first row, of the last. See `Dataset` for the arrays.
 
     Args:
-        source: See `chat`. Neighbouring rows should have different prompts.
+        source: See `chat`. Neighbouring rows should have different prompts, and there must be two.
         tokenizer: See `chat`.
         length: Tokens of a row, which must hold an answer and its mismatched one, each with the
             prompt.

@@ -198,16 +198,16 @@ def check_host(
         arrays = round((peak + computing) * (1 + _small_share(spec)))
         fixed = resident_bytes() + _COMPILING
         needed = fixed + arrays
-        beside = f", {sized(computing)} for what is computed on, which a CPU has there, too"
+        beside = f", {sized(computing)} for computation, which a CPU does there, too"
         peak += computing
     if most is None or needed <= most:
         return
     state = peak_bytes(spec.first) // num_processes
     raise MemoryError(
-        f"Training needs {sized(needed)} of host memory: {sized(state)} for state, what waits and "
-        f"what is on its way{beside}, {sized(needed - peak)} for the rest of the process. It may "
-        f"take {sized(most)} (`host_budget`, or what is available). Nothing was allocated. "
-        f"{_advice(fixed, most)}"
+        f"Training needs {sized(needed)} of host memory: {sized(state)} for state, waiting "
+        f"values and arrays on their way{beside}, {sized(needed - peak)} for the rest of the "
+        f"process. It may take {sized(most)} (`host_budget`, or what is available). Nothing was "
+        f"allocated. {_advice(fixed, most)}"
     )
 
 

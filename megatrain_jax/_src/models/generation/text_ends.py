@@ -1,5 +1,6 @@
 """The texts that end completions, and the words of a completion up to its end."""
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class TextEnds:
         ids = text.ids[text.start :]
         if not self._has_end(ids):
             return None
-        return next(count for count in range(1, len(ids) + 1) if self._has_end(ids[:count]))
+        counts = range(1, len(ids))
+        return 1 + bisect.bisect_left(counts, True, key=lambda count: self._has_end(ids[:count]))
 
     def words(self, text: OpenText) -> str:
         """Returns the words written so far, without special tokens and the end."""
