@@ -57,12 +57,13 @@ class Started:
         platform: str = "cpu",
         *,
         code_passes: bool = False,
+        with_triton: bool = False,
     ) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options.
 
         A run that pretends to have a GPU has estimates of its own.
         """
-        assert not (compiler_options or code_passes) or platform == "gpu"
+        assert not (compiler_options or code_passes or with_triton) or platform == "gpu"
         return self._newest if platform == "cpu" else KernelCache(platform=platform)
 
     @contextmanager

@@ -23,6 +23,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from inside import on_one_device, store_of
+from megatrain_jax._src import start
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.kernels import update_pieces as pieces
@@ -181,7 +182,10 @@ def test_budgets_do_not_change_a_bit(optimizer):
         assert_equal_trees(run, runs[0])
 
 
-def test_budgets_do_not_change_a_bit_of_codes_in_pieces(monkeypatch):
+@pytest.mark.parametrize("in_one_pass", [True, False])
+def test_budgets_do_not_change_a_bit_of_codes_in_pieces(in_one_pass, monkeypatch):
+    if not in_one_pass:
+        monkeypatch.setattr(start, "has_triton", lambda devices: False)
     batches = [float_batch(256, seed) for seed in range(NUM_STEPS)]
     compact = dataclasses.replace(mt.Precision.compact(), compute=jnp.float32)
     runs = []
@@ -193,8 +197,48 @@ def test_budgets_do_not_change_a_bit_of_codes_in_pieces(monkeypatch):
         runs.append((rows, trainer.params, trainer.opt_state))
     whole, streamed, resident = runs
     assert_equal_trees(streamed, resident)
+    if in_one_pass:
+        assert_equal_trees(whole, resident)  # it has no pieces
     losses = [[row["loss"] for row in run[0]] for run in (whole, streamed)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("state", ["int8", "int4"])
+def test_an_update_in_one_pass_is_that_of_plain_operations(state):
+    """Rounded to nearest, numbers differ where the last bits of arithmetic decide."""
+    precision = mt.Precision(master=jnp.bfloat16, state=state, rounding="nearest")
+    batch = float_batch(256, 0)
+    adapted, _ = adapt(lambda: MLP(256, 6), squared_error, batch, 0)
+    options = Options(precision=precision)
+    spec = make_run_spec(adapted, squared_error, OPTIMIZERS["immediate"](), batch, options)
+    group = max(range(len(spec.layouts)), key=lambda g: spec.layouts[g].num_coded)
+    layout, placement = spec.layouts[group], on_one_device()
+    kernel = updates.update(spec.optimizer, layout, group, jnp.bfloat16, placement)
+    rng = np.random.default_rng(0)
+    masters, moments = rng.normal(size=layout.master.size), rng.gamma(0.5, size=layout.master.size)
+    slabs = [jnp.asarray(moments * 1e-3, slab.dtype)[: slab.size] for slab in layout.state.layouts]
+    given = (
+        layout.master.encode(jnp.asarray(masters, jnp.float32)),
+        layout.state.encode(slabs),
+        layout.master.in_segments(jnp.asarray(masters[::-1] * 1e-3, jnp.bfloat16)),
+        [jnp.asarray(3, v.dtype) for v in (kernel.takes or [()] * 4)[3]],
+        jnp.array(True),
+        None,
+    )
+    found = []
+    for with_triton in (True, False):
+        function = KernelCache(with_triton=with_triton).get(kernel)
+        assert ("update_codes" in function.lower(*given).as_text()) == with_triton
+        copies = jax.tree.map(jnp.copy, given)
+        new = function(*copies)[:2]
+        found.append((*layout.master.decode(new[0]), *layout.state.decode(new[1])))
+        kept = function(*jax.tree.map(jnp.copy, (*given[:4], jnp.array(False), None)))[:2]
+        assert_equal_trees(kept, given[:2])
+    for a, b in zip(*found, strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        same = np.abs(a - b) <= 1e-6 * np.abs(b)
+        assert same.mean() > 0.999
+        assert np.abs(a - b).max() < 0.2 * np.abs(b).max()
 
 
 def device_bytes(name: str) -> int:

@@ -34,9 +34,9 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.code_passes import has_passes
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
+from megatrain_jax._src.kernels.tiles import has_triton
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.machine import check_products
 from megatrain_jax._src.options.options import Options
@@ -296,9 +296,12 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     in_float8 = spec.precision.products is not None and placement.platform == "gpu"
     if in_float8:
         options |= NO_TRITON
-    # XLA does not divide Pallas's kernels over devices.
-    code_passes = in_float8 and placement.num_devices == 1 and has_passes()
-    return KernelCache(options, placement.platform, code_passes=code_passes)
+    with_triton = placement.platform == "gpu" and has_triton(placement.devices)
+    # XLA does not divide these kernels over devices.
+    code_passes = in_float8 and placement.num_devices == 1 and with_triton
+    return KernelCache(
+        options, placement.platform, code_passes=code_passes, with_triton=with_triton
+    )
 
 
 def compiled_here(

@@ -33,6 +33,7 @@ class KernelCache:
         platform: str = "cpu",
         *,
         code_passes: bool = False,
+        with_triton: bool = False,
     ):
         """Makes an empty cache.
 
@@ -40,9 +41,11 @@ class KernelCache:
             compiler_options: XLA options for all kernels.
             platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
             code_passes: Whether to compile backwards with the passes of `code_passes.py`.
+            with_triton: Whether the devices run kernels that Triton compiles.
         """
         self._options = dict(compiler_options or {})
         self._code_passes = code_passes
+        self._with_triton = with_triton
         self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
@@ -61,7 +64,8 @@ class KernelCache:
     def _built(self, kernel: Kernel) -> Any:
         # Given if callers rely on shardings that XLA might not choose by itself.
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
-        function = kernel.build()
+        build = kernel.build_for_triton if self._with_triton else None
+        function = (build or kernel.build)()
         if self._code_passes and kernel.name.startswith("backward"):
             function = with_code_passes(function)
         jitted = functools.partial(jax.jit, function, donate_argnums=kernel.donated, **placed)

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.kernels.tiles import evaluate_on_tile, fits_tile, pallas
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.float8 import CODE
 from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, FUSING, REMAT
@@ -35,13 +36,6 @@ _TILE = 64, 64
 _WARPS = 8
 # The compiler opens calls, and may fuse their last equations with readers of the results.
 _OPENED = CALLS | REMAT | CUSTOM_RULES
-# Elementwise operations that Pallas lowers to Triton.
-_IN_PASS = frozenset(
-    """
-    abs add add_any convert_element_type div eq exp exp2 expm1 ge gt integer_pow le log log1p
-    logistic lt max min mul ne neg rsqrt select_n sign sqrt square sub tanh
-    """.split()
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +79,7 @@ class _Pass:
 
     def run(self, args: Sequence[jax.Array], *, interpret: bool) -> list[jax.Array]:
         """Computes the results, transposed ones with the last axis first."""
-        pl, triton = _pallas()
+        pl, triton = pallas()
         *lead, width = self.outvars[0].aval.shape
         height = math.prod(lead)
         straight = pl.BlockSpec(_TILE, lambda i, j: (i, j))
@@ -113,42 +107,10 @@ class _Pass:
         values = {}
         for number, (v, ref) in enumerate(zip(self.invars, refs, strict=False)):
             values[v] = ref[...] if number < self.num_arrays else ref[0]
-        for eqn in self.eqns:
-            ins = [_wide(a.val if jx.is_literal(a) else values[a]) for a in eqn.invars]
-            (result,) = eqn.outvars
-            dtype = result.aval.dtype
-            if eqn.primitive.name == "broadcast_in_dim":
-                values[result] = jnp.full(_TILE, ins[0], dtype)
-            elif eqn.primitive.name == "convert_element_type":
-                values[result] = ins[0].astype(dtype)
-            else:
-                values[result] = eqn.primitive.bind(*ins, **eqn.params).astype(dtype)
+        evaluate_on_tile(self.eqns, values, _TILE)
         for ref, (codes, turns) in zip(refs[len(self.invars) :], self.results, strict=True):
             found = values[codes.computed]
             ref[...] = found.T if turns else found
-
-
-def _wide(x: Any) -> jax.Array:
-    """Numbers in fp32 if they are narrower, because a GPU has few operations on these."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Pallas and its Triton part, imported for the runs that need them: it takes half a second."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import triton
-
-    return pallas, triton
-
-
-def has_passes() -> bool:
-    """Whether this JAX compiles passes; JAX 0.12 says that a later version will not have Triton."""
-    try:
-        _pallas()
-    except ImportError:
-        return False
-    return True
 
 
 def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable:
@@ -255,10 +217,7 @@ class _PassSearch:
     def _fits(self, number: int, shape: tuple[int, ...]) -> bool:
         """Whether a pass can compute an equation."""
         eqn = self._eqns[number]
-        shapes = {a.aval.shape for a in (*eqn.invars, *eqn.outvars)}
-        if eqn.primitive.name == "broadcast_in_dim":
-            return not eqn.invars[0].aval.shape
-        return eqn.primitive.name in _IN_PASS and shapes <= {(), shape}
+        return eqn.primitive.name not in _OPENED and fits_tile(eqn, shape)
 
     def _is_in_memory(self, v: Any) -> bool:
         """Whether an array is written to memory in any case."""

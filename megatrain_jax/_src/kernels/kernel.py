@@ -25,6 +25,8 @@ class Kernel:
         name: A short name of the operation.
         key: Key of the computation; kernels with equal names and keys share one function.
         build: Makes the Python function to compile; called once per key.
+        build_for_triton: Makes a faster function for GPUs with Triton, with equal results but for
+            rounding; None if there is none.
         takes: Shapes, dtypes and shardings of the arguments; None for small functions, which are
             compiled at their first call.
         donated: Positions of the arguments with memory that results may reuse.
@@ -39,6 +41,7 @@ class Kernel:
     name: str
     key: Hashable = ()
     build: Callable[[], Callable] = dataclasses.field(compare=False)
+    build_for_triton: Callable[[], Callable] | None = dataclasses.field(default=None, compare=False)
     takes: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
     donated: tuple[int, ...] = ()
     beside_bytes: int = 0

@@ -15,7 +15,7 @@ state::
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +33,40 @@ Compute = Callable[[Sequence[jax.Array], jax.Array, Sequence[jax.Array]], list[j
 each; `columns` are their places in their shards."""
 
 
-def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Callable:
+class InOnePass(Protocol):
+    """A faster update of columns; see `fused_updates.update_in_one_pass`."""
+
+    def __call__(
+        self,
+        compute: Compute,
+        columns: Sequence["Columns"],
+        arrays: Sequence[tuple[Array, ...]],
+        gradient: Sequence[Array],
+        messages: Sequence[Array],
+        ok: Array | None,
+        draws: Sequence[Draw | None],
+    ) -> list[tuple[Array, ...]] | None:
+        """The slabs with new columns; None if it can't compute the update."""
+        ...
+
+
+def update_in_pieces(
+    compute: Compute, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
+) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`.
 
     Args:
         compute: The update of some elements.
         layout: Layout of the group; its state has the same offsets as its masters.
         guarded: Whether nothing changes if `ok` is false.
+        in_one_pass: Updates coded columns at once, where it can; None if nothing does.
     """
     slabs = layout.slabs
     # Between two edges every slab has one codec, because masters and state have equal offsets.
     edges = sorted({edge for slab in slabs for s in slab.segments for edge in (s.start, s.stop)})
 
-    def update_group(masters, state, gradient, messages, ok, draw=None):
-        gradient = [x.reshape(layout.master.num_shards, -1) for x in gradient]
+    def update_group(masters, state, segments, messages, ok, draw=None):
+        gradient = [x.reshape(layout.master.num_shards, -1) for x in segments]
         draws = layout.slab_draws(draw)
 
         def update(pieces, arrays, in_loop=False):
@@ -79,6 +99,12 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
                 return update(at(first + i * PIECE, PIECE), arrays, in_loop=True)
 
             coded = any(s.segments[n].codec.block > 1 for s, n in zip(slabs, numbers, strict=True))
+            if coded and in_one_pass is not None:
+                given = segments, messages, ok if guarded else None, draws
+                new = in_one_pass(compute, at(first, last - first), arrays, *given)
+                if new is not None:
+                    arrays = new
+                    continue
             # Uncoded regions are updated in one pass, which needs no temporary numbers.
             count = (last - first) // PIECE if coded else 0
             arrays = jax.lax.fori_loop(0, count, step, arrays) if count else arrays
@@ -107,7 +133,7 @@ class Columns:
 
     def read(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """These columns of the segment's arrays, given all arrays of the slab."""
-        own = self._own(arrays)
+        own = self.own(arrays)
         if self.is_whole:
             return own
         return tuple(
@@ -116,7 +142,7 @@ class Columns:
 
     def decode(self, arrays: Sequence[Array]) -> Array:
         """The numbers decoded from the columns' arrays, of shape (shards * length,)."""
-        return self._segment.codec.decode(arrays, self.layout.dtype)
+        return self.segment.codec.decode(arrays, self.layout.dtype)
 
     def encode(self, row: Array, draw: Draw | None) -> tuple[Array, ...]:
         """The columns' arrays that encode these numbers."""
@@ -128,31 +154,37 @@ class Columns:
         if not self.is_whole:
             new = [
                 jax.lax.dynamic_update_slice_in_dim(self._rows(x), self._rows(n), at, 1).reshape(-1)
-                for x, n, (at, _) in zip(self._own(arrays), new, self._ranges(), strict=True)
+                for x, n, (at, _) in zip(self.own(arrays), new, self._ranges(), strict=True)
             ]
+        return self.replaced(arrays, new)
+
+    def own(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The whole arrays of the segment, given all arrays of the slab."""
+        return self.layout.by_segment(arrays)[self.number]
+
+    def replaced(self, arrays: Sequence[Array], new: Sequence[Array]) -> tuple[Array, ...]:
+        """The slab's arrays with new whole arrays for the segment."""
         segments = enumerate(self.layout.by_segment(arrays))
         return tuple(x for n, own in segments for x in (new if n == self.number else own))
 
     @property
+    def segment(self) -> Segment:
+        """The segment."""
+        return self.layout.segments[self.number]
+
+    @property
     def inside(self) -> Any:
         """The first column within the segment."""
-        return self.start - self._segment.start
+        return self.start - self.segment.start
 
     @property
     def is_whole(self) -> bool:
         """Whether they are all columns of their segment."""
-        return self.length == self._segment.stop - self._segment.start
-
-    @property
-    def _segment(self) -> Segment:
-        return self.layout.segments[self.number]
-
-    def _own(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return self.layout.by_segment(arrays)[self.number]
+        return self.length == self.segment.stop - self.segment.start
 
     def _ranges(self) -> list[tuple[Any, int]]:
         """First column and count of columns in each of the segment's arrays."""
-        parts = self._segment.codec.parts(self.layout.dtype)
+        parts = self.segment.codec.parts(self.layout.dtype)
         start = self.inside
         return [(start // part.per, self.length // part.per) for part in parts]
 

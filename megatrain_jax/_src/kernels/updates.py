@@ -9,6 +9,7 @@ The updates then use the gradients (0.6, 0) and (0, 0.8).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.fused_updates import update_in_one_pass
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.leaf_updates import update_by_leaf
 from megatrain_jax._src.kernels.reducing import measured, reduction
-from megatrain_jax._src.kernels.update_pieces import Compute, update_in_pieces
+from megatrain_jax._src.kernels.update_pieces import Compute, InOnePass, update_in_pieces
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
@@ -157,10 +159,12 @@ def update(
     # A deferred update follows a REDUCE, which has already measured the gradient.
     build = _update if cut.deferred else _immediate_update
     slabs, small = placement.slabs_on_device, placement.small_on_device
+    in_one_pass = partial(update_in_one_pass, sharding=slabs)
     return Kernel(
         name="update",
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: build(fragment, layout, cut.guarded),
+        build_for_triton=lambda: build(fragment, layout, cut.guarded, in_one_pass),
         takes=(
             placed(layout.master.at_rest, slabs),
             placed(layout.state.at_rest, slabs),
@@ -178,13 +182,15 @@ def _key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+def _update(
+    fragment: Fragment, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
+) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
     elements = _update_of_elements(fragment, layout)
     if elements is None:
         return update_by_leaf(fragment, layout, guarded)
     if layout.num_coded:
-        return update_in_pieces(elements, layout, guarded)
+        return update_in_pieces(elements, layout, guarded, in_one_pass)
     edges = {tuple((s.start, s.stop) for s in slab.segments) for slab in layout.slabs}
     run = (_update_by_segment if len(edges) == 1 else _update_at_once)(elements, layout)
 
@@ -235,9 +241,11 @@ def _update_at_once(elements: Compute, layout: GroupLayout) -> Callable:
     return update
 
 
-def _immediate_update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+def _immediate_update(
+    fragment: Fragment, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
+) -> Callable:
     """The immediate update, which measures its gradient as well; see `update`."""
-    apply = _update(fragment, layout, guarded)
+    apply = _update(fragment, layout, guarded, in_one_pass)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         # Only its own gradient can be checked; gradients of earlier stages don't exist yet.

@@ -135,12 +135,14 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """
     # With integers, because a sum in fp32 would itself be rounded.
     given = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    upper = ((given + (bits >> 16)) >> 16).astype(jnp.uint16)
-    # The bits of infinity minus one are the largest finite number.
-    upper -= ((upper & 0x7FFF) == 0x7F80).astype(jnp.uint16)
-    rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
-    # A NaN with bits in the lower half only would become infinity; a NaN of all ones, zero.
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+    size = given & 0x7FFFFFFF
+    is_finite = size < 0x7F800000
+    # The largest possible sum makes a NaN with bits in the lower half only one with bits in the
+    # upper half, and leaves infinity as it is.
+    size = size + jnp.where(is_finite, bits >> 16, jnp.uint32(0xFFFF))
+    size = jnp.minimum(size, jnp.where(is_finite, jnp.uint32(0x7F7FFFFF), jnp.uint32(0x7FFFFFFF)))
+    upper = (size | given & jnp.uint32(0x80000000)) >> 16
+    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
 def _cast(x: Array, dtype: DTypeLike) -> Array:

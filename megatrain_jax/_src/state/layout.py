@@ -155,7 +155,8 @@ class Layout:
         """
         segment, draws = self.segments[number], None
         if segment.codec.block > 1:
-            rows = self._without_padding(rows, segment, start)
+            shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in (0, 1))
+            rows = self.without_padding(rows, segment, shard, at + start)
         if draw is not None:
             # Each run of segments with one codec numbers its elements from 0, so each run needs its
             # own draw. The bits don't depend on the segments that a run is divided into.
@@ -375,12 +376,17 @@ class Layout:
         """The number of the segment that contains a column of each shard."""
         return next(n for n, s in enumerate(self.segments) if column < s.stop)
 
-    def _without_padding(
-        self, rows: jax.Array, segment: Segment, start: int | jax.Array
+    def without_padding(
+        self, rows: jax.Array, segment: Segment, shard: jax.Array | int, at: jax.Array
     ) -> jax.Array:
-        """Columns of a segment with padding set to zero, so that it does not affect scales."""
-        shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
-        at = at + start
+        """Elements of a segment with padding set to zero, so that it does not affect scales.
+
+        Args:
+            rows: The elements, of any shape.
+            segment: The segment.
+            shard: The shard of each element.
+            at: The column of each element within the segment.
+        """
         for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
             size, block = math.prod(shape), segment.codec.block
             # Only padding in the same block as a leaf affects a scale that is read. Blocks behind
