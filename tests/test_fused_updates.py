@@ -1,5 +1,6 @@
 """Updates of codes in one pass, interpreted on a CPU, against decoding, the update and encoding."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import megatrain_jax as mt
+from inside import on_one_device
+from megatrain_jax._src import start
 from megatrain_jax._src.kernels import update_pieces as pieces
 from megatrain_jax._src.kernels import updates
 from megatrain_jax._src.kernels.fused_updates import update_in_one_pass
@@ -21,13 +25,16 @@ from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.mixed_layout import MixedLayout
 from megatrain_jax._src.state.offsets import layout_of
 from optimizers import OPTIMIZERS
+from runs import make_spec
 from test_pieces import coded_group, random_arguments
+from zoo import CASES
 
 BLOCK = Blockwise.block
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
 BF16 = Rounded(dtype="bfloat16", stochastic=True)
 MU = Blockwise(code="dynamic", stochastic=True)
 NU = Blockwise(code="dynamic", signed=False, stochastic=True)
+COMPACT = dataclasses.replace(mt.Precision.compact(), compute=jnp.float32)
 in_one_pass = functools.partial(update_in_one_pass, interpret=True)
 
 
@@ -163,8 +170,8 @@ def test_a_pass_is_the_update_between_decoding_and_encoding(
         jnp.asarray(rng.normal(size=slab.size) ** (1 + (k == 2)) * 10.0 ** -(k + 1), jnp.float32)
         for k, slab in enumerate(layout.slabs)
     ]
-    gradient = jnp.asarray(rng.normal(size=layout.master.size) * 0.1, dtype)
-    gradient = jnp.where(is_padding(layout.master).reshape(-1), 0, gradient)
+    # Also of padding, so that new moments there are large.
+    gradient = jnp.asarray(rng.normal(size=layout.master.size), dtype)
     at_rest = layout.master.encode(whole[0]), layout.state.encode(whole[1:])
     args = (*at_rest, layout.master.in_segments(gradient), [jnp.int32(5), jnp.float32(0.5)])
     mesh = jax.make_mesh(
@@ -210,6 +217,17 @@ def test_groups_of_a_model_are_updated_in_one_pass(name, monkeypatch):
         [run[0], *layout.state.by_slab(run[1])] for run in runs
     ), strict=True):  # fmt: skip
         assert_equal_but_for_rounding(slab.decode(ours), slab.decode(theirs))
+
+
+def test_runs_on_gpus_with_triton_update_in_one_pass(monkeypatch):
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], precision=COMPACT)
+    placement = dataclasses.replace(on_one_device(), platform="gpu")
+    group = max(range(len(spec.layouts)), key=lambda g: spec.layouts[g].num_coded)
+    kernel = updates.update(spec.optimizer, spec.layouts[group], group, "float32", placement)
+    for has_triton in (True, False):
+        monkeypatch.setattr(start, "has_triton", lambda devices, there=has_triton: there)
+        function = start.kernels_of(spec, placement).get(kernel)
+        assert ("pallas_call" in str(function.trace(*kernel.takes or ()).jaxpr)) == has_triton
 
 
 def test_other_updates_stay_as_they_are():

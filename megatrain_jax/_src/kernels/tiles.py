@@ -4,6 +4,7 @@ Pallas compiles such a kernel by Triton. It computes one tile of an array at a t
 equations are those of a traced function with arrays of the tile's shape, or without axes.
 """
 
+import warnings
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -31,6 +32,9 @@ def pallas() -> tuple[Any, Any]:
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
+    # JAX 0.11 warns of its removal whenever a kernel is compiled. Users can't do anything about it,
+    # and `has_triton` looks whether it is there.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
     return pallas, triton
 
 

@@ -178,6 +178,11 @@ def update(
     )
 
 
+def updates_in_one_pass(fragment: Fragment, layout: GroupLayout) -> bool:
+    """Whether a GPU goes through memory once to update a group's codes."""
+    return layout.num_coded > 0 and _update_of_elements(fragment, layout) is not None
+
+
 def _key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
 

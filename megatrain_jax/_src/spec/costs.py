@@ -15,23 +15,33 @@ links carry nothing else meanwhile. A forward of f operations, at g operations p
 device, then takes f / 4g + 20 ms.
 """
 
+import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.kernels.updates import updates_in_one_pass
 from megatrain_jax._src.program.loss.gradients import leaves_read
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
 
 # Python's time per instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
-# An update's time per coded number, measured on an H200 with both of Adam's moments in 8 bits:
-# decoding and encoding take 16 times as long as reading and writing the code.
-_SECONDS_PER_CODE = 7e-12
+# An update's time per coded number in one pass over memory, besides reading and writing the code.
+# On an H100 such an update takes 6.4 ps per parameter with AdamW and both of its moments in 8 bits;
+# 12 bytes take 4.3 ps of it.
+_SECONDS_PER_CODE = 1.1e-12
+# An update by leaf decodes numbers into memory and encodes them from there, on an H100 in 2 and
+# 7.4 ps per number, of which 0.7 ps are for the code itself.
+_SECONDS_PER_CODE_BY_LEAF = 9e-12
 
 
 def collective_bytes(
@@ -72,10 +82,44 @@ def collective_bytes(
     return tuple(found)
 
 
+def coding_seconds(optimizer: OptimizerCut, layouts: Sequence[GroupLayout]) -> tuple[float, ...]:
+    """Seconds that the update of each group needs to decode and encode its numbers.
+
+    Args:
+        optimizer: The optimizer, cut by group.
+        layouts: Layout of each group.
+    """
+    return tuple(
+        layout.num_coded * _seconds_per_code(_Update(fragment), layout)
+        for fragment, layout in zip(optimizer.apply, layouts, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """A group's update, equal to others with its key."""
+
+    fragment: Fragment
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Update) and other.fragment.key == self.fragment.key
+
+    def __hash__(self) -> int:
+        return hash(self.fragment.key)
+
+
+@functools.lru_cache(maxsize=64)
+def _seconds_per_code(update: _Update, layout: GroupLayout) -> float:
+    if not layout.num_coded:
+        return 0.0
+    in_one_pass = updates_in_one_pass(update.fragment, layout)
+    return _SECONDS_PER_CODE if in_one_pass else _SECONDS_PER_CODE_BY_LEAF
+
+
 def find_costs(
     bound: Sequence[BoundStage],
     sizes: Sequence[Mapping[Kind, int]],
-    coded: Sequence[int],
+    coding: Sequence[float],
     collectives: Sequence[tuple[int, int]],
     microbatches: int,
     num_devices: int,
@@ -92,7 +136,7 @@ def find_costs(
     Args:
         bound: The stages.
         sizes: For each group, bytes of its parts on one device.
-        coded: For each group, count of its numbers that are stored as codes.
+        coding: For each group, seconds to decode and encode its numbers; see `coding_seconds`.
         collectives: See `collective_bytes`.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
@@ -116,15 +160,15 @@ def find_costs(
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
     on_link = exchanged if over_links else [(), ()]
-    # An update reads and writes masters and optimizer state, and reads the gradient.
-    moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
-    updates = zip(moved, coded, strict=True)
+    # An update reads and writes masters and optimizer state, and reads the gradient. Before it, all
+    # of the gradient is read for its norm, and to find numbers that are not finite.
+    moved = [2 * (sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT]) for s in sizes]
+    updates = zip(moved, coding, strict=True)
     return Costs(
         forward=_sums(forward, exchanged[0]),
         backward=_sums(backward, exchanged[1]),
         update=tuple(
-            num_bytes / hardware.memory_bytes_per_s + _SECONDS_PER_CODE * num_coded
-            for num_bytes, num_coded in updates
+            num_bytes / hardware.memory_bytes_per_s + seconds for num_bytes, seconds in updates
         ),
         recompute=seconds_saved([b.residuals for b in bound], each, hardware),
         forward_on_link=tuple(on_link[0]),
