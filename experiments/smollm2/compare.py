@@ -6,7 +6,8 @@
 trained on in another order for each seed. The first way, and the first with all parameters, are
 the yardsticks of the ways after them: a way is as good if its mean loss on the held-out chats
 differs by less than the yardstick's seeds differ from each other. Runs are kept in `--folder`, and
-a second call computes only the missing ones.
+a second call computes only the missing ones. With `--cross`, adapters that were trained with
+products in bfloat16 are also evaluated with products in float8, and the other way round.
 """
 
 import argparse
@@ -45,34 +46,21 @@ WAYS = {
         *_FLOAT8,
     ),
 }
+# One step that changes nothing, since the command evaluates after steps.
+_EVALUATED = ("--steps", "1", "--learning-rate", "1e-30", "--frozen", "bfloat16")
+_CROSSED: dict[str, tuple[str, ...]] = {"LoRA": _FLOAT8, "LoRA, float8 products": ()}
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[int, float]]:
     """Returns the held-out loss of each way and seed."""
-    folder = args.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (FOLDER / "chats.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    held_out = lines[::5]
-    trained = [line for number, line in enumerate(lines) if number % 5]
-    for name, part in (("trained", trained), ("held_out", held_out)):
-        (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
-    common = ["--model", args.model, "--data", folder / "trained.jsonl", "--held-out", "0"]
-    common += ["--eval-data", folder / "held_out.jsonl", "--steps", args.steps, "--length", "128"]
-    common += ["--batch", args.batch, "--checkpoints", "false"]
-    outs = {
-        (name, seed): folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
-        for seed in range(args.seeds)
-        for name in args.ways
-    }
+    outs = _folders(args)
     left = {
-        name: [
-            seed for seed in range(args.seeds) if not (outs[name, seed] / "report.json").exists()
-        ]
+        name: [seed for seed in range(args.seeds) if not _is_done(outs[name, seed])]
         for name in args.ways
     }
     # The first run of each way comes first, because it compiles for the later ones.
     words = [
-        [sys.executable, FOLDER.parent / "finetune.py", *common, *WAYS[name]]
+        [*_command(args), *WAYS[name], "--steps", args.steps]
         + ["--seed", seeds[turn], "--out", outs[name, seeds[turn]]]
         for turn in range(args.seeds)
         for name, seeds in left.items()
@@ -81,8 +69,61 @@ def run(args: argparse.Namespace) -> dict[str, dict[int, float]]:
     run_commands([list(map(str, command)) for command in words], args.workers)
     losses: dict[str, dict[int, float]] = {name: {} for name in args.ways}
     for (name, seed), out in outs.items():
-        losses[name][seed] = json.loads((out / "report.json").read_text())["eval_loss"]
+        losses[name][seed] = _loss(out)
     return losses
+
+
+def run_crossed(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns the held-out losses of trained adapters with the products of the other way."""
+    outs = {
+        out: (name, out.with_name(f"{out.name}-crossed"))
+        for (name, _), out in _folders(args).items()
+        if name in _CROSSED
+    }
+    words = [
+        [*_command(args), *_CROSSED[name], *_EVALUATED, "--adapter", out / "adapter", "--out", to]
+        for out, (name, to) in outs.items()
+        if not _is_done(to)
+    ]
+    run_commands([list(map(str, command)) for command in words], args.workers)
+    losses: dict[str, list[float]] = {}
+    for name, to in outs.values():
+        losses.setdefault(name, []).append(_loss(to))
+    return losses
+
+
+def _command(args: argparse.Namespace) -> list[Any]:
+    """The words that all runs share; writes the files that they name."""
+    folder = args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (FOLDER / "chats.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    held_out = lines[::5]
+    trained = [line for number, line in enumerate(lines) if number % 5]
+    for name, part in (("trained", trained), ("held_out", held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+    words = [sys.executable, FOLDER.parent / "finetune.py", "--model", args.model]
+    words += ["--data", folder / "trained.jsonl", "--held-out", "0"]
+    words += ["--eval-data", folder / "held_out.jsonl", "--length", "128"]
+    return [*words, "--batch", args.batch, "--checkpoints", "false"]
+
+
+def _folders(args: argparse.Namespace) -> dict[tuple[str, int], Path]:
+    """The folder of each way and seed."""
+    return {
+        (name, seed): args.folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
+        for seed in range(args.seeds)
+        for name in args.ways
+    }
+
+
+def _is_done(out: Path) -> bool:
+    """Whether a run has finished."""
+    return (out / "report.json").exists()
+
+
+def _loss(out: Path) -> float:
+    """The held-out loss of a finished run."""
+    return json.loads((out / "report.json").read_text())["eval_loss"]
 
 
 def compared(losses: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
@@ -133,6 +174,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"), help="of the runs")
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2.json"))
+    parser.add_argument("--cross", action="store_true", help="also evaluate with other products")
     add_origin_options(parser)
     args = parser.parse_args()
     for name in args.ways:
@@ -140,6 +182,8 @@ def main() -> None:
             parser.error(f"--ways must include {first!r}, the yardstick of {name!r}")
     origin = find_origin(args)
     found = compared(run(args))
+    for name, ours in run_crossed(args).items() if args.cross else ():
+        found[name] |= {"crossed_of_seeds": ours, "crossed_mean": statistics.mean(ours)}
     print(json.dumps(found, indent=1))
     named = {key: getattr(args, key) for key in ("seeds", "steps", "batch")} | {"length": 128}
     command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -37,20 +37,26 @@ def test_losses_are_compared_with_their_own_yardstick(compare):
     assert near["within_spread"] and not far["within_spread"]
 
 
-def test_ways_differ_in_nothing_but_their_own_options(compare, tmp_path, monkeypatch):
-    calls = []
+@pytest.fixture
+def calls(compare, tmp_path, monkeypatch):
+    """The options of the commands that a test runs; the loss of each is its number."""
+    called = []
 
     def run_commands(commands, workers):
         assert workers == 2
         for words in commands:
             assert words[1] == str(ROOT / "experiments" / "finetune.py")
             options = dict(zip(words[2::2], words[3::2], strict=True))
-            calls.append(options)
+            called.append(options)
             out = tmp_path / options["--out"]
             out.mkdir()
-            (out / "report.json").write_text(json.dumps({"eval_loss": float(len(calls))}))
+            (out / "report.json").write_text(json.dumps({"eval_loss": float(len(called))}))
 
     monkeypatch.setattr(compare, "run_commands", run_commands)
+    return called
+
+
+def test_ways_differ_in_nothing_but_their_own_options(compare, tmp_path, calls):
     ways = ["LoRA", "LoRA, NF4 base"]
     args = argparse.Namespace(
         model="m", ways=ways, seeds=2, steps=3, batch=1, workers=2, folder=tmp_path / "runs"
@@ -68,3 +74,16 @@ def test_ways_differ_in_nothing_but_their_own_options(compare, tmp_path, monkeyp
     assert not parts[0] & parts[1] and len(parts[1]) == 32
     # A second call computes nothing again.
     assert compare.run(args) == found and len(calls) == 4
+
+
+def test_adapters_are_also_evaluated_with_the_other_products(compare, tmp_path, calls):
+    ways = ["LoRA", "LoRA, NF4 base", "LoRA, float8 products"]
+    args = argparse.Namespace(
+        model="m", ways=ways, seeds=1, steps=3, batch=1, workers=2, folder=tmp_path / "runs"
+    )
+    compare.run(args)
+    assert compare.run_crossed(args) == {"LoRA": [4.0], "LoRA, float8 products": [5.0]}
+    assert [o.get("--products") for o in calls] == [None, None, "float8-all", "float8-all", None]
+    assert [o["--adapter"] for o in calls[3:]] == [f"{calls[i]['--out']}/adapter" for i in (0, 2)]
+    compare.run_crossed(args)
+    assert len(calls) == 5

@@ -15,6 +15,7 @@ from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON, has_only_large_products
+from megatrain_jax._src.kernels.scaled_sums import with_scaled_sums
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.state.placement import LARGEST_PART, PART
 
@@ -40,7 +41,8 @@ class KernelCache:
         Args:
             compiler_options: XLA options for all kernels.
             platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
-            code_passes: Whether to compile backwards with the passes of `code_passes.py`.
+            code_passes: Whether to compile backwards with the passes of `code_passes.py`, and with
+                the sums of `scaled_sums.py`.
             with_triton: Whether the devices run kernels that Triton compiles.
         """
         self._options = dict(compiler_options or {})
@@ -67,7 +69,7 @@ class KernelCache:
         build = kernel.build_for_triton if self._with_triton else None
         function = (build or kernel.build)()
         if self._code_passes and kernel.name.startswith("backward"):
-            function = with_code_passes(function)
+            function = with_scaled_sums(with_code_passes(function))
         jitted = functools.partial(jax.jit, function, donate_argnums=kernel.donated, **placed)
         options = self._options
         if PART in options and kernel.takes is not None:

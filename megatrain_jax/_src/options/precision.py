@@ -78,9 +78,9 @@ class Precision:
         products: "float8" to compute matrix products of the batch with parameters in float8, in
             forward and backward; None for the dtypes that the model asks for. Products stay as they
             are if the parameter is narrower than 1,024 on either side or too small to gain, if they
-            are the first ones with the batch itself (embeddings), and if they are those of heads,
+            are the first ones with the batch itself (embeddings), and if they belong to heads,
             routers or adapters. With a mapping from paths of parameters to "float8" or None,
-            exactly the named parameters' products are in float8, except those of adapters. The page
+            exactly the named parameters' products are in float8, but never an adapter's. The page
             on float8 has the exceptions.
         rounding: rounding of numbers that are stored narrower: "stochastic", up or down at random
             so that the mean is right, or "nearest", which loses updates smaller than half of the
