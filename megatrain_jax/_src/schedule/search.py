@@ -302,7 +302,7 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
-    _, seconds = copies(fastest)
+    _, seconds = fastest.copied
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
     # Fewer copies gain something if links are slower than estimated. But in steps that compute for
     # longer, because fewer stages save residuals, that time is certainly lost. In a step of several
@@ -311,16 +311,28 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
 
     def is_good(steps: Steps) -> bool:
         lost = steps.seconds - fastest.seconds
-        gained = _SLOWER * (seconds - copies(steps)[1])
+        gained = _SLOWER * (seconds - steps.copied[1])
         is_alike = steps.workload.waves == 1 or steps.lists.computing <= most_computing
         return lost <= uncertainty * fastest.seconds and (is_alike or lost <= gained)
 
     good = [steps for steps in fitting if is_good(steps)]
 
     def order(steps: Steps) -> tuple[int, float, int]:
-        return copies(steps)[0], steps.seconds, len(steps.workload.kept)
+        return steps.copied[0], steps.seconds, len(steps.workload.kept)
 
     return min(good, key=order)
+
+
+def cautious_seconds(workload: Workload, schedule: Schedule) -> float:
+    """Estimate of a steady step's time, if copies take somewhat longer than the clock estimates.
+
+    Args:
+        workload: The workload that the schedule was found for.
+        schedule: The schedule.
+    """
+    few_waves = schedule.left_out > 0
+    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=few_waves)
+    return schedule.seconds + _SLOWER * copies(lists, schedule.steady)[1]
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
