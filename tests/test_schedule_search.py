@@ -16,7 +16,12 @@ from megatrain_jax._src.schedule.laid_steps import lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes
-from megatrain_jax._src.schedule.search import BudgetError, find_schedule, whole_schedule
+from megatrain_jax._src.schedule.search import (
+    BudgetError,
+    cautious_seconds,
+    find_schedule,
+    whole_schedule,
+)
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from schedule_machine import run_everything
 from workloads import (
@@ -157,6 +162,18 @@ def test_three_waves_tell_how_long_many_take(deferred):
         assert not whole.left_out
         assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
         assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
+        slower = [cautious_seconds(workload, found) - found.seconds for found in (few, whole)]
+        assert slower[0] == pytest.approx(slower[1], rel=0.05) and slower[0] >= 0
+
+
+def test_a_cautious_estimate_counts_all_copies():
+    workload = chain(8, accumulate=True, waves=4)
+    whole = whole_schedule(workload, find_schedule(workload, None))
+    keys = [i.key for i in whole.steady if i.op in (Op.FETCH, Op.OFFLOAD) and i.key]
+    link = workload.costs.link
+    expected = sum(workload.size(key) * max(link.inward, link.outward) for key in keys)
+    slower = cautious_seconds(workload, whole) - whole.seconds
+    assert slower == pytest.approx(0.05 * expected) and expected > 0
 
 
 def test_masters_stay_before_sums_and_these_before_optimizer_state():
@@ -253,7 +270,7 @@ def test_too_small_a_budget_names_the_smallest_that_works():
         find_schedule(workload, smallest - 1)
 
 
-def test_steps_that_compute_for_longer_are_not_taken_for_their_fewer_copies(monkeypatch):
+def test_steps_that_compute_for_longer_are_not_taken_for_their_fewer_copies():
     """Copies may be slower than estimated; then the steps with fewer of them are faster."""
 
     def steps(seconds: float, computing: float, moved: int) -> Any:
@@ -261,13 +278,12 @@ def test_steps_that_compute_for_longer_are_not_taken_for_their_fewer_copies(monk
             seconds=seconds,
             lists=SimpleNamespace(computing=computing),
             workload=SimpleNamespace(kept=(), waves=2),
-            moved=moved,
+            copied=(moved, moved),
             fits_host=lambda room: True,
         )
 
     fewer, longer, slow = steps(102, 90, 40), steps(102.5, 99, 10), steps(104, 90, 20)
     made = [steps(100, 90, 50), fewer, longer, slow]
-    monkeypatch.setattr(search, "copies", lambda steps: (steps.moved, steps.moved))
     room = search._Room(device=0, host=math.inf)
     assert search._best(made, room) is fewer
     # Saved copies of 40 seconds, estimated 5% too short, gain 2 seconds.

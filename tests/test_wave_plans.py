@@ -178,12 +178,19 @@ def test_backwards_that_cannot_be_divided_as_others_of_their_stage_stay_whole():
 # planned for 8.2B parameters on an RTX 4090 with 22.5 GiB, and 14.8B on an H100 with 68 GiB.
 _ON_4090 = {8: (6.2, 8, 70.0), 16: (6.0, 16, 65.9), 32: (3.7, 32, 61.9), 64: (3.6, 32, 66.0)}
 _ON_H100 = {8: (15.5, 8, 80.0), 16: (7.8, 16, 91.4), 32: (6.9, 32, 88.2), 64: (6.7, 32, 88.5)}
+# Then the seconds that copies may take longer: 7.6B on an H100 with 73.6 GiB.
+_COPYING = {8: (20.0, 8, 10.3, 0.9), 16: (6.9, 16, 10.34, 0.49), 32: (5.7, 16, 10.35, 0.25)}
 
 
 @pytest.mark.parametrize(
     "table, gib, chosen, tried",
-    [(_ON_4090, 22.5, 64, [64, 32]), (_ON_H100, 68, 16, [16, 32, 64])],
-    ids=["larger", "smaller"],
+    [
+        (_ON_4090, 22.5, 64, [64, 32]),
+        (_ON_H100, 68, 16, [16, 32, 64]),
+        (_COPYING, 73.6, 32, [32, 16]),
+        (_COPYING, 73.6, 16, [16, 32]),
+    ],
+    ids=["larger", "smaller", "no more copies", "fewer copies"],
 )
 def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
     monkeypatch, table, gib, chosen, tried
@@ -194,7 +201,7 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
         """A search whose plans are a table."""
 
         def _divided(self, number):
-            _, waves, seconds = table[number]
+            _, waves, seconds, *_ = table[number]
             step = {"microbatches": number, "waves": waves, "workload": None, "lean": None}
             first = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds), **step)
             return SimpleNamespace(first=first, fits_host=True, host_room=math.inf)
@@ -212,11 +219,14 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
         def _least_seconds(self, spec, device_bytes, host_room):
             return 0.0
 
+        def _cautious(self, spec):
+            return sum(table[spec.first.microbatches][2:])
+
     monkeypatch.setattr(microbatches, "fits_device", lambda spec, device_bytes: True)
     monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
     unused: Any = None
     run = Options(microbatches="auto")
-    search = Tabled(run, unused, unused, 64, int(gib * 2**30), unused)
+    search = Tabled(run, unused, unused, max(table), int(gib * 2**30), unused)
     assert search.to_machine().first.microbatches == 32
     assert asked == tried
 

@@ -329,16 +329,16 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
-    _, seconds = copies(fastest)
+    _, seconds = fastest.copied
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
     good = [s for s in fitting if s.seconds - fastest.seconds <= uncertainty * fastest.seconds]
-    good.sort(key=lambda steps: (copies(steps)[0], steps.seconds, len(steps.workload.kept)))
+    good.sort(key=lambda steps: (steps.copied[0], steps.seconds, len(steps.workload.kept)))
 
     # Fewer copies gain something if links are slower than estimated. But in steps that compute for
     # longer, because fewer stages save residuals, that time is certainly lost.
     def pays(steps: Steps) -> bool:
         if steps.workload.waves > 1:  # laying down waves once more would take long
-            gained = _SLOWER * (seconds - copies(steps)[1])
+            gained = _SLOWER * (seconds - steps.copied[1])
             is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
             return is_alike or steps.seconds - fastest.seconds <= gained
         most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest, _SLOWER)
@@ -346,6 +346,18 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
         return is_alike or seconds_if_slower(steps, _SLOWER) <= most
 
     return next(steps for steps in good if pays(steps))
+
+
+def cautious_seconds(workload: Workload, schedule: Schedule) -> float:
+    """Estimate of a steady step's time, if copies take somewhat longer than the clock estimates.
+
+    Args:
+        workload: The workload that the schedule was found for.
+        schedule: The schedule.
+    """
+    few_waves = schedule.left_out > 0
+    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=few_waves)
+    return schedule.seconds + _SLOWER * copies(lists, schedule.steady)[1]
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
