@@ -110,6 +110,24 @@ def test_experts_by_grouped_products_are_those_of_the_loop(kind, num, per_token,
         np.testing.assert_allclose(a, b, atol=3e-5)
 
 
+@pytest.mark.parametrize("width", [5, 130])  # padded to 128 and 256, beside 128 of the rows
+def test_gradients_of_scaled_products_are_those_of_each_row(width, kernels):
+    sizes, owner = jnp.array([3, 0, 4]), np.repeat([0, 2], [3, 4])
+    operands = normal(0, 7, 6), normal(1, 3, width, 6), normal(2, 7)
+
+    def by_row(x, matrices, shares):
+        return shares[:, None] * jnp.einsum("ri,roi->ro", x, matrices[owner])
+
+    def by_group(x, matrices, shares):
+        return grouped_products.product_within(sizes, shares)(x, matrices)
+
+    def gradients(compute):
+        return jax.vjp(compute, *operands)[1](normal(3, 7, width))
+
+    for a, b in zip(gradients(by_group), gradients(by_row), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_experts_in_bf16_sum_in_fp32(kernels):
     weights, expert = weights_of("gate, up and down", 4, 160, 130)
     weights = jax.tree.map(lambda w: 0.1 * w, weights)

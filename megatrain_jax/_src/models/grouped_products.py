@@ -124,8 +124,12 @@ def _scaled_backward(out_first, saved, cotangent):
     x, matrices, shares, sizes = saved
     before = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
     dshares = jnp.sum(x.astype(jnp.float32) * before.astype(jnp.float32), axis=1)
-    scaled = _scaled(cotangent, shares)
-    dmatrices = _outer_p.bind(*((scaled, x) if out_first else (x, scaled)), sizes)
+    # A factor of either row scales their outer product; the narrower row takes less memory traffic.
+    if x.shape[1] < cotangent.shape[1]:
+        x = _scaled(x, shares)
+    else:
+        cotangent = _scaled(cotangent, shares)
+    dmatrices = _outer_p.bind(*((cotangent, x) if out_first else (x, cotangent)), sizes)
     return _scaled(before, shares), dmatrices, dshares, _no_tangent(sizes)
 
 
