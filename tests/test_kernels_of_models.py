@@ -110,6 +110,24 @@ def test_experts_by_grouped_products_are_those_of_the_loop(kind, num, per_token,
         np.testing.assert_allclose(a, b, atol=3e-5)
 
 
+@pytest.mark.parametrize("width", [5, 130])  # padded to 128 and 256, beside 128 of the rows
+def test_gradients_of_scaled_products_are_those_of_each_row(width, kernels):
+    sizes, owner = jnp.array([3, 0, 4]), np.repeat([0, 2], [3, 4])
+    operands = normal(0, 7, 6), normal(1, 3, width, 6), normal(2, 7)
+
+    def by_row(x, matrices, shares):
+        return shares[:, None] * jnp.einsum("ri,roi->ro", x, matrices[owner])
+
+    def by_group(x, matrices, shares):
+        return grouped_products.product_within(sizes, shares)(x, matrices)
+
+    def gradients(compute):
+        return jax.vjp(compute, *operands)[1](normal(3, 7, width))
+
+    for a, b in zip(gradients(by_group), gradients(by_row), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_experts_in_bf16_sum_in_fp32(kernels):
     weights, expert = weights_of("gate, up and down", 4, 160, 130)
     weights = jax.tree.map(lambda w: 0.1 * w, weights)
@@ -240,6 +258,22 @@ def test_sizes_beyond_the_kernels_are_left_to_the_loop():
         return delta_kernel.fits(keys, keys, values)
 
     assert linear(128, 64) and not linear(256, 64) and not linear(64, 64, jnp.float32)
+
+
+def test_experts_with_few_rows_get_tiles_of_64_rows():
+    """Of a random choice of experts, products then compute at most 1.15 of what 320 rows need."""
+    small = grouped_products.small_tiles
+    assert small(81920, 512, 512) == small(163840, 512, 2048) != {}
+    assert not small(327680, 512, 512) and not small(262144, 128, 768)
+    assert not small(81920, 512, 384), "a tile has 256 columns"
+    random = np.random.default_rng(0)
+    chosen = np.argsort(random.gumbel(size=(16384, 512)), axis=1)[:, :10]
+    ends = np.cumsum(np.bincount(chosen.ravel(), minlength=512))
+    starts = np.r_[0, ends[:-1]]
+    # A tile starts at a multiple of 8 rows, a block of a gradient's sum at a multiple of 64.
+    tiles = -(-(ends - starts // 8 * 8) // small(163840, 512, 512)["block_m"])
+    blocks = -(-ends // 64) - starts // 64
+    assert (8 * tiles.sum() + 3 * blocks.sum()) * 64 <= 11 * 1.15 * 163840
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
