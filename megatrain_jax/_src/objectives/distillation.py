@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.losses import (
+from megatrain_jax._src.cross_entropy import (
     REAL,
     LossOptions,
     array_of,
