@@ -80,8 +80,10 @@ def distillation(
         Teacher and student find all of 50 tokens as likely.
 
         >>> hidden, head = jnp.zeros((1, 3, 8)), jnp.ones((50, 8))
-        >>> ids, logs = jnp.arange(6).reshape(1, 3, 2), jnp.full((1, 3, 2), -jnp.log(50.0))
-        >>> abs(round(float(distillation(hidden, head, ids[..., 0], ids, logs, alpha=1.0)), 5))
+        >>> ids = jnp.arange(6).reshape(1, 3, 2)
+        >>> logs = jnp.full((1, 3, 2), -jnp.log(50.0))
+        >>> loss = distillation(hidden, head, ids[..., 0], ids, logs, alpha=1.0)
+        >>> abs(round(float(loss), 5))
         0.0
     """
     hidden, head, labels = checked_arrays(hidden, head, labels)
