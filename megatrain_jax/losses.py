@@ -1,7 +1,7 @@
 """Losses of language models that never store the logits of all tokens."""
 
+from megatrain_jax._src.cross_entropy import next_token, num_labels
 from megatrain_jax._src.log_probabilities import log_probabilities
-from megatrain_jax._src.losses import next_token, num_labels
 from megatrain_jax._src.objectives.distillation import distillation
 from megatrain_jax._src.objectives.pair_losses import dpo, ipo, orpo, simpo
 from megatrain_jax._src.objectives.policy_losses import group_advantages, grpo

@@ -14,7 +14,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.M | re.S)
-_SHOWN = re.compile(r"^```(?:python|py|bash|yaml)\n(.*?)^```$", re.M | re.S)
+_SHOWN = re.compile(r"^```(?:python|py|bash|yaml|json)\n(.*?)^```$", re.M | re.S)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 _LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)")
 _CHECKER = doctest.OutputChecker()

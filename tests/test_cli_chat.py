@@ -12,7 +12,10 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.cli.chat import open_speaker
+from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.common.adapter_layers import different_layers
 
 torch = pytest.importorskip("torch", reason='answers need PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -97,6 +100,44 @@ def test_adapters_with_new_tokens_answer_as_in_peft(given, tmp_path, capsys):
     words[3] = str(tmp_path / "other")
     assert main(words) == 2
     assert "PEFT can't load the adapters in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_adapters_of_a_base_with_another_number_of_layers_are_refused(number, given, tmp_path):
+    """PEFT leaves out adapters, or makes new ones, and says nothing or warns."""
+    base, adapter = tmp_path / "base", given / "adapter"
+    layers = {"num_hidden_layers": number, "layer_types": ["full_attention"] * number}
+    save(make_torch("qwen3", **layers), base)
+    load(given / "run" / "model")[1].save_pretrained(base)
+    settings = ChatSettings(model=str(adapter), base=str(base), library="transformers")
+    with pytest.raises(ValueError, match=r"another number of layers: .*layers\.[12]\..*_proj"):
+        open_speaker(settings)
+    with pytest.raises(ValueError, match="don't fit"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    with pytest.raises(ValueError, match="don't fit"):
+        models.load_lora(models.load_pretrained(base), adapter)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": r".*layers\.[01]\..*q_proj"},
+        {"target_modules": ["model.layers.2.self_attn.q_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["k_proj"], "layers_to_transform": [0, 2]},
+    ],
+)
+def test_layers_without_adapters_are_those_that_peft_would_give_some(changes):
+    """Of the modules that PEFT adapts, none is taken for one that was forgotten."""
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    base = make_torch("qwen3", **layers)
+    modules = [name for name, part in base.named_modules() if isinstance(part, torch.nn.Linear)]
+    peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **changes))
+    found = [name for name in modules if hasattr(base.get_submodule(name), "lora_A")]
+    assert found and not different_layers(found, modules, changes)
+    if len(found) > 1 and "layers_to_transform" not in changes:
+        assert different_layers(found[:-1], modules, changes) == found[-1:]
 
 
 @pytest.mark.parametrize("library", ["transformers", "jax"])

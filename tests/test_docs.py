@@ -9,12 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from mkdocs import config as mkdocs_config
 
+import megatrain_jax as mt
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, execute, links
@@ -136,9 +138,24 @@ def test_code_fits_the_column_of_the_site(page: Path):
     assert not [line for line in code_lines(page) if len(line) > 80]
 
 
+def test_examples_of_the_reference_fit_the_column_of_the_site():
+    wide = []
+    for module in (mt, mt.callbacks, mt.data, mt.losses, mt.models):
+        objects = {name: getattr(module, name) for name in module.__all__}
+        for name, value in objects.items():
+            if isinstance(value, type | FunctionType):
+                for test in doctest.DocTestFinder().find(value, name, module=False):
+                    lines = [line for e in test.examples for line in e.source.splitlines()]
+                    wide += [(test.name, line) for line in lines if len(f">>> {line}") > 80]
+    assert not wide
+
+
 @pytest.mark.parametrize(
     "package",
-    ["megatrain_jax", *(f"megatrain_jax.{name}" for name in ("callbacks", "data", "models"))],
+    [
+        "megatrain_jax",
+        *(f"megatrain_jax.{name}" for name in ("callbacks", "data", "losses", "models")),
+    ],
 )
 def test_reference_has_every_public_name(package: str):
     public = importlib.import_module(package).__all__

@@ -26,7 +26,7 @@ def test_mutations_are_in_all_rooms():
     assert len(MUTATIONS) >= 60
     files = {mutation.file for mutation in MUTATIONS}
     assert {file.split("/")[0] for file in files if "/" in file} == set(ROOMS)
-    assert {"losses.py", "train/source.py", "train/loop.py", "runtime/interrupt.py"} <= files
+    assert {"cross_entropy.py", "train/source.py", "train/loop.py", "runtime/interrupt.py"} <= files
 
 
 def test_a_sample_is_that_of_its_seed_and_samples_of_many_seeds_are_all():

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from inside import spec_of, steps_of
+from inside import divide, spec_of, steps_of
 from megatrain_jax._src.spec.budget import other_bytes
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
@@ -128,6 +128,36 @@ def test_a_part_that_is_trained_gets_the_bits_of_one_wave(clip):
         for waves in (1, 4)
     )
     check_same_bits([several.params, several.opt_state], [one.params, one.opt_state])
+
+
+COMBINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiles": ("dropout_nnx", {}),
+    "float8": ("equinox", {"products": {"*": "float8"}}),
+    "nf4": ("linen_numbered", {"trainable": r"1/|head", "frozen": "nf4"}),
+    "devices": ("moe", {"mesh": Mesh(jax.devices()[:2], "data")}),
+}
+
+
+@pytest.mark.usefixtures("started_once_in_test")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in ("nf4", "devices") else ()) for n in COMBINED],
+)
+def test_other_options_and_waves_give_the_bits_of_one_wave(name):
+    case, given = CASES[COMBINED[name][0]], COMBINED[name][1]
+    batches = [case.batch(seed) for seed in range(2)]
+    runs = []
+    for waves in (1, 2):
+        trainer = make_trainer(
+            case, OPTIMIZERS["clip_adamw"], microbatches=MICROBATCHES, waves=waves, **given
+        )
+        if name == "tiles":
+            divide(trainer, 0)
+            assert any(stage.tiles for stage in trainer.stages)
+        run = train(trainer, batches, gradients=False)
+        runs.append((run.metrics, trainer.evaluate(batches), run.params, run.opt_state))
+    assert runs[0][:2] == runs[1][:2]
+    check_same_bits(runs[0][2:], runs[1][2:])
 
 
 @pytest.mark.usefixtures("started_once")

@@ -87,7 +87,8 @@ def compare_plans(
     Examples:
         >>> import jax, optax
         >>> def build():
-        ...     return {"layers": {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}}
+        ...     weights = [jax.numpy.ones((512, 512)) for _ in range(24)]
+        ...     return {"layers": {str(i): {"w": w} for i, w in enumerate(weights)}}
         >>> def loss_fn(model, batch):
         ...     x = batch
         ...     for layer in model["layers"].values():
@@ -96,7 +97,8 @@ def compare_plans(
         >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
         >>> over = {"optimizer": {"adamw": optax.adamw(1e-3), "lion": optax.lion(1e-3)}}
         >>> table = compare_plans(build, loss_fn, sample_batch=batch, over=over)
-        >>> [(row.names, row.plan.host_bytes // row.plan.num_parameters) for row in table]
+        >>> plans = {row.names: row.plan for row in table}
+        >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
         [(('adamw',), 12), (('lion',), 8)]
     """
     refuse_unknown(compare_plans, unknown)

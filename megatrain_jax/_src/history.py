@@ -110,7 +110,8 @@ class History(list[dict[str, Any]]):
             ValueError: If no record has such a metric, or `smooth` is less than 1.
 
         Examples:
-            >>> history = History([{"step": s, "loss": 1 / s, "lr": 0.1} for s in range(1, 9)])
+            >>> records = [{"step": s, "loss": 1 / s, "lr": 0.1} for s in range(1, 9)]
+            >>> history = History(records)
             >>> figure = history.plot(["loss", "lr"], log=True, smooth=4)
         """
         names = [metrics] if isinstance(metrics, str) else _names(metrics)

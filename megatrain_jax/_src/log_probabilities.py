@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.losses import (
+from megatrain_jax._src.cross_entropy import (
     LossOptions,
     checked_arrays,
     chunked,

@@ -22,8 +22,8 @@ class CSVLog(Log):
 
     Examples:
         >>> log = CSVLog("run.csv")
-        >>> log._write(1, {"loss": 2.0}), log._write(2, {"loss": 1.5, "eval_loss": 1.75})
-        (None, None)
+        >>> log._write(1, {"loss": 2.0})
+        >>> log._write(2, {"loss": 1.5, "eval_loss": 1.75})
         >>> print(Path("run.csv").read_text())
         step,loss,eval_loss
         1,2.0,

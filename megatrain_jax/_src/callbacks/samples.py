@@ -39,7 +39,9 @@ class Samples(Callback):
     from the model.
 
     Examples:
-        >>> Samples([[1, 2, 3]], logits=lambda model, batch: model(batch["tokens"])).num_rows
+        >>> def logits(model, batch):
+        ...     return model(batch["tokens"])
+        >>> Samples([[1, 2, 3]], logits=logits).num_rows
         1
     """
 

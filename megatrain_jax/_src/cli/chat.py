@@ -12,6 +12,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
+from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
@@ -128,7 +129,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
     transformers.logging.disable_progress_bar()
     folder = _folder(settings.model)
     has_adapters = (folder / _ADAPTER).is_file()
-    base = folder
+    base, about = folder, {}
     if has_adapters:
         about = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
         named = settings.base or about.get("base_model_name_or_path")
@@ -158,7 +159,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
     model = _language_model(transformers, base)
     if has_adapters:
         peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
-        model = _adapted(peft, model, folder)
+        model = _adapted(peft, model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     return Speaker(model.to(device).eval(), tokenizer, _options(settings, model, tokenizer))
@@ -222,27 +223,46 @@ def _language_model(transformers: Any, folder: Path) -> Any:
     return model
 
 
-def _adapted(peft: Any, model: Any, folder: Path) -> Any:
-    """The model with its adapters, and with rows for the tokens that they know beyond it."""
+def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> Any:
+    """The model with its adapters, and with rows for the tokens that they know beyond it.
+
+    Args:
+        peft: The module.
+        model: The base model.
+        folder: The adapters' folder.
+        about: The contents of its adapter_config.json.
+
+    Raises:
+        ValueError: If PEFT can't load them, or would leave out layers.
+    """
+    shapes = _shapes(folder)
+    factors = (name.removeprefix("base_model.model.") for name in shapes if ".lora_" in name)
+    adapted = {name.partition(".lora_")[0] for name in factors}
+    modules = [name for name, _ in model.named_modules()]
+    if different := different_layers(adapted, modules, about):
+        raise ValueError(
+            f"the adapters in {folder} are of a base with another number of layers: either they or "
+            f"this base has no {', '.join(different[:3])}"
+        )
     try:
-        if (rows := _rows_of_embeddings(folder)) is not None:
-            model.resize_token_embeddings(rows, mean_resizing=False)
+        embeddings = (shapes[name] for name in shapes if name.endswith(".embed_tokens.weight"))
+        if (shape := next(embeddings, None)) is not None:
+            model.resize_token_embeddings(shape[0], mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))
     except Exception as error:  # PEFT's errors for files that don't fit have no common type
         why = " ".join(str(error).split())[:500]
         raise ValueError(f"PEFT can't load the adapters in {folder}: {why}") from error
 
 
-def _rows_of_embeddings(folder: Path) -> int | None:
-    """The number of rows of the embeddings that are saved beside adapters; None without any."""
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a folder of adapters, by name; none for PyTorch's own format."""
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
-        return None
+        return {}
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
-        names = [name for name in file.keys() if name.endswith(".embed_tokens.weight")]  # noqa: SIM118
-        return file.get_slice(names[0]).get_shape()[0] if names else None
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
@@ -136,6 +137,9 @@ def merge_adapter(
         for name, tensor in single.items()
     }
     arrays |= _adapted(single, factors, about, fault)
+    modules = [name.removesuffix(".weight") for name in single]
+    if different := different_layers(factors, modules, about):
+        raise ValueError(f"{fault}it has layers without adapters: {some(different)}")
     arrays |= _replaced(single, whole, fault)
     if (rows := _more_rows(single, whole, fault)) is not None:
         values.get("text_config", values)["vocab_size"] = rows

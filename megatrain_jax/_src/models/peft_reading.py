@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
 from megatrain_jax._src.common.hub import folder_or_download
 from megatrain_jax._src.models.lora import Lora, lora
@@ -136,6 +137,10 @@ def _parameters(pretrained: Pretrained, folder: Path) -> list[ParameterTensors]:
     return [entry for entry in parameter_tensors(pretrained.config) if entry.trained]
 
 
+def _modules(parameters: list[ParameterTensors]) -> list[str]:
+    return [name.removesuffix(".weight") for p in parameters for name in p.names]
+
+
 def _found(
     parameters: list[ParameterTensors],
     tensors: Mapping[str, Tensor],
@@ -182,8 +187,10 @@ def _found(
             continue
         arrays = {f: LazyArray(parts[f], stacked=parameter.stacked) for f in ends}
         found.append((parameter, arrays))
+    adapted = [parameter for parameter, arrays in found if "lora_A" in arrays]
     faults = {
         "not part of it": list(left),
+        "without adapters": different_layers(_modules(adapted), _modules(parameters), values),
         "missing": missing,
         "of another shape": misshapen,
     }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.losses import (
+from megatrain_jax._src.cross_entropy import (
     REAL,
     LossOptions,
     array_of,
@@ -80,8 +80,10 @@ def distillation(
         Teacher and student find all of 50 tokens as likely.
 
         >>> hidden, head = jnp.zeros((1, 3, 8)), jnp.ones((50, 8))
-        >>> ids, logs = jnp.arange(6).reshape(1, 3, 2), jnp.full((1, 3, 2), -jnp.log(50.0))
-        >>> abs(round(float(distillation(hidden, head, ids[..., 0], ids, logs, alpha=1.0)), 5))
+        >>> ids = jnp.arange(6).reshape(1, 3, 2)
+        >>> logs = jnp.full((1, 3, 2), -jnp.log(50.0))
+        >>> loss = distillation(hidden, head, ids[..., 0], ids, logs, alpha=1.0)
+        >>> abs(round(float(loss), 5))
         0.0
     """
     hidden, head, labels = checked_arrays(hidden, head, labels)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from megatrain_jax._src.losses import REAL, array_of
+from megatrain_jax._src.cross_entropy import REAL, array_of
 
 
 def columns(given: Mapping[str, Any]) -> list[Float[Array, "*examples"]]:

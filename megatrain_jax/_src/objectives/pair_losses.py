@@ -168,7 +168,8 @@ def simpo(
         ValueError: If shapes don't agree, or an option is out of range.
 
     Examples:
-        >>> logs, sizes = (jnp.array([-20.0]), jnp.array([-30.0])), (jnp.array([4]), jnp.array([6]))
+        >>> logs = jnp.array([-20.0]), jnp.array([-30.0])
+        >>> sizes = jnp.array([4]), jnp.array([6])
         >>> float(simpo(*logs, *sizes, 0.0, simpo_gamma=0.0))
         0.693...
     """
@@ -216,7 +217,8 @@ def orpo(
         ValueError: If shapes don't agree, or `beta` is out of range.
 
     Examples:
-        >>> logs, sizes = (jnp.array([-20.0]), jnp.array([-30.0])), (jnp.array([4]), jnp.array([6]))
+        >>> logs = jnp.array([-20.0]), jnp.array([-30.0])
+        >>> sizes = jnp.array([4]), jnp.array([6])
         >>> float(orpo(*logs, *sizes, 2.0))
         2.069...
     """

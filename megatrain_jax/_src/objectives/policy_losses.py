@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.losses import REAL, array_of
+from megatrain_jax._src.cross_entropy import REAL, array_of
 from megatrain_jax._src.objectives.example_losses import columns, mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]

@@ -1,0 +1,50 @@
+"""Layers in which adapters and their base model differ: a sign of adapters of another base.
+
+PEFT adapts all modules that its settings ask for. If a base has more layers than the adapters were
+trained with, the further ones silently get none; adapters of further layers are left out.
+
+Example: adapters of `q_proj` in three layers, and a base with four::
+
+    adapted    layers.0.q_proj  layers.1.q_proj  layers.2.q_proj
+    base       layers.0.q_proj  layers.1.q_proj  layers.2.q_proj  layers.3.q_proj  layers.0.up ...
+    different                                                     layers.3.q_proj
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def different_layers(
+    adapted: Iterable[str], modules: Iterable[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """Modules that either adapters or their base have, and both have in a different layer.
+
+    Args:
+        adapted: Names of the modules with adapters, as in the base.
+        modules: Names of the base's modules.
+        settings: The contents of adapter_config.json. Modules that they don't ask for have no
+            adapters.
+
+    Returns:
+        The names, sorted.
+    """
+    given, there = set(adapted), set(modules)
+    of_given, of_base = ({_kind(name) for name in names} for names in (given, there))
+    beyond = {name for name in given - there if _kind(name) in of_base}
+    without = {name for name in there - given if _kind(name) in of_given}
+    return sorted(beyond | {name for name in without if _is_asked_for(name, settings)})
+
+
+def _kind(module: str) -> str:
+    """A module's name without the number of its layer."""
+    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", module, count=1)
+
+
+def _is_asked_for(module: str, settings: Mapping[str, Any]) -> bool:
+    if any(settings.get(name) for name in ("layers_to_transform", "exclude_modules")):
+        return False
+    targets = settings.get("target_modules") or ()
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in targets)
