@@ -18,7 +18,6 @@ from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes
 from megatrain_jax._src.schedule.search import (
     BudgetError,
-    cautious_seconds,
     find_schedule,
     whole_schedule,
 )
@@ -162,7 +161,7 @@ def test_three_waves_tell_how_long_many_take(deferred):
         assert not whole.left_out
         assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
         assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
-        slower = [cautious_seconds(workload, found) - found.seconds for found in (few, whole)]
+        slower = [found.cautious_seconds - found.seconds for found in (few, whole)]
         assert slower[0] == pytest.approx(slower[1], rel=0.05) and slower[0] >= 0
 
 
@@ -172,7 +171,7 @@ def test_a_cautious_estimate_counts_all_copies():
     keys = [i.key for i in whole.steady if i.op in (Op.FETCH, Op.OFFLOAD) and i.key]
     link = workload.costs.link
     expected = sum(workload.size(key) * max(link.inward, link.outward) for key in keys)
-    slower = cautious_seconds(workload, whole) - whole.seconds
+    slower = whole.cautious_seconds - whole.seconds
     assert slower == pytest.approx(0.05 * expected) and expected > 0
 
 

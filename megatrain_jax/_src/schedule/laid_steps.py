@@ -29,6 +29,8 @@ from megatrain_jax._src.schedule.workload import Workload
 # have the same effect.
 _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
+# Copies may take longer than estimated by this fraction.
+SLOWER = 0.05
 # The number of steps that a search may ask for again.
 _MOST_REMEMBERED = 256
 
@@ -136,9 +138,9 @@ def _left_out(lists: TaskLists, steady: Residency) -> float:
     return lists.left_out * (steady.wave_over[1] - steady.wave_over[0])
 
 
-def seconds_if_slower(steps: Steps, share: float) -> float:
-    """Seconds of a step whose copies take longer than estimated by a share of their time."""
-    workload, factor = steps.workload, 1 + share
+def seconds_if_slower(steps: Steps) -> float:
+    """Seconds of a step if copies take somewhat longer than the clock estimates."""
+    workload, factor = steps.workload, 1 + SLOWER
     link = workload.costs.link
     rates = {name: factor * getattr(link, name) for name in ("inward", "outward", "shared")}
     costs = replace(workload.costs, link=replace(link, **rates))

@@ -34,9 +34,9 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices, keeping_residuals
 from megatrain_jax._src.schedule.instructions import Instruction
 from megatrain_jax._src.schedule.laid_steps import (
+    SLOWER,
     Steps,
     at_rest,
-    copies,
     lay_down,
     seconds_if_slower,
 )
@@ -51,8 +51,6 @@ _NUM_CANDIDATES = 8
 # Estimates that differ by less than this fraction can't tell which step is faster, because rates
 # are not known that well. docs/performance.md shows the gain from moving fewer bytes.
 _UNCERTAINTY = 0.03
-# Copies may take longer than estimated by this fraction.
-_SLOWER = 0.05
 # If links are busy for less than the second fraction of the fastest step, their rates hardly
 # matter.
 _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
@@ -84,6 +82,7 @@ class Schedule:
         kept: Stages that save residuals from forward to backward.
         lean: Whether residuals are only each stage's costliest results, instead of all.
         seconds: Estimate of a steady step's time.
+        cautious_seconds: The same if copies take somewhat longer than the clock estimates.
         smallest_bytes: The smallest budget that never makes computation wait for memory.
         limit: Maximum bytes on the device.
         left_out: Number of waves that the lists omit, all equal to the second one; an engine gets
@@ -103,6 +102,7 @@ class Schedule:
     kept: frozenset[int]
     lean: bool
     seconds: float
+    cautious_seconds: float
     smallest_bytes: int
     limit: int
     left_out: int = 0
@@ -338,26 +338,14 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     # longer, because fewer stages save residuals, that time is certainly lost.
     def pays(steps: Steps) -> bool:
         if steps.workload.waves > 1:  # laying down waves once more would take long
-            gained = _SLOWER * (seconds - steps.copied[1])
+            gained = SLOWER * (seconds - steps.copied[1])
             is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
             return is_alike or steps.seconds - fastest.seconds <= gained
-        most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest, _SLOWER)
+        most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest)
         is_alike = steps.lists.computing <= fastest.lists.computing
-        return is_alike or seconds_if_slower(steps, _SLOWER) <= most
+        return is_alike or seconds_if_slower(steps) <= most
 
     return next(steps for steps in good if pays(steps))
-
-
-def cautious_seconds(workload: Workload, schedule: Schedule) -> float:
-    """Estimate of a steady step's time, if copies take somewhat longer than the clock estimates.
-
-    Args:
-        workload: The workload that the schedule was found for.
-        schedule: The schedule.
-    """
-    few_waves = schedule.left_out > 0
-    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=few_waves)
-    return schedule.seconds + _SLOWER * copies(lists, schedule.steady)[1]
 
 
 def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
@@ -396,6 +384,7 @@ def _finished(steps: Steps, smallest: int) -> Schedule:
         kept=lists.workload.kept,
         lean=lists.workload.lean,
         seconds=steps.seconds,
+        cautious_seconds=steps.seconds + SLOWER * steps.copied[1],
         smallest_bytes=smallest,
         limit=steps.limit,
         left_out=lists.left_out,

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
-from megatrain_jax._src.schedule.search import BudgetError, cautious_seconds
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_device
 from megatrain_jax._src.spec.cut_run import undivided_since
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -153,7 +153,7 @@ class _Dividing:
         Two numbers of microbatches may take equally long while one of them copies twice as much.
         Copies to the host also delay computations, because CUDA's pool waits for them.
         """
-        return cautious_seconds(spec.first.scheduled, spec.first.schedule)
+        return spec.first.schedule.cautious_seconds
 
     def _in_waves(self, spec: RunSpec, device_bytes: int) -> RunSpec:
         """The run fitted to its machine in the best number of waves."""
