@@ -114,6 +114,22 @@ def test_passes_follow_the_equations_that_they_read(function):
     check_same(gradients(function), args)
 
 
+def test_passes_are_found_in_a_backward_that_recomputes():
+    params, x, cotangent = arguments("float32")
+
+    def backward_of(prevent_cse):
+        policy = jax.checkpoint_policies.dots_saveable
+        function = jax.checkpoint(gated, policy=policy, prevent_cse=prevent_cse)
+        residuals, pull = jax.tree.flatten(jax.vjp(function, params, x)[1])
+        return lambda *args: jax.tree.unflatten(pull, args[:-1])(args[-1]), [*residuals, cotangent]
+
+    # Codes of x transposed, of the cotangent in both orders, and of the gated product and of the
+    # gradients of gate and up together.
+    assert sorted(passes_in(*backward_of(False))) == [1, 2, 5]
+    check_same(*backward_of(False))
+    assert not passes_in(*backward_of(True))
+
+
 def test_an_operand_of_many_arrays_is_made_once():
     args = arguments("float32")
     made = jax.make_jaxpr(with_code_passes(gradients(three), interpret=True))(*args)

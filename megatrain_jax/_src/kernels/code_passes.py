@@ -122,7 +122,7 @@ def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable
     """
 
     def run(*args: Any) -> Any:
-        traced = jx.without_dead_code(jx.trace(function, *args))
+        traced = _traced(function, args)
         jaxpr, arguments = traced.jaxpr, [*traced.consts, *jax.tree.leaves(args)]
         nodes = _ordered(jaxpr, _PassSearch(jaxpr).found)
         if nodes is None or jaxpr.effects:
@@ -145,6 +145,38 @@ def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable
         return jax.tree.unflatten(traced.out_tree, results)
 
     return run
+
+
+def _traced(function: Callable, args: Sequence[Any]) -> jx.Traced:
+    """The needed equations of a function, with those of its remats among them."""
+    traced = jx.without_dead_code(jx.trace(function, *args))
+    if not any(map(_is_remat, traced.jaxpr.eqns)):
+        return traced
+
+    def opened(*args: Any) -> Any:
+        values = [*traced.consts, *jax.tree.leaves(args)]
+        return jax.tree.unflatten(traced.out_tree, _with_open_remats(traced.jaxpr, values))
+
+    return jx.without_dead_code(jx.trace(opened, *args))
+
+
+def _is_remat(eqn: Any) -> bool:
+    """Whether an equation is a remat that the compiler opens, such as that of saved residuals."""
+    return eqn.primitive.name in REMAT and not eqn.params.get("prevent_cse")
+
+
+def _with_open_remats(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates an open jaxpr, and the equations of its remats one by one."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [a.val if jx.is_literal(a) else values[a] for a in eqn.invars]
+        inner = jx.called(eqn, REMAT) if _is_remat(eqn) else None
+        if inner is None:
+            results = jx.bind(eqn, ins)
+        else:
+            results = _with_open_remats(inner.jaxpr, [*inner.consts, *ins])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [a.val if jx.is_literal(a) else values[a] for a in jaxpr.outvars]
 
 
 class _PassSearch:
