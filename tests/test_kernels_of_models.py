@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from inside import store_of
 from megatrain_jax import models
 from megatrain_jax._src.common import hopper_kernels
 from megatrain_jax._src.common.sharing import shared_by
@@ -34,6 +35,7 @@ from megatrain_jax._src.models.families.gpt_oss import _clamped
 from megatrain_jax._src.models.grouped_products import grouped_outer, grouped_product
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loop_kernels import count_loops
+from megatrain_jax._src.state import offsets
 
 
 @pytest.fixture
@@ -187,7 +189,8 @@ def config_of(**options):
     return models.DecoderConfig.from_hf({"model_type": "qwen3_next", **sizes, **linear, **options})
 
 
-def test_a_model_is_cut_and_trained_with_kernels_as_without_being_cut(kernels):
+def test_a_model_is_cut_and_trained_with_kernels_as_without_being_cut(kernels, monkeypatch):
+    monkeypatch.setattr(offsets, "LEAST_APART", 4 * 24 * 32)
     config, optimizer = config_of(), optax.adamw(1e-2)
     rows = jax.random.randint(jax.random.key(0), (3, 2, 40), 1, 64)
     segments = jnp.repeat(jnp.asarray([[1] * 20 + [2] * 20]), 2, axis=0)
@@ -214,6 +217,9 @@ def test_a_model_is_cut_and_trained_with_kernels_as_without_being_cut(kernels):
         batches[0],
         precision=mt.Precision(compute=jnp.float32),
     )
+    # Kernels read matrices, and write their gradients, as arrays of their own, not in slabs.
+    masters = store_of(trainer).layouts[1].master
+    assert [s.stop - s.start for s in masters.segments].count(4 * 24 * 32) >= 3
     for batch in batches:
         params, state, value = step(params, state, batch)
         expected.append(float(value))
