@@ -185,7 +185,9 @@ class _Library:
 
     def _plan(self, model: Callable[[], Any], *args: Any, **options: Any) -> Any:
         model()
-        return SimpleNamespace(seconds_per_step=1.0, fits_device=True, fits_host=True)
+        return SimpleNamespace(
+            seconds_per_step=1.0, fits_device=True, fits_host=True, attention_flops_per_step=1
+        )
 
     def _fit(self, *args: Any, steps: int, **options: Any) -> Any:
         history = _History(

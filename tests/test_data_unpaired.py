@@ -112,8 +112,7 @@ def test_a_faulty_row_is_named(fault: str):
 def test_a_single_row_has_no_mismatched_answer_and_is_refused(is_pair: bool):
     """Its own answer would take its place, and the baseline would be that of no other text."""
     (given,) = pairs(1)
-    prompt, said, label = given
-    row = FORMS["texts"](*given) if is_pair else LABELLED["texts"](prompt, said, True)
+    row = FORMS["texts"](*given) if is_pair else LABELLED["texts"](given[0], given[1], True)
     with pytest.raises(data.DataError, match="`source`, row 1: the only row, .* two or more"):
         load([row])
     with pytest.raises(data.DataError, match=r"nothing to train on:\s.*the only row"):
