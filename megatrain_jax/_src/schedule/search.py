@@ -341,6 +341,8 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
             gained = SLOWER * (seconds - steps.copied[1])
             is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
             return is_alike or steps.seconds - fastest.seconds <= gained
+        if steps.workload.accumulate:
+            return True  # such a step may go in waves instead, which are tried if it is slow
         most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest)
         is_alike = steps.lists.computing <= fastest.lists.computing
         return is_alike or seconds_if_slower(steps) <= most
