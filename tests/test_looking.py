@@ -110,7 +110,7 @@ def test_a_plan_in_a_notebook_has_its_table_and_bars():
             assert line.split() in cells
     assert shown.red == ["warning: `while` holds 3 blocks", "warning: one large stage"]
     assert "memory of the host: 116.90 GiB of 125.00 GiB" in shown.texts
-    assert "memory of the device: 17.00 GiB of 119.34 GiB" in shown.texts
+    assert "memory of the device: 17.00 GiB of 130.57 GiB" in shown.texts
     widths = dict(shown.widths)
     assert widths["masters and optimizer state: 114.00 GiB"] == pytest.approx(100 * 114 / 125, 1e-3)
     assert sum(widths.values()) == pytest.approx(200, abs=0.1)

@@ -307,6 +307,7 @@ def test_a_result_shows_itself_briefly():
     assert (
         repr(result).split()
         == (
-            "FitResult steps 2 done: to the end of `data` loss 0.5 1 at step 1, least 0.5 at step 2"
+            "FitResult steps 2 done: to the end of `data` "
+            "loss 0.5 1 at step 1, lowest 0.5 at step 2"
         ).split()
     )

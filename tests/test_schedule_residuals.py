@@ -164,6 +164,7 @@ def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
             lists=SimpleNamespace(computing=100.0 - kept),
             workload=SimpleNamespace(kept=range(kept), waves=2),
             fits_host=lambda room: True,
+            copied=(0, 0.0),
         )
 
     @dataclass(frozen=True)
@@ -175,7 +176,6 @@ def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
         def lists(self) -> Any:
             return SimpleNamespace(workload=SimpleNamespace(lean=False))
 
-    monkeypatch.setattr(search, "copies", lambda steps: (0, 0.0))
     monkeypatch.setattr(search, "keeping_residuals", lambda workload, count: Keeping(count))
     monkeypatch.setattr(search, "_with_residents", lambda choice, room: steps(choice.num_kept))
     workload, room = SimpleNamespace(lean=False), search._Room(device=0, host=math.inf)

@@ -115,8 +115,8 @@ def fit(
             `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
             "auto", "compact", "two_bytes", "bfloat16", "float16" or "float32"; see `Trainer`.
-        device_budget: Bytes of device memory that state may occupy, "minimum", or None for all that
-            the device has left; see `Trainer`.
+        device_budget: Bytes of device memory that state may occupy, "minimum", or None ("auto")
+            for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available; see `Trainer`.
         trainable: The parameters to train, as a regular expression on their paths, a list of them,

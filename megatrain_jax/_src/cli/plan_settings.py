@@ -91,7 +91,7 @@ class PlanSettings:
         if self.microbatches != "auto":
             checks.integer("microbatches", self.microbatches)
         elif self.tokens is None:
-            raise ValueError("`microbatches`=auto needs `tokens`: cut small enough, any batch fits")
+            raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
         check_optimizer(self.optimizer)
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)

@@ -122,7 +122,7 @@ def device_budget(value: Any, least: int = 2**20) -> int | str | None:
         ValueError: See `num_bytes`.
     """
     value = {"least": "minimum", "auto": None}.get(value, value) if type(value) is str else value
-    return num_bytes("device_budget", value, "minimum", least=least)
+    return num_bytes("device_budget", value, "minimum", "auto", least=least)
 
 
 def number(
