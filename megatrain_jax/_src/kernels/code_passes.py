@@ -30,6 +30,7 @@ from megatrain_jax._src.kernels.tiles import evaluate_on_tile, fits_tile, pallas
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.float8 import CODE
 from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, FUSING, REMAT
+from megatrain_jax._src.program.wide_products import is_open
 
 # Rows and columns of a tile, and groups of 32 threads that compute it.
 _TILE = 64, 64
@@ -162,21 +163,21 @@ def _traced(function: Callable, args: Sequence[Any]) -> jx.Traced:
 
 def _is_remat(eqn: Any) -> bool:
     """Whether an equation is a remat that the compiler opens, such as that of saved residuals."""
-    return eqn.primitive.name in REMAT and not eqn.params.get("prevent_cse")
+    return eqn.primitive.name in REMAT and is_open(eqn)
 
 
 def _with_open_remats(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates an open jaxpr, and the equations of its remats one by one."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [a.val if jx.is_literal(a) else values[a] for a in eqn.invars]
-        inner = jx.called(eqn, REMAT) if _is_remat(eqn) else None
-        if inner is None:
-            results = jx.bind(eqn, ins)
-        else:
-            results = _with_open_remats(inner.jaxpr, [*inner.consts, *ins])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [a.val if jx.is_literal(a) else values[a] for a in jaxpr.outvars]
+
+    def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:
+        ins = [value(atom) for atom in eqn.invars]
+        if not _is_remat(eqn):
+            return jx.bind(eqn, ins)
+        inner = jx.called(eqn, REMAT)
+        assert inner is not None
+        return _with_open_remats(inner.jaxpr, [*inner.consts, *ins])
+
+    return jx.evaluate_by(jaxpr, args, compute)
 
 
 class _PassSearch:
@@ -189,8 +190,7 @@ class _PassSearch:
     def __init__(self, jaxpr: Any):
         self._eqns = jaxpr.eqns
         self._maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
-        self._num_readers = Counter(jx.variables(atoms))
+        self._num_readers = jx.num_readers(jaxpr)
         self._turned = Counter(v for eqn in jaxpr.eqns for v in _by_column(eqn).values())
         self._made: dict[Any, list[Any]] = {}  # variables of codes, by their operand
         for v in self._maker:

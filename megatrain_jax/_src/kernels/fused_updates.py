@@ -30,6 +30,7 @@ from megatrain_jax._src.kernels.tile_codecs import (
     by_block,
     encode_tile,
     has_tiles,
+    iotas,
     levels_of,
     read_tile,
     write_tile,
@@ -297,7 +298,7 @@ class _Call:
         tile, shape = self.tile, self.tile.shape
         shard = 0 if shard is None else shard
         first = self.first + pl.program_id(0) * shape[0]
-        row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        row, lane = iotas(shape)
         at = (first + row) * BLOCK + lane
         starts = [first + c.inside // BLOCK for c in self.columns]
         values = {v: x.astype(v.aval.dtype) for v, x in zip(tile.shared, shared, strict=True)}

@@ -14,7 +14,6 @@ Example, with codes c and d, and their scales::
     sum + dot (c * s_c) (d * s_d)    # float32
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,27 +48,21 @@ def with_scaled_sums(function: Callable) -> Callable:
             return function(*args)
         left_out = {id(eqn) for one in found for eqn in (one.product, one.first)}
         scaled = {id(one.second): one for one in found}
-        leaves = [*traced.consts, *jax.tree.leaves(args)]
-        values = dict(zip(traced.jaxpr.invars, leaves, strict=True))
 
-        def value(atom: Any) -> Any:
-            return atom.val if jx.is_literal(atom) else values[atom]
+        def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any] | None:
+            if id(eqn) in left_out:
+                return None
+            if (one := scaled.get(id(eqn))) is None:
+                return jx.bind(eqn, [value(atom) for atom in eqn.invars])
+            scales = one.first.invars[1], one.second.invars[1]
+            rows = zip(one.product.invars, scales, strict=True)
+            # Powers of two and codes are exact in fp32, and so are their products.
+            ins = [value(c).astype(jnp.float32) * value(s).astype(jnp.float32) for c, s in rows]
+            params = {**one.product.params, "preferred_element_type": jnp.dtype(jnp.float32)}
+            return jx.bind(one.product.replace(params=params), ins)
 
-        for eqn in traced.jaxpr.eqns:
-            if (one := scaled.get(id(eqn))) is not None:
-                scales = one.first.invars[1], one.second.invars[1]
-                rows = zip(one.product.invars, scales, strict=True)
-                # Powers of two and codes are exact in fp32, and so are their products.
-                ins = [value(c).astype(jnp.float32) * value(s).astype(jnp.float32) for c, s in rows]
-                params = {**one.product.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-                results = jx.bind(one.product.replace(params=params), ins)
-            elif id(eqn) in left_out:
-                continue
-            else:
-                results = jx.bind(eqn, [value(atom) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, results, strict=True))
-        results = [value(atom) for atom in traced.jaxpr.outvars]
-        return jax.tree.unflatten(traced.out_tree, results)
+        values = [*traced.consts, *jax.tree.leaves(args)]
+        return jax.tree.unflatten(traced.out_tree, jx.evaluate_by(traced.jaxpr, values, compute))
 
     return run
 
@@ -77,8 +70,7 @@ def with_scaled_sums(function: Callable) -> Callable:
 def _scaled_products(jaxpr: Any) -> list[_ScaledProduct]:
     """The float8 products of a jaxpr in bfloat16 that are scaled and added to an fp32 sum."""
     readers: dict[Any, Any] = {}
-    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
-    num_readers = Counter(jx.variables(atoms))
+    num_readers = jx.num_readers(jaxpr)
     for eqn in jaxpr.eqns:
         readers.update(dict.fromkeys(jx.variables(eqn.invars), eqn))
 

@@ -13,7 +13,6 @@ Example: a table of 152,064 rows of 3,584 numbers, of which 8,192 tokens look up
     scatter-add sum ids rows         # in float32: 0.3 GB
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +33,18 @@ def with_scattered_sums(function: Callable) -> Callable:
 
     def run(*args: Any) -> Any:
         traced = jx.trace(function, *args)
+        scattered, left_out = _scattered(traced.jaxpr)
+
+        def compute(number: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any] | None:
+            if number in scattered:
+                added_to, scatter = scattered[number]
+                return [_onto(value(added_to), scatter, *map(value, scatter.invars[1:]))]
+            if number in left_out:
+                return None
+            return jx.bind(eqn, [value(atom) for atom in eqn.invars])
+
         values = [*traced.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(traced.out_tree, _evaluate(traced.jaxpr, values))
+        return jax.tree.unflatten(traced.out_tree, jx.evaluate_by(traced.jaxpr, values, compute))
 
     return run
 
@@ -51,26 +60,6 @@ def looks_up_inputs(jaxpr: Any) -> bool:
     return False
 
 
-def _evaluate(jaxpr: Any, args: list[Any]) -> list[Any]:
-    """Evaluates an open jaxpr, with rows scattered onto sums."""
-    scattered, left_out = _scattered(jaxpr)
-    values = dict(zip(jaxpr.invars, args, strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if jx.is_literal(atom) else values[atom]
-
-    for number, eqn in enumerate(jaxpr.eqns):
-        if number in scattered:
-            added_to, scatter = scattered[number]
-            results = [_onto(value(added_to), scatter, *map(value, scatter.invars[1:]))]
-        elif number in left_out:
-            continue
-        else:
-            results = jx.bind(eqn, [value(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
-
-
 def _scattered(jaxpr: Any) -> tuple[dict[int, tuple[Any, Any]], set[int]]:
     """The additions of scattered rows to inputs, and the equations that are left out for them.
 
@@ -79,8 +68,7 @@ def _scattered(jaxpr: Any) -> tuple[dict[int, tuple[Any, Any]], set[int]]:
         numbers of these equations and of all between them and the additions.
     """
     producer = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
-    num_readers = Counter(jx.variables(atoms))
+    num_readers = jx.num_readers(jaxpr)
     found, left_out, inputs = {}, set(), set(jaxpr.invars)
     for number, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name not in ("add", "add_any"):

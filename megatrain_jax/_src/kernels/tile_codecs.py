@@ -62,7 +62,7 @@ def read_tile(
         # Negative codes are the upper half of the levels.
         found = codes[rows, :].astype(jnp.uint8).astype(jnp.int32)
     else:
-        row, lane = _iotas(shape)
+        row, lane = iotas(shape)
         pairs = triton.load(codes.at[first + row, lane >> 1]).astype(jnp.int32)
         found = pairs >> ((lane & 1) * 4) & 15
     numbers = triton.load(levels.at[found]) * scales[rows][:, None]
@@ -78,13 +78,14 @@ def write_tile(codec: Plain, refs: Sequence[Any], first: jax.Array, arrays: Sequ
             ref[at] = x
             continue
         if isinstance(codec, Blockwise) and codec.bits == 4:
-            _, lane = _iotas(x.shape)
+            _, lane = iotas(x.shape)
             halves = (x & 15) << ((lane & 1) * 4)
             x = jnp.sum(halves.reshape(x.shape[0], -1, 2), axis=2)
         ref[at, :] = x.astype(ref.dtype)
 
 
-def _iotas(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def iotas(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """The row and the column of each number of a tile."""
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return row, lane
 

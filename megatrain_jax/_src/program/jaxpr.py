@@ -6,6 +6,7 @@ jaxpr, and `scan` has different parameters).
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -244,6 +245,19 @@ def with_body(jaxpr: Any, body: Any) -> Any:
     return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
 
 
+def contains(eqn: Any, is_found: Callable[[Any], bool]) -> bool:
+    """Whether a condition holds for an equation, or for one in its inner jaxprs."""
+    return is_found(eqn) or any(
+        contains(inner, is_found) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def num_readers(jaxpr: Any) -> Counter[Any]:
+    """The number of times that equations and results of an open jaxpr read each variable."""
+    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
+    return Counter(variables(atoms))
+
+
 def largest_mesh(jaxpr: Any) -> Any:
     """The largest mesh that any equation, also an inner one, was traced in, or None."""
     found: dict[Any, None] = {}
@@ -314,6 +328,30 @@ def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr without constants, also under a transformation."""
     return core.eval_jaxpr(jaxpr, (), *args)
+
+
+def evaluate_by(
+    jaxpr: Any,
+    args: Sequence[Any],
+    compute: Callable[[int, Any, Callable[[Any], Any]], Sequence[Any] | None],
+) -> list[Any]:
+    """Evaluates an open jaxpr with other computations for some equations.
+
+    Args:
+        jaxpr: The jaxpr.
+        args: Values of its constants and inputs.
+        compute: `compute(number, eqn, value)` returns the results of an equation, or None to leave
+            it out; `value` gives the value of an operand.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        if (results := compute(number, eqn, value)) is not None:
+            values.update(zip(eqn.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
 
 
 def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:

@@ -13,7 +13,7 @@ Example: 1,024 rows of 64 numbers, each multiplied by one of 8 matrices of 32 x 
 import math
 from typing import Any
 
-from megatrain_jax._src.program.jaxpr import inner_jaxprs
+from megatrain_jax._src.program.jaxpr import contains
 
 PRODUCT, OUTER = "grouped_product", "grouped_outer"
 DELTA_FORWARD, DELTA_BACKWARD = "delta_rule_forward", "delta_rule_backward"
@@ -23,10 +23,11 @@ _CHUNK = 64  # tokens that the delta rule's kernels process at a time
 
 def has_grouped_products(jaxpr: Any) -> bool:
     """Whether kernels multiply rows by matrices in a jaxpr, or in jaxprs inside it."""
-    return any(
-        eqn.primitive.name in (PRODUCT, OUTER) or any(map(has_grouped_products, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(contains(eqn, _is_grouped) for eqn in jaxpr.eqns)
+
+
+def _is_grouped(eqn: Any) -> bool:
+    return eqn.primitive.name in (PRODUCT, OUTER)
 
 
 def product_flops(eqn: Any) -> int:

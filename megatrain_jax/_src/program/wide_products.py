@@ -11,7 +11,6 @@ Example: the gradient of `w` in `y = x @ w`, with bfloat16 arrays::
     sum + dw
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,34 +53,25 @@ def _evaluate(
 ) -> list[Any]:
     """Evaluates an open jaxpr, with the flagged results in fp32 where `with_wide_products` can."""
     sources = _sources(jaxpr, are_wide)
-    values = dict(zip(jaxpr.invars, args, strict=True))
 
-    def value(atom: Any) -> Any:
-        return atom.val if jx.is_literal(atom) else values[atom]
-
-    for eqn in jaxpr.eqns:
+    def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:
         ins = [value(atom) for atom in eqn.invars]
         wide = [v in sources for v in eqn.outvars]
         if not any(wide):
-            results = jx.bind(eqn, ins)
-        elif (inner := jx.called(eqn)) is not None:
-            opened = inner.jaxpr
-            arguments = [*opened.constvars, *opened.invars]
-            body = jx.sub_jaxpr(opened, opened.eqns, arguments, opened.outvars)
-            results = _evaluate(body, [*inner.consts, *ins], wide, casts_operands)
-        else:
-            ins = [x.astype(_WIDE) for x in ins] if casts_operands else ins
-            params = {**eqn.params, "preferred_element_type": _WIDE}
-            results = jx.bind(eqn.replace(params=params), ins)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+            return jx.bind(eqn, ins)
+        if (inner := jx.called(eqn)) is not None:
+            return _evaluate(inner.jaxpr, [*inner.consts, *ins], wide, casts_operands)
+        ins = [x.astype(_WIDE) for x in ins] if casts_operands else ins
+        params = {**eqn.params, "preferred_element_type": _WIDE}
+        return jx.bind(eqn.replace(params=params), ins)
+
+    return jx.evaluate_by(jaxpr, args, compute)
 
 
 def _sources(jaxpr: Any, are_wide: Sequence[bool]) -> set[Any]:
     """The variables that products, or calls, give in fp32 so that the flagged results are fp32."""
     producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
-    num_readers = Counter(jx.variables(atoms))
+    num_readers = jx.num_readers(jaxpr)
     found = set()
     for v, wide in zip(jaxpr.outvars, are_wide, strict=True):
         if not wide or jx.is_literal(v):
@@ -91,7 +81,7 @@ def _sources(jaxpr: Any, are_wide: Sequence[bool]) -> set[Any]:
             if eqn.primitive.name in _REORDERING:
                 v = eqn.invars[0]
                 continue
-            if _is_narrow_product(eqn) or _is_open(eqn):
+            if _is_narrow_product(eqn) or is_open(eqn):
                 found.add(v)
             break
     return found
@@ -107,7 +97,7 @@ def _operands_have(eqn: Any, dtype: Any) -> bool:
     return all(atom.aval.dtype == dtype for atom in eqn.invars)
 
 
-def _is_open(eqn: Any) -> bool:
+def is_open(eqn: Any) -> bool:
     """Whether a call's equations may be evaluated one by one."""
     # A compiler must not share the equations of a remat with others if that asks for it.
     closed = eqn.primitive.name in REMAT and eqn.params.get("prevent_cse")

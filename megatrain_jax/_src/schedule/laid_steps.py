@@ -12,13 +12,12 @@ only three are written: the first, a middle one, and the last. They give the tim
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.schedule.clock import Clock
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import least_of, next_uses_that_fit
@@ -79,8 +78,17 @@ class Steps:
 
     @functools.cached_property
     def copied(self) -> tuple[int, float]:
-        """Bytes and seconds of a steady step's copies; see `copies`."""
-        return copies(self.lists, self.steady.instructions)
+        """Bytes that a steady step copies, in both directions, and the copies' seconds in all."""
+        num_bytes, seconds, costs = 0, 0.0, self.workload.costs
+        for instruction in self.steady.instructions:
+            key, task = instruction.key, instruction.task
+            if instruction.op in (Op.FETCH, Op.OFFLOAD) and key is not None and task is not None:
+                # Evictions before the first task have the task number -1.
+                size = self.lists.times(max(0, task)) * self.workload.size(key)
+                link = costs.link_of(key)
+                num_bytes += size
+                seconds += size * max(link.inward, link.outward, link.shared)
+        return num_bytes, seconds
 
     def fits_host(self, room: float) -> bool:
         """Whether `room` host bytes suffice in addition to the state at rest."""
@@ -158,22 +166,3 @@ def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency
         if key.kind in LASTING:
             device.reserve(key)
     return device
-
-
-def copies(lists: TaskLists, instructions: Iterable[Instruction]) -> tuple[int, float]:
-    """Bytes that a steady step copies, in both directions, and the sum of the copies' seconds.
-
-    Args:
-        lists: The tasks.
-        instructions: The instructions of a steady step of these tasks.
-    """
-    num_bytes, seconds = 0, 0.0
-    for instruction in instructions:
-        key, task = instruction.key, instruction.task
-        if instruction.op in (Op.FETCH, Op.OFFLOAD) and key is not None and task is not None:
-            # Evictions before the first task have the task number -1.
-            size = lists.times(max(0, task)) * lists.workload.size(key)
-            link = lists.workload.costs.link_of(key)
-            num_bytes += size
-            seconds += size * max(link.inward, link.outward, link.shared)
-    return num_bytes, seconds

@@ -1,4 +1,4 @@
-"""The products of adapters in a stage (LoRA), found by their equations, whatever their names are.
+"""The products of adapters in a stage (LoRA), found by their equations and not by names.
 
 An adapter adds a product with two trained factors to the product with a frozen matrix. The size
 between the factors, the rank, is smaller than both of the outer sizes.
@@ -36,9 +36,9 @@ def adapter_products(jaxpr: Any, env: Mapping[Any, OperandTraits]) -> Numbers:
     """
     found, frozen = _NOTHING, set()
     sizes: dict[int, tuple[int, int]] = {}  # of the matrices of trained products
-    firsts: dict[int, Numbers] = {}  # by product: those that may be the first ones of its adapter
-    terms: dict[Any, Numbers] = {}  # by variable: the products that it is a sum of
-    sources: dict[Any, Numbers] = {}  # by variable: the trained products that it is computed from
+    firsts: dict[int, Numbers] = {}  # by product: possible first products of its adapter
+    terms: dict[Any, Numbers] = {}  # by variable: the products in its sum
+    sources: dict[Any, Numbers] = {}  # by variable: the trained products before it
     for number, eqn in enumerate(jaxpr.eqns):
         ins, name = traits_of(env, eqn.invars), eqn.primitive.name
         summed = source = _NOTHING

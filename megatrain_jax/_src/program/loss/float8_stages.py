@@ -327,10 +327,7 @@ def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
 
 def _has_product(jaxpr: Any) -> bool:
     """Whether there is a product in an open jaxpr."""
-    return any(
-        eqn.primitive.name in PRODUCTS or any(map(_has_product, jx.inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(jx.contains(eqn, lambda e: e.primitive.name in PRODUCTS) for eqn in jaxpr.eqns)
 
 
 def replaced(jaxpr: Any, chosen: Chosen) -> Any:

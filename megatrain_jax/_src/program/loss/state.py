@@ -38,7 +38,7 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
     # Backwards from draws to their sources; forwards, a key's use would not be known yet.
     sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
-        if _draws(eqn) or not sources.isdisjoint(eqn.outvars):
+        if jx.contains(eqn, _draws) or not sources.isdisjoint(eqn.outvars):
             # Keys are made from integers; a floating operand here is a probability or an
             # activation.
             sources.update(v for v in jx.variables(eqn.invars) if not jx.is_float(v.aval))
@@ -50,7 +50,5 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
 
 
 def _draws(eqn: Any) -> bool:
-    """Whether an equation, or one in its inner jaxprs, draws random numbers."""
-    if draws(eqn.primitive.name):
-        return True
-    return any(_draws(inner) for jaxpr in jx.inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    """Whether an equation draws random numbers by itself."""
+    return draws(eqn.primitive.name)

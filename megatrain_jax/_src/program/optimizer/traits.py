@@ -140,7 +140,7 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
     for eqn in jaxpr.eqns:
         operands = jx.variables(eqn.invars)
         own, through = _union(reaches, operands), _union(mixes, operands)
-        if _has_product(eqn):
+        if jx.contains(eqn, _is_product):
             through |= own
         reaches.update(dict.fromkeys(eqn.outvars, own))
         mixes.update(dict.fromkeys(eqn.outvars, through))
@@ -195,7 +195,5 @@ def _union(sets: dict[Any, int], variables: Sequence[Any]) -> int:
     return whole
 
 
-def _has_product(eqn: Any) -> bool:
-    if eqn.primitive.name in PRODUCTS:
-        return True
-    return any(_has_product(e) for inner in jx.inner_jaxprs(eqn) for e in inner.eqns)
+def _is_product(eqn: Any) -> bool:
+    return eqn.primitive.name in PRODUCTS
