@@ -97,6 +97,10 @@ def saved(trainer: Any, tmp_path: Path) -> Path:
     return tmp_path / "2"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draw", default="", metavar="SEED", help="of combinations that are drawn")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes so many objects that looking for garbage as often as Python does by default took
     # a twentieth of the time or more.

@@ -185,7 +185,7 @@ def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_cod
         "compute": {"precision": mt.Precision(compute=jnp.bfloat16)},
     }[change]
     also = {
-        "microbatches": "",
+        "microbatches": "; microbatches was 1 and is 2",
         "rows": "; data begins with another batch",
         "compute": "; precision.compute was 'float32' and is 'bfloat16'",
     }[change]
@@ -195,10 +195,35 @@ def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_cod
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             fit(tmp_path, steps, loss_fn=loss_fn, **options)
-        if clauses:
-            assert f"these have no effect: {clauses[2:]}. " in line(warned)
-        else:
-            assert not warned
+        assert f"these have no effect: {clauses[2:]}. " in line(warned)
+
+
+def tied(params, batch):
+    """A loss in which two stages read one layer."""
+    return small.loss_fn([*params, params[0]], batch)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "sums", "is_named"),
+    [(small.loss_fn, "float32", False), (tied, "float32", True), (small.loss_fn, "bfloat16", True)],
+)
+def test_other_numbers_of_microbatches_and_waves_are_named(loss_fn, sums, is_named, tmp_path):
+    """Waves only where they change the order of additions, or how often sums are rounded."""
+    precision = mt.Precision(compute=jnp.float32, sums=sums)
+    given: dict[str, Any] = {"loss_fn": loss_fn, "precision": precision}
+    fit(tmp_path, 1, microbatches=4, waves=2, **given)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(tmp_path, 2, microbatches=4, waves=4, **given)
+    assert bool(warned) == is_named
+    if is_named:
+        assert "New from now on: waves was 2 and is 4." in line(warned)
+    # What the plan chooses is what the checkpoint was trained with.
+    fit(tmp_path, 3, microbatches="auto", **given)
+    with pytest.warns(UserWarning) as warned:
+        fit(tmp_path, 4, microbatches=2, waves=2, **given)
+    waves = "; waves was 4 and is 2" if is_named else ""
+    assert f"New from now on: microbatches was 4 and is 2{waves}." in line(warned)
 
 
 def watched(params, batch):

@@ -1,8 +1,9 @@
 """Steps in several waves of microbatches: the results of one wave, in less memory."""
 
-import itertools
+import dataclasses
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,10 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+import started
 from inside import divide, spec_of, steps_of
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.budget import other_bytes
-from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
-from oracle import train_plain
+from optimizers import OPTIMIZERS
 from poison import EXAMPLES, Spoiled, batch, loss_fn, spoiled_trainer
 from runs import (
     SLOW,
@@ -29,6 +32,7 @@ from runs import (
     train,
     variables_of,
 )
+from wave_draws import DIVISIONS, SHARED, Combination, draw, pairs
 from workloads import all_resident_bytes
 from zoo import CASES
 
@@ -36,72 +40,91 @@ TOLERANCE = 2e-6
 
 MICROBATCHES = 4
 
-# Budgets: the least, one between it and that with which nothing moves, and a very large one.
-BUDGETS = (0.0, 0.5, 10.0)
+
+@pytest.fixture
+def started_without_residuals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As `started_once_in_test`, without saved residuals in any budget: they change roundings."""
+
+    def schedule(workload: Workload, budget: int | None, _: Workload | None) -> Schedule:
+        return find_schedule(dataclasses.replace(workload, residuals=()), budget)
+
+    monkeypatch.setattr(started, "find_schedule", schedule)
+    with started.Started().replacing():
+        yield
 
 
-def covering():
-    """Every model with the next optimizer, number of waves and budget in line."""
-    immediate = itertools.cycle(sorted(OPTIMIZERS.keys() - DEFERRED - SIGN_LIKE))
-    deferred = itertools.cycle(sorted(DEFERRED))
-    waves, budgets = itertools.cycle((2, 4, 4)), itertools.cycle(BUDGETS)
-    for number, case in enumerate(case for case in CASES.values() if case.microbatches):
-        optimizer = next(deferred if number % 2 else immediate)
-        row = case.name, optimizer, next(waves), next(budgets)
-        # Models with shared groups, other state, randomness, unused groups and experts.
-        often = case.name in (
-            "nnx_tied", "shared_block", "dropout_linen", "dropout_nnx", "unused", "moe", "metrics",
-            "unet",
-        )  # fmt: skip
-        yield pytest.param(*row, marks=() if often else pytest.mark.long)
+@pytest.fixture(scope="session")
+def drawn(request: pytest.FixtureRequest) -> dict[str, Combination]:
+    """The combination of each model, by the seed on the command line."""
+    return draw(request.config.getoption("--draw"))
 
 
-def within(trainer, share: float) -> int:
+@pytest.mark.parametrize("seed", range(5))
+def test_every_value_is_drawn(seed):
+    drawn = draw(str(seed)).values()
+    assert {c.model for c in drawn} == {case.name for case in CASES.values() if case.microbatches}
+    assert {c.optimizer for c in drawn} == set(OPTIMIZERS)
+    assert {(c.devices, c.microbatches) for c in drawn} == set(DIVISIONS)
+    assert {waves for c in drawn for waves in c.waves} == {2, 4, 8}
+    assert draw(str(seed)) != draw(str(seed + 1))
+
+
+@pytest.mark.usefixtures("started_without_residuals")
+@pytest.mark.parametrize("model", [case.name for case in CASES.values() if case.microbatches])
+def test_waves_give_the_results_of_one_wave(model, drawn):
+    """Every model of the zoo; optimizer, devices, microbatches and a budget are drawn."""
+    check_waves(drawn[model])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("started_without_residuals")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("model", "optimizer"), pairs())
+def test_all_models_and_optimizers_give_the_results_of_one_wave(model, optimizer, devices):
+    check_waves(
+        Combination(model=model, optimizer=optimizer, devices=devices, microbatches=MICROBATCHES)
+    )
+
+
+def check_waves(values: Combination) -> None:
+    """Holds all numbers of waves, in three budgets, against one wave."""
+    case, optimizer = CASES[values.model], recording(OPTIMIZERS[values.optimizer])
+    batches = [case.batch(seed) for seed in range(3)]
+    given: dict[str, Any] = {"microbatches": values.microbatches}
+    if values.devices > 1:
+        given["mesh"] = Mesh(jax.devices()[: values.devices], "data")
+    one = make_trainer(case, optimizer, waves=1, budget="least", **given)
+    expected, shared = train(one, batches), spec_of(one).first.workload.has_shared_sums
+    assert shared == (case.name in SHARED)
+    variables = variables_of(one.model)
+    for waves in values.waves:
+        least = make_trainer(case, optimizer, waves=waves, budget="least", **given)
+        for budget in (0.0, values.budget, 10.0):
+            several = least
+            if budget:
+                share = within(least, budget)
+                several = make_trainer(case, optimizer, waves=waves, budget=share, **given)
+            assert spec_of(several).first.waves == waves and not several.schedule.kept
+            found = train(several, batches)
+            assert found.losses[0] == expected.losses[0]
+            if shared:
+                np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+                for name in ("first_grads", "params"):
+                    ours, theirs = getattr(found, name), getattr(expected, name)
+                    check_close(ours, theirs, TOLERANCE, name)
+            else:
+                # Squares of gradients are summed in the order of their groups, in both.
+                assert found.metrics == expected.metrics
+                for name in ("first_grads", "params", "opt_state"):
+                    check_same_bits(getattr(found, name), getattr(expected, name))
+            check_same_bits(variables_of(several.model), variables)
+
+
+def within(trainer: mt.Trainer, share: float) -> int:
     """A budget between the least and the one with which nothing moves, or above."""
     first = spec_of(trainer).first
     least = first.schedule.smallest_bytes
     return int(least + share * max(0, all_resident_bytes(first.workload) - least))
-
-
-@pytest.mark.usefixtures("started_once_in_test")
-@pytest.mark.parametrize(("name", "optimizer", "waves", "budget"), list(covering()))
-def test_results_are_those_of_one_wave_and_of_plain_jax(name, optimizer, waves, budget):
-    case = CASES[name]
-    batches = [case.batch(seed) for seed in range(3)]
-    given: dict[str, Any] = {"microbatches": MICROBATCHES}
-    one = make_trainer(case, recording(OPTIMIZERS[optimizer]), **given)
-    least = make_trainer(case, recording(OPTIMIZERS[optimizer]), waves=waves, **given)
-    several = make_trainer(
-        case, recording(OPTIMIZERS[optimizer]), waves=waves, budget=within(least, budget), **given
-    )
-    assert spec_of(several).first.waves == waves
-    expected, found = train(one, batches), train(several, batches)
-    assert found.losses[0] == expected.losses[0]
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-    if not spec_of(one).first.workload.has_shared_sums and not several.schedule.kept:
-        assert found.losses == expected.losses
-        for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
-            # Squares of gradients are summed in the order of their groups, in both.
-            assert ours == theirs
-        check_same_bits(found.params, expected.params)
-        check_same_bits(found.opt_state, expected.opt_state)
-    plain = train_plain(case, OPTIMIZERS[optimizer], batches, microbatches=MICROBATCHES)
-    check_close(found.first_grads, plain.first_grads, TOLERANCE, "gradient")
-    check_close(found.params, plain.params, TOLERANCE, "parameter")
-    check_close(variables_of(several.model), plain.variables, TOLERANCE, "variable")
-
-
-@pytest.mark.parametrize("optimizer", ["clip_adamw", "adamw_schedule"])
-def test_several_devices_share_waves(optimizer):
-    case, mesh = CASES["nnx_scan"], Mesh(jax.devices()[:2], "data")
-    batches = [case.batch(seed) for seed in range(1, 3)]
-    given: dict[str, Any] = {"microbatches": MICROBATCHES, "mesh": mesh}
-    one, several = (
-        train(make_trainer(case, OPTIMIZERS[optimizer], waves=w, **given), batches, gradients=False)
-        for w in (1, 2)
-    )
-    assert several.losses == one.losses
-    check_same_bits([several.params, several.opt_state], [one.params, one.opt_state])
 
 
 @pytest.mark.usefixtures("started_once_in_test")

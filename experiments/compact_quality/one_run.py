@@ -46,7 +46,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains, or goes on, and returns the run's figures.
 
-    All state is on the device, but if the setting's sums of gradients have to wait in the host.
+    All state is on the device, and so are sums of gradients between waves: they have the same bits
+    there as in the host, and runs side by side would wait for the link that they share.
 
     Initial values and the order of the data follow from the seed, whatever the setting.
 
@@ -81,7 +82,7 @@ def train(
         precision=mt.Precision(compute=compute, **setting.held),
         microbatches=setting.waves,
         waves=setting.waves,
-        device_budget=_EVERYTHING if setting.waves == 1 else "least",
+        device_budget=_EVERYTHING,
         eval_data=watch.begin_evaluation,
         eval_every=sizes.eval_every,
         checkpoint_dir=checkpoints,
@@ -98,6 +99,7 @@ def train(
     return {
         "num_parameters": plan.num_parameters,
         "host_bytes_per_parameter": plan.host_bytes / plan.num_parameters,
+        "copied_bytes_per_step": plan.bytes_in + plan.bytes_out,
         "text": text_figures,
         "loss_unit": sizes.loss_unit,
         "held_out_loss": final["loss"],

@@ -16,8 +16,8 @@ class Setting:
         optimizer: Which optimizer.
         yardstick: Name of the row that this one's loss is compared with.
         rate: Factor of the learning rate of `Sizes`, which is AdamW's.
-        waves: Microbatches of a step, each a wave of its own. With more than one, sums of gradients
-            wait in the host, as they do for large models.
+        waves: Microbatches of a step, each a wave of its own. Each wave adds its gradients to their
+            sums, and rounds them if the sums are in bfloat16.
     """
 
     held: Mapping[str, Any] = field(default_factory=dict)

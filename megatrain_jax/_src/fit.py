@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import (
     check_data,
@@ -102,9 +103,9 @@ def fit(
             batch after it. If the iterator of `data` has `get_state` and `set_state`, as Grain's
             do, with states of Python, NumPy and JAX values, these restore its position; else the
             batches used before are skipped. Newer checkpoints that are damaged are renamed. A
-            warning names differences in loss, optimizer, precision, seed and data, and whether the
-            checkpoint's or the new value is used. With False, `checkpoint_dir` must not contain
-            steps.
+            warning names differences in loss, optimizer, precision, seed and data, and in
+            `microbatches` and `waves` where they change results, and whether the checkpoint's or
+            the new value is used. With False, `checkpoint_dir` must not contain steps.
         steps: Number of batches to train on, including those before a checkpoint; None trains until
             `data` ends.
         epochs: Number of passes over `data` instead of `steps`. `data` must have a length and be
@@ -343,11 +344,16 @@ def _go_on(
     if is_first:
         path = series.folder / str(trainer.num_steps)
         before, now = facts["made_of"], trainer.run_state.made_of
+        first = trainer.run_state.spec.first
+        parts = {"microbatches": first.microbatches}
+        if first.depends_on_waves:
+            parts["waves"] = first.waves
         finished = loop.steps is not None and trainer.num_steps >= loop.steps
         line = differences(
             path,
             before,
             now,
+            parts=changes(facts["parts"], parts),
             same_data=source.is_data_of(position),
             finished=finished,
             num_converted=series.num_converted,

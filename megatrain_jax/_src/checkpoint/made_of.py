@@ -73,6 +73,7 @@ def differences(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     *,
+    parts: Mapping[str, str],
     same_data: bool,
     finished: bool,
     num_converted: int = 0,
@@ -83,6 +84,7 @@ def differences(
         path: The checkpoint's folder.
         before: The settings in the checkpoint.
         now: The settings of the run.
+        parts: Clauses on other numbers of microbatches and waves, where they change results.
         same_data: Whether the data is the checkpoint's, as far as is known.
         finished: Whether no step is left to train.
         num_converted: Number of the checkpoint's arrays that were converted to the new precision.
@@ -100,7 +102,8 @@ def differences(
     if "optimizer" in call:
         call["optimizer"] = _with_names(call["optimizer"], before, now)
     state = changes(before["state"], now["state"])
-    counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
+    counting = [*call.values(), *parts.values()]
+    counting += [] if same_data else ["data begins with another batch"]
     also = f" It {converted(num_converted)}." if num_converted else ""
     if not counting and not state:
         return f"{path} {converted(num_converted)}." if num_converted else None

@@ -96,6 +96,11 @@ class BoundStep:
         return self.workload.waves
 
     @property
+    def depends_on_waves(self) -> bool:
+        """Whether the number of waves changes how gradients are added up, or how often rounded."""
+        return self.workload.has_shared_sums or self.narrow_sums is not None
+
+    @property
     def wave_microbatches(self) -> int:
         """Number of microbatches in a wave."""
         return self.microbatches // self.waves

@@ -97,7 +97,7 @@ class _Dividing:
             return self._fit(self._make(run))
         spec = self._made(run, is_free=False)
         # The plan changes results only with microbatches="auto".
-        if _changes_results(spec):
+        if spec.first.depends_on_waves:
             return self._fit(spec)
         return self._in_waves(spec, self._device_bytes)
 
@@ -193,7 +193,7 @@ class _Dividing:
             if not leaves_parts_open(run):
                 raise
             spec = self._make(dataclasses.replace(run, waves=run.microbatches))
-            if not is_free and _changes_results(spec):
+            if not is_free and spec.first.depends_on_waves:
                 raise
             return spec
 
@@ -233,8 +233,3 @@ class _Dividing:
 def _fits(spec: RunSpec, device_bytes: int) -> bool:
     """Whether a fitted run fits in its device and its host."""
     return spec.fits_host and fits_device(spec, device_bytes)
-
-
-def _changes_results(spec: RunSpec) -> bool:
-    """Whether the number of waves changes how gradients are added up, or how often rounded."""
-    return spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
