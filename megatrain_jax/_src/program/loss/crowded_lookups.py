@@ -25,6 +25,8 @@ from megatrain_jax._src.program.wide_products import is_open
 # The indices per row from which a product takes over, and the most rows for each number of a row,
 # so that zeros and ones take no more memory than a few times the cotangents.
 _INDICES_PER_ROW, _MOST_ROWS = 64, 4
+# Products are added if they have fewer rows than this part of the numbers that each sums.
+_SHORT = 4
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -> list[Any]:
@@ -92,7 +94,12 @@ def _looked_up(eqn: Any, table: Any, indices: Any) -> jax.Array:
         # float32 products would be rounded to TF32.
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
         axes = tuple(range(indices.ndim - 1))
-        sums = jax.lax.dot_general(ones, cotangent, ((axes, axes), ((), ())), precision=precision)
+        # Products of few rows and columns with a long sum would keep most of a GPU idle, so there
+        # is one for each index of the first axis.
+        apart = 1 if len(axes) > 1 and _SHORT * shape[0] * len(indices) <= indices.size else 0
+        numbers = (axes[apart:], axes[apart:]), (axes[:apart], axes[:apart])
+        sums = jax.lax.dot_general(ones, cotangent, numbers, precision=precision)
+        sums = jnp.sum(sums, axis=0) if apart else sums
         return sums, np.zeros(indices.shape, jax.dtypes.float0)
 
     look_up.defvjp(forward, backward)
