@@ -226,6 +226,19 @@ def test_packed_documents_without_an_attention_kernel_are_remarked_on(tiny, caps
     }  # fmt: skip
 
 
+def test_a_plan_says_how_experts_are_computed_and_that_rates_are_unmeasured(tiny, capsys):
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = TINY | experts | {"hidden_size": 128, "moe_intermediate_size": 128}
+    (tiny / "config.json").write_text(json.dumps(sizes))
+    for gpu, by_kernels in (("H100", True), ("A100", False)):
+        options = ["--gpu", gpu, "--tokens=256", "--length=128"]
+        assert main(["plan", str(tiny), *options]) == 0
+        printed = capsys.readouterr().out
+        assert ("of the extra `kernels`" in printed) == by_kernels
+        assert ("Experts are planned in a loop." in printed) != by_kernels
+        assert ("vendor peak, unmeasured" in printed) != by_kernels
+
+
 def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     sizes = TINY | {"vocab_size": 200_000, "hidden_size": 512}
     (tiny / "config.json").write_text(json.dumps(sizes))

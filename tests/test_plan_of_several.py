@@ -262,16 +262,20 @@ def test_the_clock_shares_the_host_s_memory(link):
     assert times == {"apart": (8, 10, 14), "shared": (12, 12, 18)}[link]
 
 
-def test_the_driver_waits_for_computations_and_copies():
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_the_driver_waits_for_computations_and_copies(delay):
     """The worked example of the clock."""
     link = Link(name="host", inward=1, outward=1)
-    clock = Clock(costs=Costs(forward=(), backward=(), update=(), link=link))
+    clock = Clock(costs=Costs(forward=(), backward=(), update=(), delay=delay, link=link))
     first, second, third = (Key(Kind.MASTERS, group) for group in range(3))
     clock.fetch(first, 4)
     clock.fetch(second, 4)
     clock.compute((first,), 6.0, 0)
     clock.offload(first, 4, 0)
     clock.compute((second,), 6.0, 1)
+    if delay:  # the copy of `first` takes memory traffic from the second computation
+        assert clock.device == pytest.approx(16.4)
+        return
     clock.fetch(third, 4)
     assert (clock.device, clock.landed[0, first], clock.arrived[third]) == (16, 14, 20)
     driver = []

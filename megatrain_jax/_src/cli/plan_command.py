@@ -53,7 +53,8 @@ def _print_largest(settings: PlanSettings) -> int:
     planner = Planner(settings)
     if settings.model is not None:
         config_of(settings.model)  # reports a bad model here, in one line
-    print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
+    unmeasured = f" ({planner.machine.source})" if planner.machine.is_unmeasured else ""
+    print(f"The largest on {planner.where}; rates are estimates{unmeasured}.\n", flush=True)
     found = []
     # Each size is printed as soon as it and the earlier ones are found.
     for line in _lines(settings, planner):

@@ -11,6 +11,7 @@ from megatrain_jax._src.kernels.stage_kernels import keeping_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
@@ -71,6 +72,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         **_counts_per_step(work, step.microbatches),
+        by_kernels=_by_kernels(step),
         seconds_loops=_loop_seconds(work, step, hardware),
         memory_bytes=_memory_bytes(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
@@ -184,6 +186,12 @@ def _counts_per_step(work: Work, microbatches: int) -> dict[str, int]:
         "float32_flops_per_step": microbatches * round(work.float32),
         "loop_kernels_per_step": microbatches * round(work.kernels),
     }
+
+
+def _by_kernels(step: BoundStep) -> tuple[str, ...]:
+    """The computations that kernels of the extra `kernels` do in any stage, each once."""
+    stages = {bound.stage.key: bound.stage.jaxpr for bound in step.stages}.values()
+    return tuple(dict.fromkeys(what for jaxpr in stages for what in computed_by_kernels(jaxpr)))
 
 
 def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:

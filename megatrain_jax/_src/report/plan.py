@@ -101,6 +101,8 @@ class Plan:
         float32_flops_per_step: Operations of float32 products among them.
         loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
             each device: loops over a layer's experts, or over chunks of a row.
+        by_kernels: The computations that kernels of the extra `kernels` do, such as "experts". A
+            plan for one Hopper GPU that is made on another machine counts on this extra there.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
             kernels are short or only copy.
         memory_bytes: Bytes that each device reads and writes in the time of all remaining kernels,
@@ -164,6 +166,7 @@ class Plan:
     float8_flops_per_step: int = 0
     float32_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
+    by_kernels: tuple[str, ...] = ()
     seconds_loops: float = 0.0
     memory_bytes: float = 0.0
     tiles: tuple[TileRow, ...] = ()

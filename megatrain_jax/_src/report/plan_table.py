@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 11
 # Fraction of a step's operations from which attention gets its own line; likewise loops.
 _LARGE_SHARE = 0.05
+_OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
 BOUNDS: dict[Bound, str] = {
     "link": "the link",
@@ -199,6 +200,8 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
         cells.append(
             ["float32 products, of that", short(wide, flops=True), f"{wide / flops:.0%} of it"]
         )
+    if plan.by_kernels:
+        cells.append([" and ".join(plan.by_kernels), "by kernels", _OF_EXTRA])
     if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
         kernels = f"{short(plan.loop_kernels_per_step)} kernels"
         cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])

@@ -22,7 +22,7 @@ from megatrain_jax._src.options.batch_checks import naming_first_batch
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
-from megatrain_jax._src.program.kernel_costs import has_grouped_products
+from megatrain_jax._src.program.kernel_costs import EXPERTS, computed_by_kernels
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -335,7 +335,7 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     # Several devices gather leaves in one collective, which copies them anyway. A single microbatch
     # reads and writes a part of a slab once, but a library's kernels need a copy of it.
     several = options.microbatches != 1
-    by_kernels = any(has_grouped_products(stage.jaxpr) for stage in cut.program.stages)
+    by_kernels = any(EXPERTS in computed_by_kernels(s.jaxpr) for s in cut.program.stages)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
         dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])

@@ -97,7 +97,7 @@ _BY_NAME = dict(
     )
 )
 _NAMES = ", ".join(_BY_NAME)
-_ASSUMED = "assumed, those of an A100"
+_ASSUMED = "assumed, the vendor peak of an A100, unmeasured"
 # Names such as "T4 x2", "2x T4" and "8 x H100".
 _BEFORE = re.compile(r"(?P<count>\d{1,2}) ?[x×] ?(?P<card>.+)", re.IGNORECASE)
 _AFTER = re.compile(r"(?P<card>.+?) ?[x×] ?(?P<count>\d{1,2})", re.IGNORECASE)
