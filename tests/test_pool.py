@@ -415,6 +415,28 @@ def test_a_run_may_fill_its_pools_beside_jaxs_lists_of_gpus(
     assert most + pool_limit.driver_bytes(gpus * filled) <= total - 4 * GIB + GIB // 16
 
 
+def test_the_system_s_own_memory_is_left_to_it_once(monkeypatch):
+    """On a machine of 251.8 GiB, 249 are available, and a process took 243.2 beside the driver."""
+    total, pools = int(251.77 * GIB), 232 * GIB
+    taken = pools + pool_limit.beside_bytes(pools, 73 * GIB // pool_limit.POOLS_OF_A_LIST)
+    monkeypatch.setattr(pool, "total_bytes", lambda: total)
+    monkeypatch.setattr(pool, "resident_bytes", lambda: 5 * GIB)
+
+    def most(available_gib, *number):
+        monkeypatch.setattr(pool, "available_bytes", lambda: int(available_gib * GIB))
+        found = pool.available_process_bytes(*number)
+        assert found is not None
+        return found
+
+    assert taken < most(244)
+    assert most(260) == most(246.77) == pool_limit.process_budget(total)
+    for other_gib in (0, 2, 30):
+        here = most(244 - other_gib)
+        left = 249 * GIB - other_gib * GIB - here - pool_limit.driver_bytes(here)
+        assert 2 * GIB < left < 3 * GIB, "keeps the system alive"
+    assert most(244 - 5, 2) == most(244) // 2, "two processes have taken 5 GiB each"
+
+
 def test_memory_that_went_meanwhile_ends_a_start_with_words(gpu):
     fake = gpu(limit_gib=115, available_gib=70)
     take = fake.take

@@ -30,6 +30,7 @@ from megatrain_jax._src.state.pool_limit import (
     limit_bytes,
     limit_in_force,
     process_budget,
+    process_budget_now,
 )
 
 _GIB = 2**30
@@ -236,9 +237,8 @@ def available_process_bytes(num_processes: int = 1) -> int | None:
     if total is None:
         return None
     # The process can reuse its own memory, such as the pool of an earlier run.
-    return process_budget(min(total, num_processes * resident_bytes() + available_bytes())) // (
-        num_processes
-    )
+    free = num_processes * resident_bytes() + available_bytes()
+    return process_budget_now(total, free) // num_processes
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:

@@ -35,8 +35,8 @@ POOLS_OF_A_LIST = 32
 _LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
 # Memory of the driver, outside of the process.
 _POOLS_OF_THE_DRIVER = 80
-# The system and the driver's fixed part take about 1.5 GiB; the rest keeps the system alive. On a
-# small machine it is a share.
+# The system and the driver's fixed part take about 1.5 GiB, 3/8; the rest keeps the system alive.
+# On a small machine it is a share.
 _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
 
 
@@ -76,9 +76,25 @@ def process_budget(total: int) -> int:
 
     Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
     """
-    left = total - min(_SYSTEM, total // _SYSTEM_SHARE)
+    left = total - _system_bytes(total)
     pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
     return left - driver_bytes(max(0, int(pools)))
+
+
+def process_budget_now(total: int, free: int) -> int:
+    """Returns the total bytes that processes can take while unrelated programs run.
+
+    Args:
+        total: The machine's memory in bytes.
+        free: Bytes that are available, or that these processes have taken already. The system's own
+            memory is not among them.
+    """
+    return process_budget(min(total, free + 3 * _system_bytes(total) // 8))
+
+
+def _system_bytes(total: int) -> int:
+    """The memory that is left to the system."""
+    return min(_SYSTEM, total // _SYSTEM_SHARE)
 
 
 def pools_within(budget: int) -> int:
