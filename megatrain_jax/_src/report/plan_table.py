@@ -254,7 +254,8 @@ def most_of_a_process(plan: "Plan") -> int | None:
     """The maximum host memory in bytes of one process of a plan; None if unknown."""
     total = plan.hardware and plan.hardware.assumed_host_bytes
     own = plan.devices_per_host // plan.processes_per_host
-    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host)
+    lists = own * plan.hardware.list_bytes if plan.hardware else 0
+    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host, lists)
 
 
 def _host_verdict(plan: "Plan") -> str:
