@@ -14,7 +14,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.state.cards import H200
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.placement import default_mesh, placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, check_same_bits, make_spec, make_trainer, train
@@ -132,3 +132,27 @@ def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_
     for share, said in ((1, " to fit"), (2, "")):
         machine = replace(H200, device_bytes=plan.device_bytes // share, device_share=1.0)
         assert f"blocks cut into 2 parts{said};" in str(replace(plan, hardware=machine))
+
+
+@pytest.mark.parametrize(("share", "seconds", "tiled"), [(0.7, 0.1, 0), (0.9, 0.1, 1), (0.7, 2, 1)])
+def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share, seconds, tiled):
+    class Compiler(KernelCache):
+        def compile(self, kernels):
+            return round(share * self.estimate(kernels))
+
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    costs = spec.first.workload.costs
+    slow = replace(costs, backward=(seconds,) * len(costs.backward))
+    first = replace(spec.first, workload=replace(spec.first.workload, costs=slow))
+    spec = replace(spec, first=first)
+    here = placed_on(default_mesh())
+
+    def fitted(num_bytes):
+        return fit_to_machine(spec, Compiler(), num_bytes, here, lambda spec: spec)
+
+    roomy = make_plan(fitted(1 << 30))
+    assert roomy.device_temporary_bytes is not None
+    estimate = roomy.device_temporary_bytes / share
+    room = round(0.8 * estimate) + roomy.device_other_bytes + least_of(spec)
+    found = make_plan(fitted(room))
+    assert found.num_parts == 1 and bool(found.tiles) == bool(tiled)

@@ -343,13 +343,14 @@ def test_reserved_room_can_be_filled_and_replaced():
     [
         ("updates/immediate-least", 56),
         ("updates/clip-1-least", 60),
-        ("batches/clip/64-sequences-40-gib-clip-1", 60),
         ("updates/clip-1-auto", 44),
         ("small_gpu/10-gib-auto-clip-1", 64),
         ("held/clip-1-60-gib-compact-14b", 96),
         ("long/131072", 115),
         ("long/262144", 184),
         ("long/524288", 219),
+        ("waves/14b-compact-524288-tokens", 90),
+        ("start/14b-fp32-page-threads-empty-cache", 208),
     ],
 )
 def test_a_process_takes_beside_its_pool_what_it_took(result, pool_gib):
