@@ -80,8 +80,7 @@ class KernelCache:
             function = with_code_passes(function)
         options, tries_triton = self._options, False
         if PART in options and kernel.takes is not None:
-            jitted = jax.jit(function, donate_argnums=kernel.donated, **placed)
-            jaxpr = jx.opened(jitted.trace(*kernel.takes).jaxpr)
+            jaxpr = jx.opened(jax.jit(function, **placed).trace(*kernel.takes).jaxpr)
             options = {**options, PART: self._part(kernel, jaxpr)}
             in_float8 = any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns)
             tries_triton = not has_only_large_products(jaxpr)
