@@ -253,8 +253,9 @@ def in_float8(kernel):
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_float8_products_never_try_functions_of_triton(turn):
+def test_float8_products_never_try_functions_of_triton(turn, monkeypatch):
     """XLA would try them for 20 s per product; a small product beside it may still be Triton's."""
+    monkeypatch.setattr(cache, "compiles_float8_by_cublas", lambda device: True)
     large, small = in_float8(product(512, 256, 1024)), product(512, 256, 16)
     vector = in_float8(product(1, 256, 1024))
     pair = (large, small) if not turn else (small, large)
@@ -269,6 +270,16 @@ def test_float8_products_never_try_functions_of_triton(turn):
     (found,) = algorithms(*pair)
     assert found is jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
     assert algorithms(vector, small) == [None]  # XLA computes it as a sum
+
+
+def test_no_product_tries_triton_where_float8_products_cannot_be_left_to_cublas(monkeypatch):
+    jit, noted = jax.jit, []
+    monkeypatch.setattr(jax, "jit", lambda *a, **k: noted.append(k) or jit(*a, **k))
+    kernel = beside(in_float8(product(512, 256, 1024)), product(512, 256, 16))
+    # A CPU's compiler refuses the algorithm, as some versions for a GPU do.
+    function = KernelCache({PART: "1"}, "gpu", device=jax.devices()[0]).get(kernel)
+    assert noted[-1]["compiler_options"].items() >= NO_TRITON.items()
+    function.lower(*(kernel.takes or ()))
 
 
 def equations(jaxpr):

@@ -298,6 +298,7 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
         placement.platform,
         code_passes=code_passes,
         with_triton=with_triton,
+        device=next(iter(placement.local_devices), None),
     )
 
 

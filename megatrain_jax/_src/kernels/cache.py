@@ -15,6 +15,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.kernels.products_by_cublas import (
     NO_TRITON,
+    compiles_float8_by_cublas,
     has_only_large_products,
     with_float8_by_cublas,
 )
@@ -39,6 +40,7 @@ class KernelCache:
         *,
         code_passes: bool = False,
         with_triton: bool = False,
+        device: Any = None,
     ):
         """Makes an empty cache.
 
@@ -48,10 +50,11 @@ class KernelCache:
             code_passes: Whether to compile backwards with the passes of `code_passes.py`, and with
                 the sums of `scaled_sums.py`.
             with_triton: Whether the devices run kernels that Triton compiles.
+            device: One of the devices, to find out what JAX compiles for it; None if there is none.
         """
         self._options = dict(compiler_options or {})
         self._code_passes = code_passes
-        self._with_triton = with_triton
+        self._with_triton, self._device = with_triton, device
         self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
@@ -77,14 +80,15 @@ class KernelCache:
             function = with_code_passes(function)
         options, tries_triton = self._options, False
         if PART in options and kernel.takes is not None:
-            jitted = jax.jit(function, donate_argnums=kernel.donated, **placed)
-            jaxpr = jx.opened(jitted.trace(*kernel.takes).jaxpr)
+            jaxpr = jx.opened(jax.jit(function, **placed).trace(*kernel.takes).jaxpr)
             options = {**options, PART: self._part(kernel, jaxpr)}
+            in_float8 = any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns)
             tries_triton = not has_only_large_products(jaxpr)
+            if tries_triton and in_float8:
+                tries_triton = compiles_float8_by_cublas(self._device)
+                function = with_float8_by_cublas(function) if tries_triton else function
             if not tries_triton:
                 options |= NO_TRITON
-            elif any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns):
-                function = with_float8_by_cublas(function)
         if in_passes and not tries_triton:  # Triton's functions would expand the codes in fp32
             function = with_scaled_sums(function)
         return jax.jit(

@@ -14,6 +14,7 @@ Example: a block of 8 x 1,024 tokens, of width 5,120::
     f8[8192,5120] @ f8[5120,13824]          in the same kernel: by cuBLAS
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.float8 import is_float8_product
+from megatrain_jax._src.program.float8 import CODE, is_float8_product
 from megatrain_jax._src.program.primitives import PRODUCTS
 
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -31,7 +32,7 @@ NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # ones take little time, and may be faster together with the operations around them.
 _LARGE = 256
 _WIDEST_BYTES = 2
-# XLA has no function of Triton for this algorithm. It is the one that cuBLAS uses anyway.
+# XLA has no function of Triton for this algorithm. cuBLAS uses it anyway.
 _BY_CUBLAS = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 
 
@@ -68,6 +69,20 @@ def _sizes(eqn: Any) -> tuple[int, int, int]:
     summands, batches = (math.prod(left.shape[a] for a in axes) for axes in (contracted, batch))
     own = summands * batches
     return left.size // own, right.size // own, summands
+
+
+@functools.cache
+def compiles_float8_by_cublas(device: Any) -> bool:
+    """Whether JAX compiles `with_float8_by_cublas` for a device; JAX 0.12.0 does not."""
+    if device is None:
+        return False
+    shape = jax.ShapeDtypeStruct((16, 16), CODE, sharding=jax.sharding.SingleDeviceSharding(device))
+    product = functools.partial(jax.lax.dot, precision=_BY_CUBLAS)
+    try:
+        jax.jit(product).lower(shape, shape).compile()
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def with_float8_by_cublas(function: Callable) -> Callable:
