@@ -46,7 +46,11 @@ def run(path, optimizer, steps):
     tx = optax.adamw(1e-3)
     if optimizer != "plain":
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    parts = {"microbatches": 4, "waves": 2} if optimizer == "clipped, in waves" else {}
+    parts = {}
+    if optimizer.startswith("clipped, in waves"):
+        parts = {"microbatches": 4, "waves": 2}
+    if optimizer.endswith("on two devices"):
+        parts["mesh"] = jax.sharding.Mesh(jax.devices()[:2], "data")
     result = mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches(), tx, steps=steps, **parts,
                     checkpoint_dir=path, checkpoint_every=2, keep=2, progress=False)
     print("ended", result.trainer.num_steps, result.interrupted, flush=True)
@@ -115,7 +119,7 @@ def history(path: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "kills"),
     [
-        pytest.param("clipped", 2, marks=pytest.mark.slow),
+        pytest.param("clipped, in waves, on two devices", 2, marks=pytest.mark.slow),
         pytest.param("plain", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("clipped", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
         pytest.param("clipped, in waves", 5, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
