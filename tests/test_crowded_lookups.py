@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
@@ -63,7 +64,8 @@ def loss_fn(params: Any, batch: Any) -> Any:
     return (x**2).mean()
 
 
-def test_a_run_with_crowded_lookups_trains_as_plain_jax_does():
+@pytest.mark.parametrize(("microbatches", "num_devices"), [(1, 1), (2, 1), (1, 2)])
+def test_a_run_with_crowded_lookups_trains_as_plain_jax_does(microbatches, num_devices):
     rng = np.random.default_rng(0)
 
     def numbers(*shape):
@@ -74,7 +76,13 @@ def test_a_run_with_crowded_lookups_trains_as_plain_jax_does():
     batches = [rng.integers(0, 40, (2, 16)) for _ in range(3)]
     optimizer = optax.adam(1e-2)
     trainer = mt.Trainer(
-        params, loss_fn, optimizer, batches[0], precision=mt.Precision(compute=jnp.float32)
+        params,
+        loss_fn,
+        optimizer,
+        batches[0],
+        microbatches=microbatches,
+        mesh=Mesh(jax.devices()[:num_devices], "data"),
+        precision=mt.Precision(compute=jnp.float32),
     )
     # Only the table of all tokens, with less than one index per row, is added to by a scatter.
     pullbacks = [
