@@ -435,7 +435,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"host_gib": "much"}, "`host_gib` must be bytes such as 512GiB"),
         ("plan", {"host_gib": "-1"}, "`host_gib` must be a finite number above 0"),
         ("plan", {"host_gib": "64"}, "`host_gib`=64 needs `hardware`"),
-        ("plan", {"waves": "auto"}, "or None, with which the plan chooses, but is 'auto'"),
+        ("plan", {"waves": "auto"}, "or None for the plan's choice, but is 'auto'"),
         ("plan", {"num_gpus": 3}, "or fewer devices: num_gpus=2"),
         ("plan", {"sample_batch": None}, "holds no arrays: it is None; pass arrays"),
         ("fit", {"optimizer": None}, r"such as optax.adamw\(1e-3\)"),

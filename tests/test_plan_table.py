@@ -64,7 +64,7 @@ def test_attention_has_a_line_where_it_is_much(share, line):
     [
         (1.0, 0.0, 0.5, "arithmetic"),
         (1.0, 0.0, 3.0, "the device's memory traffic"),
-        (1.0, 4.0, 3.0, "loops, whose kernels are short or copy"),
+        (1.0, 4.0, 3.0, "loops of short kernels and copies"),
         (4.0, 0.5, 0.5, "the link"),
         (3.2, 0.5, 0.5, "neither: balanced"),
     ],

@@ -289,8 +289,8 @@ def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtyp
     if wrong:
         raise ValueError(
             "Parameters must be real floating-point arrays, and these are not: "
-            f"{', '.join(wrong)}. Keep what isn't trained in another nnx.Variable or in another "
-            "Linen collection, and complex numbers as two real parameters."
+            f"{', '.join(wrong)}. Keep arrays that aren't trained in another nnx.Variable or in "
+            "another Linen collection, and complex numbers as two real parameters."
         )
 
 

@@ -139,8 +139,9 @@ def checked_result(
     reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVALUATED))
     if reserved:
         raise ValueError(
-            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
-            f"{', '.join(_RESERVED)} and what begins with {EVALUATED}; rename the metric."
+            f"{name} may not name a metric {reserved[0]!r}: every step's record uses this name "
+            f"itself. Reserved are {', '.join(_RESERVED)} and names that begin with {EVALUATED}; "
+            "rename the metric."
         )
     numbers = {}
     for key, metric in metrics.items():

@@ -243,7 +243,7 @@ def _check_range(name: str, leaf: np.ndarray) -> None:
     if least < limits.min or most > limits.max:
         raise ValueError(
             f"{name} of dtype {leaf.dtype} has numbers from {least} to {most}, which don't fit "
-            f"{dtype}, as JAX has it without jax_enable_x64: they would become others"
+            f"{dtype}, as JAX has it without jax_enable_x64: the numbers would change"
         )
 
 

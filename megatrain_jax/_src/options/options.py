@@ -94,7 +94,7 @@ class Options:
             precision=precision_of("precision", self.precision),
             trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
-            waves=_integer_or_none("waves", self.waves, "None, with which the plan chooses"),
+            waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
             device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),

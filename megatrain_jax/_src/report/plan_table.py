@@ -27,8 +27,8 @@ BOUNDS: dict[Bound, str] = {
     "host": "the host's memory",
     "arithmetic": "arithmetic",
     "memory": "the device's memory traffic",
-    "collectives": "what devices send each other",
-    "loops": "loops, whose kernels are short or copy",
+    "collectives": "the exchange between devices",
+    "loops": "loops of short kernels and copies",
     "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
@@ -94,7 +94,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]
     else:
         frozen = []
-    shared = "each has a share of the state and of the batch; what follows is one's"
+    shared = "they share state and batch; the rows below are for one device"
     devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
     cells = [
         *frozen,
