@@ -287,13 +287,21 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
         (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; did you mean H100 or "),
+        (
+            ["plan", "Qwen3-8B", "--gpu", "H1000", "--tokens=8", "--length=9"],
+            "no card 'H1000' is known",
+        ),
+        (["plan", "Qwen3-8b-base", "--tokens=8", "--length=9"], "no known name; did you mean"),
         (["plan", "Qwen3-8B"], "there is no GPU here to plan for: name one, such as --gpu H100"),
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus takes an integer, but is two"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], 'would be 512 bytes: write "512 GiB"'),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
-        (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
+        (
+            ["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"],
+            "2 rows of `length`=4096, and 4 must divide",
+        ),
         (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),
         (["plan", "--tokens=8192"], "`tokens` needs a model"),
         (

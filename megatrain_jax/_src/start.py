@@ -232,6 +232,13 @@ def start(
         PeerEndedError: If another process of the run could not start.
     """
     phases = Phases(began)
+    machine = spec.options.machine
+    if progress and not has_gpu and machine is not None:
+        tqdm.write(
+            f"`hardware`={machine.name} sets the rates of schedule and plan; JAX sees no GPU, so "
+            "this run computes on the CPU",
+            file=sys.stderr,
+        )
     try:
         spec, engine = _started(spec, placement, initial, progress, has_gpu, phases)
     except PeerEndedError:

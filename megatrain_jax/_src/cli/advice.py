@@ -34,8 +34,8 @@ def advice(
 ) -> str:
     """The missing memory, and the least intrusive options with which the run fits.
 
-    Options are added in the order of `_options` until a plan fits; then the ones that it fits
-    without are left out. So training all parameters with rounded numbers or another optimizer is
+    Options are added in the order of `_options` until a plan fits; then unnecessary ones are left
+    out. So training all parameters with rounded numbers or another optimizer is
     advised before adapters.
 
     Args:
@@ -98,8 +98,8 @@ def _changed(settings: PlanSettings, options: Sequence[_Option]) -> PlanSettings
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
     """The options that need less of the missing memory, from the least to the most intrusive.
 
-    First the ones that only cost time, then rounded numbers, another optimizer, other data, and at
-    last fewer trained parameters.
+    Options that only cost time come first, then rounded numbers, another optimizer, shorter rows,
+    and at last fewer trained parameters.
     """
     if "GPU memory" in lacking:
         budget = checks.device_budget(settings.device_budget)

@@ -184,9 +184,9 @@ def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:
         return (
-            f"its state {', '.join(of_batch[:6])} depends on the batch (statistics as of a batch "
-            "norm), and statistics of a part of a batch differ from those of the whole. Use "
-            "microbatches=1, or a normalisation without batch statistics."
+            f"its state {', '.join(of_batch[:6])} depends on the batch (such as the statistics of "
+            "a batch norm), and statistics of a part of a batch differ from those of the whole. "
+            "Use microbatches=1, or a normalisation without batch statistics."
         )
     pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
     drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
