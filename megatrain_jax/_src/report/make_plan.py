@@ -10,7 +10,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.stage_kernels import keeping_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.flops import flops_by_kind
 from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -70,8 +70,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_in=moved[0],
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
-        flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
-        **_counts_per_step(work, step.microbatches),
+        **_counts_per_step(work, step.microbatches, spec.optimizer),
         by_kernels=_by_kernels(step),
         seconds_loops=_loop_seconds(work, step, hardware),
         memory_bytes=_memory_bytes(work, step, hardware),
@@ -170,20 +169,22 @@ def microbatch_work(step: BoundStep) -> Work:
     return total
 
 
-def _optimizer_flops(cut: OptimizerCut) -> int:
-    """Counts the operations of one update of all groups."""
+def _optimizer_flops(cut: OptimizerCut) -> tuple[int, int]:
+    """Counts the operations of one update of all groups, and of its float32 products."""
     parts = (*cut.reduce, *cut.apply)
     # Counted once per key, because equal blocks have equal fragments.
-    flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
-    return sum(flops[part.key] for part in parts)
+    found = {part.key: flops_by_kind(part.jaxpr) for part in {p.key: p for p in parts}.values()}
+    return sum(found[p.key].total for p in parts), sum(found[p.key].float32 for p in parts)
 
 
-def _counts_per_step(work: Work, microbatches: int) -> dict[str, int]:
+def _counts_per_step(work: Work, microbatches: int, cut: OptimizerCut) -> dict[str, int]:
     """The operations of a step that a plan counts by kind, and the kernels of its loops."""
+    of_update, in_float32 = _optimizer_flops(cut)
     return {
+        "flops_per_step": microbatches * round(work.flops) + of_update,
         "attention_flops_per_step": microbatches * round(work.attention),
         "float8_flops_per_step": microbatches * round(work.float8),
-        "float32_flops_per_step": microbatches * round(work.float32),
+        "float32_flops_per_step": microbatches * round(work.float32) + in_float32,
         "loop_kernels_per_step": microbatches * round(work.kernels),
     }
 
