@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 
 from inside import spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
@@ -65,7 +66,20 @@ def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
         make_spec(case, make, device_budget=1024)
     least = refused.value.smallest
     assert least < least_of(whole) / 2 and str(least) in str(refused.value)
+    # 16 x 48 numbers, with two moments each.
+    assert "no cut divides blocks/0/attention/qkv/kernel, with 9.00 KiB" in str(refused.value)
     assert found(least)[0] > 2
+
+
+def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
+    """With more parts, only its neighbours become smaller; each number takes seconds to plan."""
+    spec, largest = make_spec(CASES["moe"], OPTIMIZERS["adamw_schedule"]), {}
+    while spec is not None:
+        largest[spec.num_parts] = largest_block(spec.leaves)
+        spec = spec.finer and spec.finer()
+    sizes = list(largest.values())
+    assert sizes == sorted(sizes, reverse=True) and sizes.count(min(sizes)) == 2
+    assert max(largest) < NUMBERS_OF_PARTS[-1]
 
 
 def test_a_checkpoint_is_restored_by_runs_that_cut_otherwise(tmp_path):

@@ -22,6 +22,7 @@ from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
 from megatrain_jax._src.spec.host import host_process, peak_bytes
+from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
@@ -223,9 +224,12 @@ def _excess(spec: RunSpec) -> str:
     named = (Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE)
     operations = " and ".join(dict.fromkeys(row.op.value for row in rows if row.op in named))
     parts = "" if spec.num_parts == 1 else f" with blocks in {spec.num_parts} parts"
+    in_block = bool(groups) and spec.leaves[spec.grouping.leaves[groups[0]][0]].block is not None
+    together = kept_together(spec.cut, spec.layouts) if in_block else ""
     return (
         f"at least {sized(least_device_bytes(spec))}{parts}, most in the {operations} of "
         f"{names[groups[0]] if groups else 'a stage without parameters'}"
+        f"{together and f'; {together}'}"
     )
 
 

@@ -128,14 +128,14 @@ class BudgetError(ValueError):
         smallest: Bytes of the smallest budget that works.
     """
 
-    def __init__(self, budget: int | None, smallest: int):
-        """Makes the error, with a message that names the run's option."""
+    def __init__(self, budget: int | None, smallest: int, reason: str = ""):
+        """Makes the error, with a message that names the run's option, and a reason, if known."""
         given = "None" if budget is None else f"{budget} ({sized(budget)})"
         super().__init__(
             f"device_budget={given} is too small for this model, optimizer and precision; the "
             f"smallest that works is {smallest} bytes ({sized(smallest)}). Pass that or more, "
             '"minimum", or None for what the device has left; smaller or shorter batches, or more '
-            "`microbatches`, need less"
+            "`microbatches`, need less" + (reason and f"; {reason}")
         )
         self.smallest = smallest
 

@@ -175,11 +175,11 @@ class _Fitting:
         return fitted
 
     def _worth(self, room: int) -> float:
-        """The largest estimate of undivided functions for which these are compiled, or counted.
+        """The largest estimate with which undivided functions are compiled, or counted.
 
         Tiles read and write sums of gradients, so unneeded ones may take a twentieth of a step. But
         XLA takes minutes to compile a huge function undivided, because it times all ways to compute
-        products that take a second each.
+        products of a second each.
         """
         first = self._spec.first
         longest = max(first.workload.costs.backward) / first.wave_microbatches
