@@ -171,9 +171,10 @@ def test_loss_functions_of_another_signature_are_refused(loss_fn: Any, message: 
         (jnp.ones(4), r"scalar floating-point loss, not an array of shape \(4,\)"),
         (jnp.ones((), jnp.int32), "scalar floating-point loss, not an array of shape .* int32"),
         (None, "scalar floating-point loss, not a NoneType"),
-        ((1.0, {}, {}), "a loss or .loss, metrics., not 3 values"),
-        ((1.0, [1.0]), "metrics as a dict from str"),
-        ((1.0, {1: 1.0}), "metrics as a dict from str"),
+        ((1.0, {}, {}), "a loss or .loss, metrics., not a tuple of 3 values"),
+        ((1.0, [1.0]), "a dict from str to scalars, .* but its metrics are a list"),
+        ((1.0, jnp.ones(4)), r"its metrics are an array of shape \(4,\)"),
+        ((1.0, {1: 1.0}), "a dict from str to scalars"),
         ((1.0, {"loss": 1.0}), "may not name a metric 'loss'"),
         ((1.0, {"grad_norm": 1.0}), "may not name a metric 'grad_norm'"),
         ((1.0, {"logits": jnp.ones(2)}), r"'logits' is an array of shape \(2,\)"),
@@ -190,6 +191,20 @@ def test_results_that_are_no_loss_are_refused(result: Any, message: str):
         adapted.loss(loss_fn, initial.leaves([0]), (), BATCH, RNG, True)
 
 
+@pytest.mark.parametrize("read", [float, bool, np.asarray, lambda x: x.item(), range])
+def test_a_loss_that_needs_a_value_learns_the_line_and_the_way(read: Any):
+    def loss_fn(model: Any, batch: Any) -> Any:
+        loss = (model["w"] ** 2).mean()
+        read(loss if read is not range else loss.astype(int))
+        return loss
+
+    adapted, initial = adapt({"w": jnp.ones(3)}, loss_fn, BATCH, 0)
+    line = r"test_adapter_errors.py:\d+, `(read|@pytest.*lambda x: x.item).*`\. .* jax.debug.print"
+    with pytest.raises(TypeError, match=r"loss_fn \(loss_fn\) needs the value .*, at " + line):
+        jax.eval_shape(lambda leaves: adapted.loss(loss_fn, leaves, (), BATCH, RNG, True),
+                       initial.leaves([0]))  # fmt: skip
+
+
 def test_precision_checks_its_dtypes():
     chosen = Precision(master="float32", compute="bfloat16")
     assert Precision().on(None) == Precision().on(H200) == chosen == chosen.on(T4)
@@ -203,10 +218,14 @@ def test_precision_checks_its_dtypes():
             Precision.compact(compute=narrow)
     with pytest.raises(ValueError, match=r"master=float64\) needs 64-bit types"):
         Precision(master=np.float64)
-    with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype: .*mean 'float32'\?"):
+    with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype: .*mean \"float32\"\?"):
         Precision(master="fp32")
-    with pytest.raises(ValueError, match=r"frozen='NF4'\) is no dtype.* codes, 'int8' and 'nf4'"):
+    with pytest.raises(ValueError, match=r"frozen='NF4'\) is no dtype.*mean \"nf4\"\?"):
         Precision(frozen="NF4")
+    with pytest.raises(
+        ValueError, match='give "float32" or "bfloat16", .* did you mean "bfloat16"'
+    ):
+        Precision(sums="bf16")
     with pytest.raises(ValueError, match=r"master=float16\) must be one of bfloat16, float32"):
         Precision(master=jnp.float16)
     with pytest.raises(ValueError, match=r"state=float16\) must be one of bfloat16, float32"):

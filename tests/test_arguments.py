@@ -252,6 +252,10 @@ def call(entry: str, **options: Any) -> None:
         ("Trainer", "host_gib", "did you mean `host_budget`?"),
         ("compare_plans", "gpu", "did you mean `hardware`?"),
         ("fit", "metrics", "loss_fn returns them"),
+        *(
+            ("fit", name, "did you mean `device_budget`, for the GPU's memory, or `host_budget`")
+            for name in ("budget", "memory")
+        ),
         ("fit", "zzz", ""),
     ],
 )
@@ -265,6 +269,22 @@ def test_an_unknown_option_says_the_one_that_was_meant(entry: str, name: str, hi
     with pytest.raises(ValueError, match="`over` has 'hardwear'.*did you mean `hardware`"):
         mt.compare_plans(over={"hardwear": ["H100"]})
     assert not TRACED and not DRAWN
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(mt.H100, "hardware"), (mt.Precision(), "precision"), (MESH, "mesh"), (3, "")],
+)
+def test_an_option_without_its_name_says_the_name(value: Any, named: str):
+    last = {mt.fit: "optimizer", mt.train: "data"}
+    functions: list[Any] = [mt.plan, mt.fit, mt.train, mt.Trainer, mt.compare_plans]
+    for function in functions:
+        shown = [*inspect.signature(function).parameters]
+        name = last.get(function, "sample_batch")
+        hint = f", as in {named}=..." if named in shown else ""
+        said = f"were given; options after `{name}` need their names{hint}"
+        with pytest.raises(TypeError, match=re.escape(said) + "$"):
+            function(*[None] * (shown.index(name) + 1), value)
 
 
 def test_an_unknown_keyword_of_a_record_says_the_one_that_was_meant():
@@ -412,7 +432,13 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"host_budget": "22"}, "'22' would be 22 bytes: add a unit, \"22 GiB\""),
         ("plan", {"host_budget": 200}, '`host_budget`=200 would be 200 bytes: write "200 GiB"'),
         ("fit", {"device_budget": 22}, '`device_budget`=22 would be 22 bytes: write "22 GiB"'),
-        ("plan", {"host_gib": "64"}, "`host_gib`='64' would be 64 bytes: add a unit, \"64 GiB\""),
+        ("plan", {"host_gib": "much"}, "`host_gib` must be bytes such as 512GiB"),
+        ("plan", {"host_gib": "-1"}, "`host_gib` must be a finite number above 0"),
+        ("plan", {"host_gib": "64"}, "`host_gib`=64 needs `hardware`"),
+        ("plan", {"waves": "auto"}, "or None for the plan's choice, but is 'auto'"),
+        ("plan", {"num_gpus": 3}, "or fewer devices: num_gpus=2"),
+        ("plan", {"sample_batch": None}, "holds no arrays: it is None; pass arrays"),
+        ("fit", {"optimizer": None}, r"such as optax.adamw\(1e-3\)"),
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
         ("plan", {"num_gpus": 2, "mesh": MESH}, "`num_gpus`=2 and `mesh` can't both"),

@@ -32,6 +32,7 @@ def test_known_cards(monkeypatch):
     unknown = cards.this_machine()
     assert unknown is not None and unknown.name == "NVIDIA Abacus"
     assert unknown.device_bytes == 18 * GIB and unknown.source.startswith("assumed")
+    assert unknown.is_unmeasured
     # Other vendors' GPUs have bfloat16; of NVIDIA's, their compute capability tells.
     for capability, has_bfloat16 in (("gfx942", True), ("8.0", True), ("7.5", False)):
         monkeypatch.setattr(Card, "compute_capability", capability, raising=False)
@@ -51,6 +52,7 @@ def test_a_plan_says_of_each_card_whether_its_rates_were_measured():
     measured = {name for name, source in sources.items() if source.startswith("measured")}
     assert measured == {"H100", "H200", "HGX_H100", "HGX_H200"}
     assert all(sources[name] == "vendor peak, unmeasured" for name in sources.keys() - measured)
+    assert {name for name, card in cards._CARDS.items() if not card.is_unmeasured} == measured
 
 
 def test_every_figure_of_a_card_has_a_source():

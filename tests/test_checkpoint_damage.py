@@ -121,7 +121,7 @@ def test_every_array_is_verified(there, here, tmp_path, monkeypatch):
         for row in every:
             spoiled[:] = [row]
             name = "/".join(row[0])
-            with pytest.raises(mt.CheckpointError, match=f"{name} is not what was written"):
+            with pytest.raises(mt.CheckpointError, match=f"{name} differs from the saved values"):
                 trainer.restore(tmp_path / "1")
     trainer.restore(tmp_path / "1")
     check_same_bits(small.state(trainer), expected)
@@ -136,9 +136,9 @@ def test_each_chunk_of_an_array_that_is_compared_as_a_whole_counts(tmp_path):
     for number, box in grid.boxes():
         other = array.copy()
         other[box][0, 0] += 1
-        with pytest.raises(mt.CheckpointError, match="w is not what was written"):
+        with pytest.raises(mt.CheckpointError, match="w differs from the saved values"):
             sums.verify(("w",), other)
-        with pytest.raises(mt.CheckpointError, match="w is not what was written"):
+        with pytest.raises(mt.CheckpointError, match="w differs from the saved values"):
             sums.verify(("w",), other[box], number)
 
 
@@ -157,7 +157,7 @@ def test_each_piece_of_an_array_has_to_be_finite(monkeypatch):
 def test_parameters_to_start_from_are_verified(trainer, saved):
     check_same_bits(small.trainer(params=saved).params, trainer.params)
     small.damage(saved, trainer.params[1]["w"])
-    with pytest.raises(mt.CheckpointError, match="params/1/w is not what was written"):
+    with pytest.raises(mt.CheckpointError, match="params/1/w differs from the saved values"):
         small.trainer(params=saved)
 
 

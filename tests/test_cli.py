@@ -169,39 +169,59 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
     ]
 
 
+def advised(fits_host: bool | None, fits_device: bool, enough: Any, **settings: Any) -> str:
+    """The advice for a run that fits with the settings that a function accepts."""
+    plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
+
+    def plan_with(changed: PlanSettings) -> Any:
+        return SimpleNamespace(fits_host=enough(changed), fits_device=enough(changed))
+
+    return advice(plan, PlanSettings(**settings), plan_with)
+
+
 def test_only_what_helps_is_advised():
-    def advised(
-        fits_host: bool | None, fits_device: bool, enough: int, *helps: str, **settings: Any
-    ) -> str:
-        """The advice where as many of some options as `enough` make the run fit."""
-        plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
-        given = PlanSettings(**settings)
-
-        def plan_with(changed: PlanSettings) -> Any:
-            others = sum(getattr(changed, name) != getattr(given, name) for name in helps)
-            fits_all = others >= enough
-            return SimpleNamespace(fits_host=fits_all, fits_device=fits_all)
-
-        return advice(plan, given, plan_with)
-
-    of_host = advised(False, True, 1, "clip", "lora_rank", optimizer="lion")
-    assert of_host.startswith(
-        "not enough host memory. It fits with --clip null or --lora-rank 16. "
+    of_host = advised(False, True, lambda s: s.clip is None)
+    assert of_host == (
+        "not enough host memory. It fits with --clip null. The cost: --clip null leaves gradients "
+        "unclipped. docs/fitting.md has more."
     )
-    assert advised(False, True, 2, "state", "optimizer", "clip").startswith(
-        "not enough host memory. It fits with --state compact, --optimizer lion together. "
-    )
-    least = advised(False, True, 4, "state", "optimizer", "clip", "lora_rank")
-    assert "with --optimizer lion, --clip null, --state two_bytes, --lora-rank 16 tog" in least
-    of_device = advised(None, False, 1, "microbatches", "length", model="m", tokens=16384, gpus=2)
-    assert of_device.startswith(
-        "not enough GPU memory. It fits with --microbatches auto or --length 2048. "
-    )
-    both = advised(False, False, 1, device_budget="minimum", clip=None)
+    batch = {"model": "m", "tokens": 16384, "gpus": 2}
+    of_device = advised(None, False, lambda s: s.microbatches == "auto", **batch)
+    assert of_device.startswith("not enough GPU memory. It fits with --microbatches auto. ")
+    shorter = advised(None, False, lambda s: s.length == 2048, **batch)
+    assert "fits with --length 2048. The cost: --length 2048 cuts texts at 2,048" in shorter
+    both = advised(False, False, lambda s: False, device_budget="minimum", clip=None)
     assert both == (
         "not enough host memory and GPU memory. No option of this command is enough: it needs "
         "a larger --host and a --gpu with more memory, or a smaller model."
     )
+
+
+@pytest.mark.parametrize(
+    ("most", "options"),
+    [
+        (16, "--sums bfloat16"),  # a sum in two bytes instead of four
+        (8, "--state compact"),
+        (6, "--sums bfloat16 --state compact"),
+        (5, "--sums bfloat16 --state compact --optimizer lion"),
+        (4, "--sums bfloat16 --state compact --optimizer adafactor"),
+        (3, "--sums bfloat16 --optimizer adafactor --state two_bytes"),
+        (2, "--lora-rank 16"),
+        (1, "--lora-rank 16 --frozen nf4"),
+    ],
+)
+def test_adapters_are_advised_only_where_no_form_of_all_parameters_fits(most: int, options: str):
+    def num_bytes(s: PlanSettings) -> float:
+        """Bytes of a parameter and its state."""
+        if s.lora_rank is not None:
+            return 0.5 if s.frozen == "nf4" else 2
+        master, moment = {"float32": (4, 4), "compact": (2, 1), "two_bytes": (1, 0.5)}[s.state]
+        moments = {"adamw": 2, "lion": 1, "adafactor": 0}[s.optimizer]
+        return master + moments * moment + (4 if s.sums == "float32" else 2)
+
+    given = {"model": "m", "tokens": 4096, "clip": None}
+    said = advised(False, True, lambda s: num_bytes(s) <= most, **given)
+    assert f"It fits with {options}. The cost: {options.partition(' --')[0]} " in said
 
 
 def test_a_plan_by_name_is_that_of_its_sizes(capsys):
@@ -226,6 +246,19 @@ def test_packed_documents_without_an_attention_kernel_are_remarked_on(tiny, caps
     }  # fmt: skip
 
 
+def test_a_plan_says_how_experts_are_computed_and_that_rates_are_unmeasured(tiny, capsys):
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = TINY | experts | {"hidden_size": 128, "moe_intermediate_size": 128}
+    (tiny / "config.json").write_text(json.dumps(sizes))
+    for gpu, by_kernels in (("H100", True), ("A100", False)):
+        options = ["--gpu", gpu, "--tokens=256", "--length=128"]
+        assert main(["plan", str(tiny), *options]) == 0
+        printed = capsys.readouterr().out
+        assert ("of the extra `kernels`" in printed) == by_kernels
+        assert ("Experts are planned in a loop." in printed) != by_kernels
+        assert ("vendor peak, unmeasured" in printed) != by_kernels
+
+
 def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     sizes = TINY | {"vocab_size": 200_000, "hidden_size": 512}
     (tiny / "config.json").write_text(json.dumps(sizes))
@@ -233,15 +266,15 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     assert main([*given, "--host", "5GiB"]) == 1
     printed = capsys.readouterr().out
     assert "DOES NOT FIT in 5.00 GiB" in printed
-    advised = printed.partition("It does not fit: ")[2]
-    assert advised.startswith("not enough host memory. It fits with --")
-    assert "GPU" not in advised and "--optimizer" not in advised
-    for options in advised.partition("It fits with ")[2].partition(". docs")[0].split(" or "):
-        assert main([*given, "--host", "5GiB", *options.split()]) == 0
+    said = printed.partition("It does not fit: ")[2]
+    assert said.startswith("not enough host memory. It fits with --")
+    assert "GPU" not in said and "--lora-rank" not in said
+    options = said.partition("It fits with ")[2].partition(". ")[0]
+    assert main([*given, "--host", "5GiB", *options.split()]) == 0
     capsys.readouterr()
     assert main([*given, "--host", "1GiB"]) == 1
-    advised = capsys.readouterr().out.partition("It does not fit: ")[2]
-    assert "No option of this command is enough: it needs a larger --host, or" in advised
+    said = capsys.readouterr().out.partition("It does not fit: ")[2]
+    assert "No option of this command is enough: it needs a larger --host, or" in said
 
 
 @pytest.mark.parametrize(
@@ -254,13 +287,21 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
         (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; did you mean H100 or "),
+        (
+            ["plan", "Qwen3-8B", "--gpu", "H1000", "--tokens=8", "--length=9"],
+            "no card 'H1000' is known",
+        ),
+        (["plan", "Qwen3-8b-base", "--tokens=8", "--length=9"], "no known name; did you mean"),
         (["plan", "Qwen3-8B"], "there is no GPU here to plan for: name one, such as --gpu H100"),
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus takes an integer, but is two"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], 'would be 512 bytes: write "512 GiB"'),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
-        (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
+        (
+            ["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"],
+            "2 rows of `length`=4096, and 4 must divide",
+        ),
         (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),
         (["plan", "--tokens=8192"], "`tokens` needs a model"),
         (

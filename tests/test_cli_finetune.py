@@ -144,7 +144,9 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     chats.write_text(whole + json.dumps(conversation(7)) + "\n")
     assert tune(given, *options) == 0
     told, _, warned = capsys.readouterr().out.partition("warning: ")
-    assert told == is_done and warned.startswith("files of `data` have other sizes or times than")
+    assert told == is_done and warned.startswith(
+        "files of `data` have changed in size or time since"
+    )
     assert warned.count("\n") == 1
     chats.write_text(whole)
     assert tune(given, *options, "--learning-rate", "1e-4") == 2

@@ -228,6 +228,7 @@ def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     assert main([*options, "--host", "8GiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("The largest on NVIDIA GeForce RTX 3080 with 8.00 GiB of host")
+    assert lines[0].endswith("; rates are estimates (vendor peak, unmeasured).")
     assert lines[2].startswith("model    middle, 1 row of 256 tokens: ") and len(lines) == 3
     assert main([*options, "--host", "1GiB"]) == 1
     assert "Nothing fits: not enough host memory. " in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Functions are compiled before the first step, by their shapes alone, and steps use those."""
 
 import dataclasses
+import functools
 import logging
 import warnings
 
@@ -17,6 +18,8 @@ from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
+from megatrain_jax._src.program import float8
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.spec.budget import with_temporaries
 from megatrain_jax._src.spec.step_kernels import step_kernels
@@ -203,7 +206,7 @@ def beside(kernel, other):
 
     def build():
         def both(x, y, z, w):
-            return x @ y, jax.lax.map(lambda _: other.build()(z, w), jnp.arange(2))
+            return kernel.build()(x, y), jax.lax.map(lambda _: other.build()(z, w), jnp.arange(2))
 
         return both
 
@@ -236,6 +239,54 @@ def test_only_kernels_with_small_products_try_functions_of_triton(monkeypatch):
     KernelCache(None, "gpu").get(large)  # not for a GPU of XLA's
     assert noted[-1] is None
     jit(jnp.sin, compiler_options=dict(NO_TRITON)).lower(1.0).compile()  # XLA knows the option
+
+
+def in_float8(kernel):
+    """A kernel with the same product in float8."""
+
+    def build():
+        (eqn,) = jax.make_jaxpr(jnp.matmul)(*kernel.takes).eqns
+        form = float8.Form.of(eqn, (False, False))
+        return lambda x, y: float8.product(form, x, y)
+
+    return dataclasses.replace(kernel, name=f"{kernel.name} in float8", build=build)
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_float8_products_never_try_functions_of_triton(turn, monkeypatch):
+    """XLA would try them for 20 s per product; a small product beside it may still be Triton's."""
+    monkeypatch.setattr(cache, "compiles_float8_by_cublas", lambda device: True)
+    large, small = in_float8(product(512, 256, 1024)), product(512, 256, 16)
+    vector = in_float8(product(1, 256, 1024))
+    pair = (large, small) if not turn else (small, large)
+
+    def algorithms(*kernels):
+        kernel = functools.reduce(beside, kernels)
+        jaxpr = KernelCache({PART: "1"}, "gpu").get(kernel).trace(*(kernel.takes or ())).jaxpr
+        products = [e for e in equations(jx.opened(jaxpr)) if float8.is_float8_product(e)]
+        return [eqn.params["precision"] for eqn in products]
+
+    assert algorithms(large) == [None]  # its kernel does not try Triton at all
+    (found,) = algorithms(*pair)
+    assert found is jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    assert algorithms(vector, small) == [None]  # XLA computes it as a sum
+
+
+def test_no_product_tries_triton_where_float8_products_cannot_be_left_to_cublas(monkeypatch):
+    jit, noted = jax.jit, []
+    monkeypatch.setattr(jax, "jit", lambda *a, **k: noted.append(k) or jit(*a, **k))
+    kernel = beside(in_float8(product(512, 256, 1024)), product(512, 256, 16))
+    # A CPU's compiler refuses the algorithm, as some versions for a GPU do.
+    function = KernelCache({PART: "1"}, "gpu", device=jax.devices()[0]).get(kernel)
+    assert noted[-1]["compiler_options"].items() >= NO_TRITON.items()
+    function.lower(*(kernel.takes or ()))
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jx.inner_jaxprs(eqn):
+            yield from equations(inner)
 
 
 def test_only_a_large_piece_of_temporaries_waits_for_the_stage_before(monkeypatch):

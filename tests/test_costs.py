@@ -65,6 +65,28 @@ def test_sums_in_bfloat16_are_rounded_once_per_wave(waves):
     assert computing("bfloat16") - computing("float32") == pytest.approx(expected)
 
 
+def test_an_update_s_products_of_matrices_take_time():
+    """Muon multiplies matrices: 5 times X Xᵀ, its square, and a product of both with X."""
+
+    def seconds(name: str, share: float) -> float:
+        machine = dataclasses.replace(
+            H100, flops_per_s=1.0, float32_share=share, memory_bytes_per_s=1e30
+        )
+        spec = make_spec(CASES["equinox"], OPTIMIZERS[name], hardware=machine)
+        return sum(spec.first.workload.costs.update)
+
+    spec = make_spec(CASES["equinox"], OPTIMIZERS["muon"])
+    shapes = [shape for layout in spec.layouts for shape in layout.master.shapes]
+    sides = [sorted(shape) for shape in shapes if len(shape) == 2]
+    expected = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+    assert expected > 0 and seconds("adam", 1.0) == pytest.approx(0, abs=1e-9)
+    assert seconds("muon", 1.0) == pytest.approx(expected)
+    assert seconds("muon", 0.25) == pytest.approx(4 * expected)
+    plans = [make_plan(make_spec(CASES["equinox"], OPTIMIZERS[n])) for n in ("adam", "muon")]
+    adam, muon = (plan.float32_flops_per_step for plan in plans)
+    assert muon - adam == expected
+
+
 def test_float32_products_have_their_own_rate():
     # Without transfers and passes over memory, a plan's seconds are those of its operations.
     machine = dataclasses.replace(H100, memory_bytes_per_s=1e30, float32_share=0.25)

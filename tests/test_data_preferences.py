@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another prompt": (
         {"prompt": "c", "chosen": [*BEGIN, answer("b")], "rejected": [*BEGIN, answer("d")]},
-        "`prompt` is not what `chosen` and `rejected` begin with: it is 'c', and .* user 'the cat'",
+        "`chosen` and `rejected` don't begin with `prompt`: it is 'c', and .* user 'the cat'",
     ),
     "messages of another prompt": (
         {
@@ -237,7 +237,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
             "chosen": [*BEGIN, answer("b")],
             "rejected": [*BEGIN, answer("d")],
         },
-        "`prompt` is not what `chosen` and `rejected` begin with",
+        "`chosen` and `rejected` don't begin with `prompt`",
     ),
     "too long": (
         {"prompt": "a", "chosen": "cat " * 150, "rejected": "sat " * 150},

@@ -277,9 +277,9 @@ BROKEN = {
     "the prompt that it gives": chats.CHATML.replace(
         "add_generation_prompt %}<|im_start|>assistant", "add_generation_prompt %}<|im_start|>bot"
     ),
-    "what follows the prompt": chats.CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
+    "the text after the prompt": chats.CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
     # It knows no prompt, so that its header would be learned.
-    "what follows the prompt for": chats.CHATML.replace("add_generation_prompt", "never"),
+    "the text after the prompt should": chats.CHATML.replace("add_generation_prompt", "never"),
     "ends the assistant's last turn without a special token": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -349,7 +349,7 @@ def test_a_template_that_fails_on_one_conversation_makes_one_row_invalid(tmp_pat
         "3 of 5 rows can't be used",
         f"{path}, line 2: {name} fails on it: TypeError: can only concatenate str",
         f"{path}, line 3: {name} refuses it: not that",
-        f"{path}, line 4: {name} does not tell what the assistant says: message 2",
+        f"{path}, line 4: {name} doesn't mark the assistant's words: message 2",
         "between {% generation %} and {% endgeneration %}",
     ):
         assert part in str(caught.value)

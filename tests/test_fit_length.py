@@ -116,6 +116,19 @@ def test_a_loss_that_asks_for_names_learns_how_a_batch_without_any_is_read(batch
     assert re.search(advice, raised.value.__notes__[-1])
 
 
+def test_a_loss_that_unpacks_a_dict_learns_that_it_gets_keys():
+    def loss_fn(params, batch):
+        x, y = batch
+        return small.loss_fn(params, {"x": x}) + y.sum()
+
+    for batch in ({"x": X, "y": X[:, 0]}, {"x": X, "y": X[:, 0], "z": X}):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            mt.plan(small.params(), loss_fn, small.OPTIMIZER, batch)
+        assert (
+            "unpacking a dict, as in `x, y = batch`, gives its keys" in raised.value.__notes__[-1]
+        )
+
+
 def test_bars_of_a_notebook_without_widgets_are_text_without_advice():
     # As in a kernel, where tqdm looks for ipywidgets and advises to install them.
     code = (

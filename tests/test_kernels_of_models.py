@@ -242,8 +242,9 @@ def test_kernels_are_called_on_one_hopper_gpu_or_planned_for_it(monkeypatch):
     device.compute_capability = "10.0"
     assert not hopper_kernels.may_be_called()
     monkeypatch.setattr(hopper_kernels, "is_installed", lambda: False)
+    assert not hopper_kernels.may_be_called()
     with hopper_kernels.planned_card("NVIDIA H200"):
-        assert not hopper_kernels.may_be_called()
+        assert hopper_kernels.may_be_called(), "a plan says that the machine needs them"
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -337,7 +338,7 @@ def test_the_gradient_of_the_delta_rule_counts_its_states(kernels):
     assert count_flops(forward) == chunks
 
 
-def test_a_plan_for_a_hopper_gpu_counts_its_kernels(monkeypatch):
+def test_a_plan_for_a_hopper_gpu_counts_its_kernels_and_says_so(monkeypatch):
     experts = models.Experts(
         num=16, per_token=2, intermediate_size=128, normalize=True, layers=(0, 1)
     )
@@ -363,9 +364,10 @@ def test_a_plan_for_a_hopper_gpu_counts_its_kernels(monkeypatch):
             hardware=hardware,
         )
 
+    # Plans say what they count, and need no kernels on the machine that makes them.
     monkeypatch.setattr(hopper_kernels, "is_installed", lambda: False)
-    slow = planned(mt.H100)
-    monkeypatch.setattr(hopper_kernels, "is_installed", lambda: True)
-    assert planned(mt.H100).loop_kernels_per_step < slow.loop_kernels_per_step / 4
-    other = planned(dataclasses.replace(mt.H100, name="another card"))
-    assert other.loop_kernels_per_step == slow.loop_kernels_per_step
+    found, other = planned(mt.H100), planned(dataclasses.replace(mt.H100, name="another card"))
+    assert found.loop_kernels_per_step < other.loop_kernels_per_step / 4
+    assert found.by_kernels == ("experts",) and not other.by_kernels
+    row = "by kernels  of the extra `kernels`, which the run's machine needs"
+    assert row in str(found) and row not in str(other)

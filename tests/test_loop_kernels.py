@@ -136,7 +136,7 @@ def test_a_plan_counts_the_kernels_of_experts(monkeypatch):
     assert all(n <= counted < n + 2 for n, counted in zip(blocks, kernels, strict=True))
     assert many.bound == "loops" and (many.seconds_per_step or 0.0) > many.seconds_loops
     text = " ".join(str(many).split())
-    assert "loops, beside it" in text and "bound by loops, whose kernels are short or copy" in text
+    assert "loops, beside it" in text and "bound by loops of short kernels and copies" in text
     halves = plan_of(64, num_gpus=2)
     assert halves.loop_kernels_per_step == many.loop_kernels_per_step
     assert np.isclose(halves.seconds_loops, many.seconds_loops, rtol=0.05)

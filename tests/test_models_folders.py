@@ -126,7 +126,7 @@ def test_a_folder_with_anything_else_is_never_replaced(tmp_path, change, named):
     export_of(0, folder)
     change(folder)
     before, paths = small.tree(tmp_path), sorted(tmp_path.rglob("*"))
-    with pytest.raises(FileExistsError, match=f"replaces nothing but what save_.*{named}"):
+    with pytest.raises(FileExistsError, match=f"replaces only the output of save_.*{named}"):
         save_pretrained(decoder(1), folder, overwrite=True)
     assert small.tree(tmp_path) == before and sorted(tmp_path.rglob("*")) == paths
 

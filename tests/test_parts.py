@@ -9,12 +9,13 @@ from jax.sharding import AbstractMesh
 
 from inside import spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.state.cards import H200
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.placement import default_mesh, placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, check_same_bits, make_spec, make_trainer, train
@@ -65,7 +66,20 @@ def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
         make_spec(case, make, device_budget=1024)
     least = refused.value.smallest
     assert least < least_of(whole) / 2 and str(least) in str(refused.value)
+    # 16 x 48 numbers, with two moments each.
+    assert "no cut divides blocks/0/attention/qkv/kernel, with 9.00 KiB" in str(refused.value)
     assert found(least)[0] > 2
+
+
+def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
+    """With more parts, only its neighbours become smaller; each number takes seconds to plan."""
+    spec, largest = make_spec(CASES["moe"], OPTIMIZERS["adamw_schedule"]), {}
+    while spec is not None:
+        largest[spec.num_parts] = largest_block(spec.leaves)
+        spec = spec.finer and spec.finer()
+    sizes = list(largest.values())
+    assert sizes == sorted(sizes, reverse=True) and sizes.count(min(sizes)) == 2
+    assert max(largest) < NUMBERS_OF_PARTS[-1]
 
 
 def test_a_checkpoint_is_restored_by_runs_that_cut_otherwise(tmp_path):
@@ -132,3 +146,27 @@ def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_
     for share, said in ((1, " to fit"), (2, "")):
         machine = replace(H200, device_bytes=plan.device_bytes // share, device_share=1.0)
         assert f"blocks cut into 2 parts{said};" in str(replace(plan, hardware=machine))
+
+
+@pytest.mark.parametrize(("share", "seconds", "tiled"), [(0.7, 0.1, 0), (0.9, 0.1, 1), (0.7, 2, 1)])
+def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share, seconds, tiled):
+    class Compiler(KernelCache):
+        def compile(self, kernels):
+            return round(share * self.estimate(kernels))
+
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    costs = spec.first.workload.costs
+    slow = replace(costs, backward=(seconds,) * len(costs.backward))
+    first = replace(spec.first, workload=replace(spec.first.workload, costs=slow))
+    spec = replace(spec, first=first)
+    here = placed_on(default_mesh())
+
+    def fitted(num_bytes):
+        return fit_to_machine(spec, Compiler(), num_bytes, here, lambda spec: spec)
+
+    roomy = make_plan(fitted(1 << 30))
+    assert roomy.device_temporary_bytes is not None
+    estimate = roomy.device_temporary_bytes / share
+    room = round(0.8 * estimate) + roomy.device_other_bytes + least_of(spec)
+    found = make_plan(fitted(room))
+    assert found.num_parts == 1 and bool(found.tiles) == bool(tiled)

@@ -105,7 +105,7 @@ def test_what_bounds_a_step_is_that_of_one_host():
     assert slow.bound == "arithmetic"
     assert replace(slow, attention_flops_per_step=0).bound == "neither"
     assert replace(slow, seconds_loops=0.0).bound == "neither"
-    assert "bound by Python's dispatch 50 s" in words_of(replace(PLAN, seconds_dispatch=50.0))
+    assert "host's memory 32 s, Python 50 s" in words_of(replace(PLAN, seconds_dispatch=50.0))
 
 
 def test_processes_divide_the_host_memory_of_a_run_without_a_pool():

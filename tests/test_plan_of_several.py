@@ -19,7 +19,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.division import divided_axes
 from megatrain_jax._src.kernels.liveness import temporary_bytes
-from megatrain_jax._src.report.bound import find_bound
+from megatrain_jax._src.report.bound import bound_of, busy_resources
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
@@ -190,16 +190,17 @@ def test_a_loop_over_chunks_of_the_batch_gathers_it():
 def test_bounds_of_several_devices(changes, bound):
     step = {"bytes_in": 20, "bytes_out": 16, "collective_bytes": 12, "flops": 400}
     machine = replace(MACHINE, **changes)
-    assert find_bound(hardware=machine, num_devices=4, **step) == bound
+    assert bound_of(busy_resources(hardware=machine, num_devices=4, **step)) == bound
     # What is left of a device's time beside arithmetic names its resource if it is longer.
     device = replace(machine, link_bytes_per_s=1e9, host_bytes_per_s=1e9, peer_bytes_per_s=1e9)
     for name, argument in (("memory", "memory_seconds"), ("loops", "loop_seconds")):
         seconds: dict[str, Any] = {argument: 2 * step["flops"] / 4 / device.flops_per_s}
-        assert find_bound(hardware=device, num_devices=4, **step, **seconds) == name
+        busy = busy_resources(hardware=device, num_devices=4, **step, **seconds)
+        assert bound_of(busy) == name
     # Without a connection of their own, collectives are most of what links and memory carry.
     alone = replace(MACHINE, peer_bytes_per_s=None)
     step |= {"collective_bytes": 1000}
-    assert find_bound(hardware=alone, num_devices=4, **step) == "collectives"
+    assert bound_of(busy_resources(hardware=alone, num_devices=4, **step)) == "collectives"
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -262,16 +263,20 @@ def test_the_clock_shares_the_host_s_memory(link):
     assert times == {"apart": (8, 10, 14), "shared": (12, 12, 18)}[link]
 
 
-def test_the_driver_waits_for_computations_and_copies():
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_the_driver_waits_for_computations_and_copies(delay):
     """The worked example of the clock."""
     link = Link(name="host", inward=1, outward=1)
-    clock = Clock(costs=Costs(forward=(), backward=(), update=(), link=link))
+    clock = Clock(costs=Costs(forward=(), backward=(), update=(), delay=delay, link=link))
     first, second, third = (Key(Kind.MASTERS, group) for group in range(3))
     clock.fetch(first, 4)
     clock.fetch(second, 4)
     clock.compute((first,), 6.0, 0)
     clock.offload(first, 4, 0)
     clock.compute((second,), 6.0, 1)
+    if delay:  # the copy of `first` takes memory traffic from the second computation
+        assert clock.device == pytest.approx(16.4)
+        return
     clock.fetch(third, 4)
     assert (clock.device, clock.landed[0, first], clock.arrived[third]) == (16, 14, 20)
     driver = []

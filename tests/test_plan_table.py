@@ -59,6 +59,37 @@ def test_attention_has_a_line_where_it_is_much(share, line):
     assert (f"TFLOP {share:.0%} of it" in untimed) == line
 
 
+@pytest.mark.parametrize(
+    ("link", "loops", "memory", "bound"),
+    [
+        (1.0, 0.0, 0.5, "arithmetic"),
+        (1.0, 0.0, 3.0, "the device's memory traffic"),
+        (1.0, 4.0, 3.0, "loops of short kernels and copies"),
+        (4.0, 0.5, 0.5, "the link"),
+        (3.2, 0.5, 0.5, "neither: balanced"),
+    ],
+)
+def test_the_bottleneck_follows_from_printed_times(link, loops, memory, bound):
+    machine = replace(
+        cards.H200, flops_per_s=294e12, sustained=1.0, link_bytes_per_s=1e9, memory_bytes_per_s=1e9
+    )
+    plan = big_plan(hardware=machine, bytes_in=int(link * 1e9), seconds_loops=loops)
+    lines = str(replace(plan, memory_bytes=memory * 1e9)).splitlines()
+    arithmetic, last = _row(lines, "arithmetic, a step"), _row(lines, "bound by")
+    assert last.startswith(bound)
+    kernels = _row(lines, "other kernels")
+    assert kernels.endswith(f"GiB of memory traffic, {memory:g} s more")
+    assert arithmetic.endswith(" 2 s") and _row(lines, "to the device, a step").endswith(
+        f"{link:g} s"
+    )
+    assert last.endswith(f"GPU {2 + loops + memory:g} s, link {link:g} s")
+
+
+def _row(lines: list[str], name: str) -> str:
+    """The cells after a row's name, joined by single blanks."""
+    return " ".join(next(x for x in lines if x.startswith(name)).removeprefix(name).split())
+
+
 def test_a_trainer_without_a_gpu_says_what_it_planned():
     def loss_fn(params: Any, batch: Any) -> Any:
         return (batch @ params["w"]).mean()

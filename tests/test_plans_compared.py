@@ -51,7 +51,10 @@ def test_every_combination_is_a_row_with_the_figures_of_its_plan():
     names = [[mt.H200.name, mt.RTX_4090.name], *(list(OVER[axis]) for axis in list(OVER)[1:])]
     assert [row.names for row in table] == list(itertools.product(*names))
     cells = Shown(table._repr_html_()).rows[1:]
-    lines = repr(table).splitlines()[1:]
+    *lines, remark = repr(table).splitlines()[1:]
+    # Of the two machines one has rates that nobody measured.
+    assert remark == f"rates of {mt.RTX_4090.name}: vendor peak, unmeasured"
+    assert remark in table._repr_html_()
     for row, shown, line in zip(table, cells, lines, strict=True):
         assert " ".join(shown).split() == line.split()
         if row.names[-1] == "9 rows":

@@ -23,6 +23,8 @@ import pytest
 from jax.sharding import Mesh
 
 from inside import on_one_device
+from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.startup.driver_memory import GpuMemory
 from megatrain_jax._src.state import pool, pool_limit
 from megatrain_jax._src.state.page_threads import num_threads
 from megatrain_jax._src.state.placement import placed_on
@@ -341,13 +343,14 @@ def test_reserved_room_can_be_filled_and_replaced():
     [
         ("updates/immediate-least", 56),
         ("updates/clip-1-least", 60),
-        ("batches/clip/64-sequences-40-gib-clip-1", 60),
         ("updates/clip-1-auto", 44),
         ("small_gpu/10-gib-auto-clip-1", 64),
         ("held/clip-1-60-gib-compact-14b", 96),
         ("long/131072", 115),
         ("long/262144", 184),
         ("long/524288", 219),
+        ("waves/14b-compact-524288-tokens", 90),
+        ("start/14b-fp32-page-threads-empty-cache", 208),
     ],
 )
 def test_a_process_takes_beside_its_pool_what_it_took(result, pool_gib):
@@ -382,6 +385,57 @@ def test_a_limit_of_the_users_bounds_what_plans_count_with(monkeypatch):
     monkeypatch.setenv(pool.LIMIT_VARIABLE, str(pool_limit.limit_bytes(125 * GIB) // GIB))
     assert pool_limit.machine_bytes(125 * GIB, 1) == 125 * GIB
     assert pool_limit.machine_bytes(None, 1) is None
+
+
+@pytest.mark.parametrize(("total_gib", "limit_gib"), [(251.77, 232), (251.77, None), (125.9, 100)])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_run_may_fill_its_pools_beside_jaxs_lists_of_gpus(
+    total_gib, limit_gib, gpus, monkeypatch
+):
+    total, memory = int(total_gib * GIB), GpuMemory(80 * GIB, 79 * GIB)
+    monkeypatch.setattr(pool_limit, "total_bytes", lambda: total)
+    monkeypatch.setattr(allocator, "gpu_memories", lambda: gpus * [memory])
+    monkeypatch.setenv(allocator.VARIABLE, "default")
+    monkeypatch.setenv(allocator.PREALLOCATE, "true")
+    monkeypatch.setenv(allocator.FRACTION, "0.93")
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, str(limit_gib))
+    if limit_gib is None:
+        monkeypatch.delenv(pool.LIMIT_VARIABLE)
+    pool_limit.set_limit()
+    lists = allocator.bytes_taken_at_once() // pool_limit.POOLS_OF_A_LIST
+    assert lists == pytest.approx(gpus * 0.93 * 80 * GIB / 32, abs=1)
+    machine = pool_limit.machine_bytes(total, gpus, lists)
+    assert machine is not None and machine <= total
+    # Each device has a pool of its own; together they can't be larger than the machine.
+    filled = min(pool_limit.limit_in_force(), pool_limit.limit_bytes(machine, lists) // gpus)
+    needed = pool.process_bytes(gpus * filled, 0, machine, gpus, lists)
+    by_pools = pool_limit.bytes_in_force(gpus, lists)
+    most = pool.usable_bytes(by_pools, machine, gpus, 1, lists)
+    assert most is not None and gpus * filled < needed <= most
+    # All that a process can take, the driver's records and the system fit in the machine.
+    assert most + pool_limit.driver_bytes(gpus * filled) <= total - 4 * GIB + GIB // 16
+
+
+def test_the_system_s_own_memory_is_left_to_it_once(monkeypatch):
+    """On a machine of 251.8 GiB, 249 are available, and a process took 243.2 beside the driver."""
+    total, pools = int(251.77 * GIB), 232 * GIB
+    taken = pools + pool_limit.beside_bytes(pools, 73 * GIB // pool_limit.POOLS_OF_A_LIST)
+    monkeypatch.setattr(pool, "total_bytes", lambda: total)
+    monkeypatch.setattr(pool, "resident_bytes", lambda: 5 * GIB)
+
+    def most(available_gib, *number):
+        monkeypatch.setattr(pool, "available_bytes", lambda: int(available_gib * GIB))
+        found = pool.available_process_bytes(*number)
+        assert found is not None
+        return found
+
+    assert taken < most(244)
+    assert most(260) == most(246.77) == pool_limit.process_budget(total)
+    for other_gib in (0, 2, 30):
+        here = most(244 - other_gib)
+        left = 249 * GIB - other_gib * GIB - here - pool_limit.driver_bytes(here)
+        assert 2 * GIB < left < 3 * GIB, "keeps the system alive"
+    assert most(244 - 5, 2) == most(244) // 2, "two processes have taken 5 GiB each"
 
 
 def test_memory_that_went_meanwhile_ends_a_start_with_words(gpu):

@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.code_passes import with_code_passes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.scaled_sums import with_scaled_sums
 from megatrain_jax._src.program import float8
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.state.placement import PART
 
 ROWS, WIDTH, OUT = (2, 64), 128, 192
 
@@ -93,3 +95,16 @@ def test_backwards_of_float8_runs_are_compiled_with_sums_in_products():
         kernel = Kernel(name=name, build=lambda: added, takes=takes)
         traced = KernelCache(code_passes=True).get(kernel).trace(*takes)
         assert sum(map(float8.is_float8_product, traced.jaxpr.eqns)) == num
+
+
+def test_sums_stay_apart_where_triton_may_compute_other_products(monkeypatch):
+    """Its functions would expand the codes in fp32."""
+    monkeypatch.setattr(cache, "compiles_float8_by_cublas", lambda device: True)
+    takes = tuple(map(jx.shape_of, arguments()))
+
+    def beside_attention(*args):
+        return added(*args), jnp.einsum("bij,bjk->bik", args[1], args[1].swapaxes(1, 2))
+
+    kernel = Kernel(name="backward", build=lambda: beside_attention, takes=takes)
+    traced = KernelCache({PART: "1"}, "gpu", code_passes=True).get(kernel).trace(*takes)
+    assert sum(map(float8.is_float8_product, traced.jaxpr.eqns)) == 2

@@ -76,6 +76,34 @@ def test_residuals_wait_in_the_host_where_that_saves_time(seeds):
     assert travelled > 5
 
 
+def test_residuals_of_stages_that_are_no_neighbours_wait_in_the_host_where_few_can_stay():
+    num, size = 33, 20
+    # A stage's residuals arrive while the stage after it computes, and no sooner.
+    workload = chain(
+        num,
+        residuals=(*((size,) * (num - 1)), 0),
+        may_travel=True,
+        costs=costs(
+            num,
+            num,
+            forward=(4.0,) * num,
+            backward=(12.0,) * num,
+            recompute=(3.0,) * num,
+            link=host(0.1),
+        ),
+    )
+    budget = find_schedule(workload, None).smallest_bytes + size
+    schedule = find_schedule(workload, budget)
+    run_everything(workload, schedule)
+    stays = find_schedule(replace(workload, may_travel=False), budget)
+    assert len(stays.kept) <= 1 and len(schedule.kept) >= num // 4
+    assert schedule.seconds <= stays.seconds - 2.0 * len(schedule.kept)
+    # Neighbours' residuals would be on the device together.
+    assert all(stage + 1 not in schedule.kept for stage in schedule.kept)
+    left = {i.key for i in schedule.steady if i.op is Op.OFFLOAD and i.key}
+    assert {key.owner for key in left if key.kind is Kind.RESIDUALS} == schedule.kept
+
+
 def test_no_more_residuals_wait_in_the_host_than_may_beside_those_that_the_device_holds():
     num, size = 10, 100
     every = chain(

@@ -12,7 +12,7 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.schedule import choices, search
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.laid_steps import lay_down
+from megatrain_jax._src.schedule.laid_steps import SLOWER, lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes
@@ -126,10 +126,10 @@ def test_of_equal_blocks_it_is_known_without_a_schedule_how_many_bytes_are_in_fl
 def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):
     one, laid_down = search._with_residents, []
 
-    def noted(choice, budget):
+    def noted(choice, budget, **options):
         if not choice.masters_first:  # these come later, for the choices that could be faster
             laid_down.append(choice)
-        return one(choice, budget)
+        return one(choice, budget, **options)
 
     def found(seed):
         plain = random_workload(seed)
@@ -225,6 +225,27 @@ def test_masters_are_spread_at_the_start_of_a_timed_run_too():
     for budget in (84, 92):
         timed = search.rearranged(quick, find_schedule(slow, budget), budget)
         assert timed.seconds == find_schedule(quick, budget).seconds
+
+
+def test_copies_of_a_timed_run_have_time_to_spare(monkeypatch):
+    """Its functions' times are known, so few copies are no reason for a schedule that waits."""
+    even = dict.fromkeys(OF_GROUPS, 4)
+    times = costs(24, 24, forward=(2.5,) * 24, backward=(7.0,) * 24)
+    workload, best = chain(24, sizes=(even,) * 24, costs=times), search._best
+    slow = replace(times, link=host(1.0 + SLOWER))
+
+    def seconds(budget):
+        """Of the schedule, if copies take longer."""
+        found = search.rearranged(workload, find_schedule(workload, budget), budget)
+        lists = build_task_lists(replace(workload, kept=found.kept, costs=slow))
+        return lay_down(lists, found.limit, found.resident).seconds
+
+    budgets = range(64, 112, 12)
+    timed = [seconds(budget) for budget in budgets]
+    monkeypatch.setattr(search, "_best", lambda steps, room, sure=False: best(steps, room))
+    fewest = [seconds(budget) for budget in budgets]
+    assert all(a <= b for a, b in zip(timed, fewest, strict=True))
+    assert max(b / a for a, b in zip(timed, fewest, strict=True)) > 1.03
 
 
 def test_a_sum_stays_that_fits_beside_all_that_is_used_before_it():

@@ -188,9 +188,11 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
     assert list(trainer.startup)[1:3] == ["compiling", "timing"]
     step = spec_of(trainer).first
     costs, each = step.workload.costs, step.wave_microbatches
-    assert set(costs.update) == {1e-3}
+    assert set(costs.update) == set(costs.reduce) == {1e-3}
+    assert costs.delay == 1 / SLOW.memory_bytes_per_s
     assert set(costs.forward[:-1]) == {each * 1e-3}
     assert {round(c.seconds, 9) for c in _stages(step)} == {each * 1e-3}
+    assert {c.seconds for c in _computations(step) if c.instruction.op is Op.REDUCE} == {1e-3}
     assert "from functions measured here" in str(trainer.plan)
 
 
@@ -218,10 +220,13 @@ def _sized(kernel: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != timing._key_dtype()]
 
 
-def _stages(step: BoundStep) -> list[Any]:
+def _computations(step: BoundStep) -> list[Any]:
     lists = build_task_lists(dataclasses.replace(step.scheduled, kept=step.schedule.kept))
-    every = [c for task in lists.steady for c in task.computations]
-    return [c for c in every if c.instruction.op in (Op.FORWARD, Op.BACKWARD)]
+    return [c for task in lists.steady for c in task.computations]
+
+
+def _stages(step: BoundStep) -> list[Any]:
+    return [c for c in _computations(step) if c.instruction.op in (Op.FORWARD, Op.BACKWARD)]
 
 
 class FakeCall:

@@ -94,6 +94,15 @@ def test_the_plan_chooses_waves_that_save_time():
     assert "waves" not in str(one)
 
 
+def test_a_single_microbatch_goes_in_one_wave_however_slow_it_is():
+    """The bound of its time, without room for residuals, is far above the time of arithmetic."""
+    model, _ = adapt(build_mlp, mlp_loss, BATCHES[8192], 0)
+    options = Options(hardware=MACHINE)
+    spec = make_run_spec(model, mlp_loss, CLIPPED, BATCHES[8192], options)
+    found = wave_search.fit_in_waves(spec, lambda run: run, MACHINE.device_bytes or 0, 0.0)
+    assert found.first.waves == found.first.microbatches == 1
+
+
 @pytest.mark.parametrize("first", [1.0, 9.0, 100.0])
 @pytest.mark.parametrize("best", [2, 8, 64])
 def test_the_lowest_value_is_found_from_any_guess(best, first):

@@ -18,12 +18,13 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import refuse_unknown
+from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
 
+@naming_options
 def compare_plans(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,

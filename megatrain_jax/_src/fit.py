@@ -36,7 +36,7 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import refuse_unknown
+from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
@@ -50,6 +50,7 @@ _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()
 
 
+@naming_options
 def fit(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -224,6 +225,7 @@ def fit(
             return call.train(batches, loop, series)
 
 
+@naming_options
 def train(
     trainer: Trainer,
     data: Iterable[Any],

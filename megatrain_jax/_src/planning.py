@@ -26,7 +26,7 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import refuse_unknown
+from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import PlanWarning
@@ -42,6 +42,7 @@ from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
 
+@naming_options
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -138,7 +139,8 @@ def plan(
     check_order(order, optimizer, "sample_batch", sample_batch)
     check_parts(model, loss_fn, optimizer)
     number = run.least_microbatches
-    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)
+    fewer = 'mesh=AbstractMesh(({n},), ("data",))' if num_gpus is None else "num_gpus={n}"
+    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True, fewer=fewer)
     if measure:
         return _measured(model, loss_fn, optimizer, sample_batch, run)
     # For any mesh: a run divides everything over all devices.

@@ -35,7 +35,6 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.loss_scale import scaling_of
-from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON
 from megatrain_jax._src.kernels.tiles import has_triton
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.machine import check_products
@@ -233,6 +232,13 @@ def start(
         PeerEndedError: If another process of the run could not start.
     """
     phases = Phases(began)
+    machine = spec.options.machine
+    if progress and not has_gpu and machine is not None:
+        tqdm.write(
+            f"`hardware`={machine.name} sets the rates of schedule and plan; JAX sees no GPU, so "
+            "this run computes on the CPU",
+            file=sys.stderr,
+        )
     try:
         spec, engine = _started(spec, placement, initial, progress, has_gpu, phases)
     except PeerEndedError:
@@ -290,17 +296,16 @@ def _started(
 
 def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     """An empty cache for a run's kernels, with XLA's options for them."""
-    options: dict[str, str | bool] = {**placement.compiler_options}
-    # XLA would time Triton's kernels for 20 s per float8 product, of which none was as fast as
-    # cuBLASLt's on an H100.
-    in_float8 = spec.precision.products is not None and placement.platform == "gpu"
-    if in_float8:
-        options |= NO_TRITON
     with_triton = placement.platform == "gpu" and has_triton(placement.devices)
+    in_float8 = spec.precision.products is not None
     # XLA does not divide these kernels over devices.
     code_passes = in_float8 and placement.num_devices == 1 and with_triton
     return KernelCache(
-        options, placement.platform, code_passes=code_passes, with_triton=with_triton
+        placement.compiler_options,
+        placement.platform,
+        code_passes=code_passes,
+        with_triton=with_triton,
+        device=next(iter(placement.local_devices), None),
     )
 
 

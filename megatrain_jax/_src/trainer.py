@@ -26,7 +26,7 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import not_settable, refuse_unknown
+from megatrain_jax._src.options.wrong_names import naming_options, not_settable, refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.table import aligned, html_box, html_table
@@ -49,6 +49,7 @@ class Trainer:
     prints as a table of its model, its progress and its budget.
     """
 
+    @naming_options
     def __init__(
         self,
         model: Any,

@@ -32,6 +32,7 @@ from megatrain_jax._src.adapt.initial_values import (
 )
 from megatrain_jax._src.adapt.loss_function import (
     checked_result,
+    explaining_values,
     loss_arguments,
     name_of,
     takes_rng,
@@ -228,7 +229,8 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
         # The loss receives the key if it takes one, and so does a module that draws by itself.
-        result, changed = shell.call(loss_fn, args, *trees, rng, train)
+        with explaining_values(loss_fn):
+            result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
         return *checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
@@ -287,8 +289,8 @@ def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtyp
     if wrong:
         raise ValueError(
             "Parameters must be real floating-point arrays, and these are not: "
-            f"{', '.join(wrong)}. Keep what isn't trained in another nnx.Variable or in another "
-            "Linen collection, and complex numbers as two real parameters."
+            f"{', '.join(wrong)}. Keep arrays that aren't trained in another nnx.Variable or in "
+            "another Linen collection, and complex numbers as two real parameters."
         )
 
 

@@ -4,8 +4,11 @@
 in the signature or the result are reported here, with the name of the user's function.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +19,14 @@ import numpy as np
 _RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVALUATED = "eval_"
 _TARGETS = ("y", "label", "labels", "target", "targets", "y_true")
+# Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+# Code of these packages passes a traced array on; the line that asked for its value is the user's.
+_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "equinox", "optax", __name__.partition(".")[0])
 _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 
 
@@ -65,6 +76,40 @@ def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> t
     return (batch, rng) if takes_rng(loss_fn) else (batch,)
 
 
+@contextlib.contextmanager
+def explaining_values(loss_fn: Callable[..., Any]) -> Iterator[None]:
+    """Explains JAX's error for code that asks for the value of an array while it is traced.
+
+    Raises:
+        TypeError: The loss, or the model, has such code.
+    """
+    try:
+        yield
+    except _NEEDS_VALUE as error:
+        raise TypeError(
+            f"loss_fn ({name_of(loss_fn)}) needs the value of an array{_line_of(error)}. It is "
+            "traced once, on shapes, before any array has a value: float(), .item(), NumPy and "
+            "`if` can't be used on one. Return a number to look at as a metric, "
+            '(loss, {"name": number}), print it with jax.debug.print, compute with jax.numpy, and '
+            "choose by jnp.where"
+        ) from error
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's code in an error's traceback, in words; "" if there is none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [
+        at
+        for at, (frame, _) in enumerate(frames)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+        and not frame.f_code.co_filename.startswith("<")
+    ]
+    if not own:
+        return ""
+    last = traceback.extract_tb(error.__traceback__)[own[-1]]
+    return f", at {Path(last.filename).name}:{last.lineno}, `{last.line}`"
+
+
 def checked_result(
     loss_fn: Callable[..., Any], result: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -75,7 +120,10 @@ def checked_result(
     """
     name = f"loss_fn ({name_of(loss_fn)})"
     if isinstance(result, tuple) and len(result) != 2:
-        raise ValueError(f"{name} must return a loss or (loss, metrics), not {len(result)} values.")
+        raise ValueError(
+            f"{name} must return a loss or (loss, metrics), not a tuple of {len(result)} values; "
+            'put further values into the metrics, as in (loss, {"accuracy": accuracy}).'
+        )
     value, metrics = result if isinstance(result, tuple) else (result, {})
     loss = _as_number(value)
     if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -84,12 +132,16 @@ def checked_result(
             "mean over the batch."
         )
     if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
-        raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
+        raise ValueError(
+            f"{name} must return a loss or (loss, metrics) with a dict from str to scalars, as in "
+            f'(loss, {{"accuracy": accuracy}}), but its metrics are {_describe(metrics)}.'
+        )
     reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVALUATED))
     if reserved:
         raise ValueError(
-            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
-            f"{', '.join(_RESERVED)} and what begins with {EVALUATED}; rename the metric."
+            f"{name} may not name a metric {reserved[0]!r}: every step's record uses this name "
+            f"itself. Reserved are {', '.join(_RESERVED)} and names that begin with {EVALUATED}; "
+            "rename the metric."
         )
     numbers = {}
     for key, metric in metrics.items():

@@ -346,6 +346,6 @@ def _check_kept(flat: Sequence[tuple[Any, Any]]) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"The model has arrays that can't go to a device: {', '.join(wrong)}. Keep what isn't "
-            "numbers in static fields."
+            f"The model has arrays that can't go to a device: {', '.join(wrong)}. Keep values that "
+            "aren't numbers in static fields."
         )

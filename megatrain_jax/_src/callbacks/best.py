@@ -183,7 +183,7 @@ class KeepBest(Callback):
             if not trainer.num_steps:
                 raise FileExistsError(
                     f"a new run begins, but {self._folder} holds step {later[0]} of another one: "
-                    "choose another folder, or move what is there"
+                    "choose another folder, or move its files"
                 )
             self._remove(trainer, later)
 

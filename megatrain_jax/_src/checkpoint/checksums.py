@@ -98,8 +98,9 @@ class Checksums:
             same = all(checksum(array[box]) == expected[n] for n, box in grid.boxes())
         if not same:
             raise CheckpointError(
-                f"{self._folder} is damaged: {'/'.join(path)} is not what was written, though its "
-                "files have the sizes they had. Use another checkpoint, and mistrust the disk."
+                f"{self._folder} is damaged: {'/'.join(path)} differs from the saved values, "
+                "although its files have the right sizes. Use another checkpoint, and check the "
+                "disk."
             )
 
     def _facts(self, path: TreePath) -> Mapping[str, Any]:

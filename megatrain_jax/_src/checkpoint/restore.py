@@ -129,7 +129,7 @@ def load(
             # retry.
             traceback.clear_frames(error.__traceback__)
             message = (
-                f"{path} could not be read to its end ({type(error).__name__}: {error}). What was "
+                f"{path} could not be read to its end ({type(error).__name__}: {error}). The state "
                 "in memory is lost: restore another checkpoint."
             )
             raise read_error(message, error) from error

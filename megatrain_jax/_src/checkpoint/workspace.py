@@ -223,7 +223,8 @@ def _take(path: Path, what: Path) -> int | None:
         # alone.
         if names and _LOCK not in names:
             raise CheckpointError(
-                f"{path} was not made by megatrain_jax, which would delete what is in it: move it"
+                f"{path} was not made by megatrain_jax, and saving here would delete its contents: "
+                "move it"
             )
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -77,8 +77,14 @@ def _plan(arguments: Sequence[str]) -> int:
         from megatrain_jax._src.cli.plan_settings import PlanSettings
 
         settings = parsed("plan", PlanSettings, arguments, "model")
+        # Names first: another model or card may have other sizes.
         if settings.model is not None:
             config_values(settings.model)
+        if settings.gpu is not None:
+            from megatrain_jax import card
+
+            card(settings.gpu)
+        settings.check_batch()
 
         from megatrain_jax._src.cli import plan_command as plan
 

@@ -14,11 +14,12 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.errors import in_options
-from megatrain_jax._src.cli.largest import fits, largest_size
+from megatrain_jax._src.cli.largest import fits, largest_size, shallow
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax.models import DecoderConfig
 
 
 def run(settings: PlanSettings) -> int:
@@ -42,7 +43,13 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
         def plan_with(changed: PlanSettings) -> mt.Plan:
             other = Planner(changed, planner.machine)
-            return other.plan(config, tokens // changed.length, changed.length, least=True)
+
+            def planned(config: DecoderConfig) -> mt.Plan:
+                return other.plan(config, tokens // changed.length, changed.length, least=True)
+
+            # A whole model takes seconds to plan, and no less of the GPU than a few of its layers.
+            few = planned(shallow(config))
+            return planned(config) if few.fits_device else few
 
         print(f"It does not fit: {advice(plan, settings, plan_with)}")
         return 1
@@ -53,7 +60,8 @@ def _print_largest(settings: PlanSettings) -> int:
     planner = Planner(settings)
     if settings.model is not None:
         config_of(settings.model)  # reports a bad model here, in one line
-    print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
+    unmeasured = f" ({planner.machine.source})" if planner.machine.is_unmeasured else ""
+    print(f"The largest on {planner.where}; rates are estimates{unmeasured}.\n", flush=True)
     found = []
     # Each size is printed as soon as it and the earlier ones are found.
     for line in _lines(settings, planner):

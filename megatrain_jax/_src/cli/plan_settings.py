@@ -15,6 +15,7 @@ from megatrain_jax._src.cli.setting_rules import (
     check_optimizer,
 )
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.sizes import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class PlanSettings:
         """Checks the sizes.
 
         Raises:
-            ValueError: If one is out of range, or they are inconsistent.
+            ValueError: If one is out of range, or needs an option that is missing.
         """
         for name in ("gpus", "length"):
             checks.integer(name, getattr(self, name))
@@ -109,19 +110,26 @@ class PlanSettings:
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )
+
+    def check_batch(self) -> None:
+        """Checks the sizes of the batch.
+
+        Raises:
+            ValueError: If they are inconsistent.
+        """
         if self.tokens is None:
             return
+        if self.model is None:
+            raise ValueError("`tokens` needs a model: a folder, a config.json or a known name")
         rows, rest = divmod(checks.integer("tokens", self.tokens), self.length)
         if rest or not rows:
             raise ValueError(f"`tokens`={self.tokens} is no multiple of `length`={self.length}")
         if rows % self.least_rows:
             raise ValueError(
-                f"`tokens`={self.tokens} are {rows} rows of `length`={self.length}, which "
-                f"{self.gpus} GPUs with `microbatches`={self.microbatches} can't share evenly: "
-                f"{self.least_rows} must divide them"
+                f"`tokens`={self.tokens} are {counted(rows, 'row')} of `length`={self.length}, and "
+                f"{self.least_rows} must divide their number: `gpus`={self.gpus} times "
+                f"`microbatches`={self.microbatches}"
             )
-        if self.model is None:
-            raise ValueError("`tokens` needs a model: a folder, a config.json or a known name")
 
     @property
     def least_rows(self) -> int:
@@ -139,4 +147,4 @@ class PlanSettings:
 
 def rows_of(rows: int, length: int) -> str:
     """A number of rows in words."""
-    return f"{rows:,} row{'s' * (rows > 1)} of {length:,} tokens"
+    return f"{counted(rows, 'row')} of {counted(length, 'token')}"

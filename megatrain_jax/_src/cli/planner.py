@@ -124,6 +124,18 @@ class Planner:
         return self.machine.times(self.settings.gpus).assumed_host_bytes
 
     def remark(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
+        """Remarks on kernels that a plan lacks, and the reason; None if there are none."""
+        remarks = []
+        if config.experts is not None and not plan.by_kernels:
+            remarks.append(
+                "Experts are planned in a loop. The extra `kernels` computes them faster, on one "
+                "H100 or H200, in bfloat16 or float16."
+            )
+        if packed := self._remark_on_packing(config, plan):
+            remarks.append(packed)
+        return "\n".join(remarks) or None
+
+    def _remark_on_packing(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
         """A remark that only packed documents keep a plan from an attention kernel, if they do."""
         width, widest = config.head_dim, self.machine.widest_heads
         has_kernel = self.settings.compute != "float32" and config.attention_softcap is None

@@ -54,9 +54,9 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
             print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
             if changed := folder.changed_files(file_stamps(settings)):
                 print(
-                    f"warning: files of {' and '.join(f'`{name}`' for name in changed)} have other "
-                    "sizes or times than when that run read them. To train on them as they are "
-                    "now, choose another `out`"
+                    f"warning: files of {' and '.join(f'`{name}`' for name in changed)} have "
+                    "changed in size or time since that run read them. To train on them as they "
+                    "are now, choose another `out`"
                 )
             return push(settings, folder)
         check_files(settings)

@@ -2,7 +2,7 @@
 
 The library `jax-linear-attention` (its package is `jla`) computes the products of a mixture of
 experts and the gated delta rule on an H100 or H200, on one device. A plan for such a card that is
-made on another machine is traced as if the card were there.
+made on another machine is traced as if the card and the library were there, and says so.
 """
 
 import importlib.util
@@ -32,12 +32,12 @@ def is_planned() -> bool:
 
 
 def may_be_called() -> bool:
-    """Whether the kernels are installed, for a Hopper GPU that computes the trace by itself."""
-    if num_sharing() > 1 or not is_installed():
+    """Whether one Hopper GPU computes the trace, with the kernels installed or planned."""
+    if num_sharing() > 1:
         return False
     if is_planned():
         return any(name in _planned_card.value for name in _CARDS)
-    return capability_here() == _HOPPER
+    return is_installed() and capability_here() == _HOPPER
 
 
 @cache

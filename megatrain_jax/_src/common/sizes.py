@@ -1,4 +1,4 @@
-"""Numbers of bytes as text, written and read."""
+"""Numbers as text: bytes, written and read, and counts."""
 
 import re
 
@@ -26,6 +26,11 @@ def sized(num_bytes: int, largest: int = 0) -> str:
         if num_bytes >= (scale / 100 if scale == common else scale):
             return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 example`, `2,000 examples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def bytes_of(name: str, given: str) -> int:

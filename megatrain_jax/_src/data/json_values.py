@@ -110,6 +110,6 @@ class Scanner:
     def _broken(self, message: str, at: int | None = None) -> DataError:
         lines = self._text.count("\n", self._at, self._at if at is None else at)
         return DataError(
-            f"{RowOrigin(self._path, self._line + lines)}: {NO_JSON}: {message}; what follows "
-            "can't be read (JSON Lines, in a file named .jsonl, can be read around a broken line)"
+            f"{RowOrigin(self._path, self._line + lines)}: {NO_JSON}: {message}; the rest can't be "
+            "read (JSON Lines, in a file named .jsonl, can be read around a broken line)"
         )

@@ -289,7 +289,7 @@ def _cells(path: str, reader: Any) -> list[str] | None:
         return next(reader, None)
     except csv.Error as caught:
         raise DataError(
-            f"{path}, line {reader.line_num}: no valid CSV: {caught}; what follows can't be read"
+            f"{path}, line {reader.line_num}: no valid CSV: {caught}; the rest can't be read"
         ) from caught
     finally:
         csv.field_size_limit(before)

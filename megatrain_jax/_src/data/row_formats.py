@@ -241,7 +241,7 @@ def _check_prompt(prompt: Any, begin: list[Message], rules: TurnRules) -> None:
         agrees = turns.messages == begin[-len(turns.messages) :]
     if not agrees:
         raise InvalidRow(
-            "`prompt` is not what `chosen` and `rejected` begin with",
+            "`chosen` and `rejected` don't begin with `prompt`",
             f"it is {str(prompt)[:60]!r}, and before their answers both have {_shown(begin[-1])}",
         )
 

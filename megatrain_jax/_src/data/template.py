@@ -67,9 +67,9 @@ class Template:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if chat_template is None and not tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer {name} has no chat template, as those of base models often have "
-                "none; pass `chat_template=`, a Jinja template such as that of the instruct model "
-                "(its tokenizer's `.chat_template`), or use `data.text`"
+                f"the tokenizer {name} has no chat template, and tokenizers of base models often "
+                "lack one; pass `chat_template=`, a Jinja template such as that of the instruct "
+                "model (its tokenizer's `.chat_template`), or use `data.text`"
             )
         self.source: str = tokenizer.get_chat_template(chat_template)
         self.name = f"the chat template of {name}" if chat_template is None else "`chat_template`"
@@ -140,8 +140,8 @@ class Template:
             end = len(text) if last else self._end(messages, tools, index, text, start)
             if not self._says(text[start:end], message):
                 raise self._unclear(
-                    f"message {index + 1}: what follows the prompt for the answer is not the "
-                    f"answer, but {text[start:end][:60]!r}",
+                    f"message {index + 1}: the text after the prompt should be the answer, but is "
+                    f"{text[start:end][:60]!r}",
                     text,
                 )
             spans.append((start, end))
@@ -239,7 +239,7 @@ class Template:
 
     def _unclear(self, why: str, text: str) -> Unclear:
         return Unclear(
-            f"{self.name} does not tell what the assistant says",
+            f"{self.name} doesn't mark the assistant's words",
             f"{why}. The conversation is {text[:200]!r}{'...' if len(text) > 200 else ''}",
         )
 

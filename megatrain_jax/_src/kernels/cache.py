@@ -3,7 +3,6 @@
 Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +13,15 @@ from megatrain_jax._src.kernels.code_passes import with_code_passes
 from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
-from megatrain_jax._src.kernels.products_by_cublas import NO_TRITON, has_only_large_products
+from megatrain_jax._src.kernels.products_by_cublas import (
+    NO_TRITON,
+    compiles_float8_by_cublas,
+    has_only_large_products,
+    with_float8_by_cublas,
+)
 from megatrain_jax._src.kernels.scaled_sums import with_scaled_sums
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.state.placement import LARGEST_PART, PART
 
 # With frees pending, CUDA's pool was seen to refuse a piece of 5.8 GiB while 53 GiB of the GPU were
@@ -35,6 +40,7 @@ class KernelCache:
         *,
         code_passes: bool = False,
         with_triton: bool = False,
+        device: Any = None,
     ):
         """Makes an empty cache.
 
@@ -44,10 +50,11 @@ class KernelCache:
             code_passes: Whether to compile backwards with the passes of `code_passes.py`, and with
                 the sums of `scaled_sums.py`.
             with_triton: Whether the devices run kernels that Triton compiles.
+            device: One of the devices, to find out what JAX compiles for it; None if there is none.
         """
         self._options = dict(compiler_options or {})
         self._code_passes = code_passes
-        self._with_triton = with_triton
+        self._with_triton, self._device = with_triton, device
         self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
@@ -68,20 +75,33 @@ class KernelCache:
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
         build = kernel.build_for_triton if self._with_triton else None
         function = (build or kernel.build)()
-        if self._code_passes and kernel.name.startswith("backward"):
-            function = with_scaled_sums(with_code_passes(function))
-        jitted = functools.partial(jax.jit, function, donate_argnums=kernel.donated, **placed)
-        options = self._options
+        in_passes = self._code_passes and kernel.name.startswith("backward")
+        if in_passes:
+            function = with_code_passes(function)
+        options, tries_triton = self._options, False
         if PART in options and kernel.takes is not None:
-            jaxpr = jx.opened(jitted().trace(*kernel.takes).jaxpr)
-            # XLA warns of each array that is larger than a part.
-            largest = _largest_bytes(jaxpr)
-            part = min(max(int(options[PART]), largest), LARGEST_PART)
-            self._pieces[kernel.name, kernel.key] = max(part, largest)
-            options = {**options, PART: str(part)}
-            if has_only_large_products(jaxpr):
+            jaxpr = jx.opened(jax.jit(function, **placed).trace(*kernel.takes).jaxpr)
+            options = {**options, PART: self._part(kernel, jaxpr)}
+            in_float8 = any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns)
+            tries_triton = not has_only_large_products(jaxpr)
+            if tries_triton and in_float8:
+                tries_triton = compiles_float8_by_cublas(self._device)
+                function = with_float8_by_cublas(function) if tries_triton else function
+            if not tries_triton:
                 options |= NO_TRITON
-        return jitted(compiler_options=options or None)
+        if in_passes and not tries_triton:  # Triton's functions would expand the codes in fp32
+            function = with_scaled_sums(function)
+        return jax.jit(
+            function, donate_argnums=kernel.donated, compiler_options=options or None, **placed
+        )
+
+    def _part(self, kernel: Kernel, jaxpr: Any) -> str:
+        """The bytes of the parts into which XLA divides a kernel's temporaries, as an option."""
+        # XLA warns of each array that is larger than a part.
+        largest = _largest_bytes(jaxpr)
+        part = min(max(int(self._options[PART]), largest), LARGEST_PART)
+        self._pieces[kernel.name, kernel.key] = max(part, largest)
+        return str(part)
 
     def __len__(self) -> int:
         """The number of different functions."""

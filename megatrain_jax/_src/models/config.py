@@ -226,7 +226,9 @@ class DecoderConfig:
         try:
             original = json.dumps(dict(config))
         except TypeError as error:
-            raise TypeError(f"`config` must hold what JSON can: {error}") from error
+            raise TypeError(
+                f"`config` must hold only values that JSON can represent: {error}"
+            ) from error
         return cls(**fields, original=original)
 
     @property

@@ -60,7 +60,7 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
 def _check_replaceable(path: Path) -> None:
     if (stranger := _stranger(path)) is not None:
         raise FileExistsError(
-            f"`overwrite=True` replaces nothing but what save_pretrained or save_lora has written, "
+            "`overwrite=True` replaces only the output of save_pretrained or save_lora, "
             f"and {path} {stranger}: move it, or choose another `folder`"
         )
 

@@ -152,7 +152,7 @@ class Fields:
             found = [f"`{name}` = {shown(value)}" for name, value in unknown.items()]
             raise ValueError(
                 f"a {self.family} isn't known to have these fields, which may change what it "
-                f"computes: {some(found)}. Name in `ignore` those that don't."
+                f"computes: {some(found)}. Name fields without an effect in `ignore`."
             )
 
 

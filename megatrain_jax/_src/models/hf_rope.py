@@ -131,7 +131,7 @@ def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]
     if unknown:
         raise ValueError(
             f"rotary embeddings of type {kind!r} aren't known to have "
-            f"{some(sorted(unknown))}: name in `ignore` those that don't matter"
+            f"{some(sorted(unknown))}: name fields without an effect in `ignore`"
         )
 
 

@@ -244,8 +244,9 @@ def _add(
     others = [name for name in names if name not in matrices and len(shapes[name]) > 1]
     if others:
         raise ValueError(
-            f"`targets`={targets!r} chooses {some(others)}, which can't have adapters: these are "
-            f"for {KNOWN}. Choose fewer, and train these whole with a larger pattern `trainable`"
+            f"`targets`={targets!r} chooses {some(others)}, which can't have adapters: adapters "
+            f"are for {KNOWN}. Choose fewer, and train the rest whole with a larger pattern "
+            "`trainable`"
         )
     chosen = [matrices[name] for name in names if name in matrices]
     if not chosen:

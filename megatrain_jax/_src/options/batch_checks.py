@@ -1,7 +1,7 @@
 """Checks of batches: a wrong array is named by its path, before the compiler fails on it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common import trees
+from megatrain_jax._src.common.sizes import counted
 
 # Arrays of a batch that a note names.
 _MOST_NAMED = 8
+_FEWER = "mesh=jax.make_mesh(({n},), ('data',), devices=jax.devices()[:{n}])"
 _ARRAYS = (np.ndarray, jax.Array)
 _SCALAR = "write np.full(n, x) for a number x of n examples, or have loss_fn close over a constant"
 
@@ -23,6 +25,7 @@ def check_batch(
     num_devices: int = 1,
     *,
     or_shapes: bool = False,
+    fewer: str = _FEWER,
 ) -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
@@ -33,6 +36,7 @@ def check_batch(
         name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
         or_shapes: Whether their `jax.ShapeDtypeStruct`s will do.
+        fewer: The argument for `{n}` devices, for a message.
 
     Raises:
         TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
@@ -42,7 +46,10 @@ def check_batch(
     """
     leaves = trees.leaves(name, batch)
     if not leaves:
-        raise ValueError(f"`{name}` holds no arrays")
+        kind = "None" if batch is None else f"an empty {type(batch).__name__}"
+        raise ValueError(
+            f'`{name}` holds no arrays: it is {kind}; pass arrays, such as {{"x": x, "y": y}}'
+        )
     for path, leaf in leaves:
         _check_leaf(_name(path, name), leaf, or_shapes)
     (first_path, first), *others = leaves
@@ -57,17 +64,18 @@ def check_batch(
             )
     if examples % microbatches:
         raise ValueError(
-            f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
-            f"{_name(first_path, name)} has shape {first.shape}"
+            f"`microbatches`={microbatches} does not divide the {counted(examples, 'example')} of "
+            f"the batch: {_name(first_path, name)} has shape {first.shape}"
         )
     # Each microbatch is divided by itself: every device has as many of its examples.
     if examples // microbatches % num_devices:
         parts = "" if microbatches == 1 else f" in each of `microbatches`={microbatches} parts"
+        each = examples // microbatches
+        most = max(n for n in range(1, num_devices) if each % n == 0)
         raise ValueError(
-            f"the {num_devices} devices can't share the {examples // microbatches} "
-            f"examples{parts} of the batch evenly: {_name(first_path, name)} has shape "
-            f"{first.shape}. Use a batch that {num_devices * microbatches} divides, or n of these "
-            "devices: mesh=jax.make_mesh((n,), ('data',), devices=jax.devices()[:n])"
+            f"the {num_devices} devices can't share the {counted(each, 'example')}{parts} of the "
+            f"batch evenly: {_name(first_path, name)} has shape {first.shape}. Use a batch that "
+            f"{num_devices * microbatches} divides, or fewer devices: {fewer.format(n=most)}"
         )
 
 
@@ -141,13 +149,25 @@ def naming_first_batch(batch: Any, microbatches: int) -> Iterator[None]:
             f"This came with {part}the first batch (`sample_batch`, or the first of `data`): "
             f"{'; '.join(named)}."
         )
-        if isinstance(error, TypeError) and (advice := _advice_on_kind(batch)):
+        if advice := _advice_on_kind(batch, error):
             error.add_note(advice)
         raise
 
 
-def _advice_on_kind(batch: Any) -> str | None:
-    """Advice on reading a batch that is a tuple, a list or one array; None for all other kinds."""
+def _advice_on_kind(batch: Any, error: Exception) -> str | None:
+    """Advice on reading a batch by its kind; None where an error has another cause."""
+    if isinstance(batch, Mapping):
+        # Unpacked like a tuple, a dict gives its keys to the model.
+        of_keys = ("to unpack", "'str'", *map(repr, batch))
+        if isinstance(error, KeyError) or not any(words in str(error) for words in of_keys):
+            return None
+        named = " and ".join(f"`batch[{key!r}]`" for key in list(batch)[:2])
+        return (
+            "The batch is a dict, and unpacking a dict, as in `x, y = batch`, gives its keys: read "
+            f"its arrays by name, {named}."
+        )
+    if not isinstance(error, TypeError):
+        return None
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         names = "xyz"[: len(batch)] if len(batch) <= 3 else "abc"
         more = ", ..." if len(batch) > 3 else ""
@@ -223,7 +243,7 @@ def _check_range(name: str, leaf: np.ndarray) -> None:
     if least < limits.min or most > limits.max:
         raise ValueError(
             f"{name} of dtype {leaf.dtype} has numbers from {least} to {most}, which don't fit "
-            f"{dtype}, as JAX has it without jax_enable_x64: they would become others"
+            f"{dtype}, as JAX has it without jax_enable_x64: the numbers would change"
         )
 
 

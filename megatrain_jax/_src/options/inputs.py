@@ -193,7 +193,9 @@ def _check_optimizer(value: Any) -> None:
         name = getattr(value, "__name__", "")
         known = name if name.isidentifier() and hasattr(optax, name) else "adamw"
         hint = f"call it: optax.{known}(1e-3), not optax.{known}" if callable(value) else ""
-        if isinstance(value, str):
+        if value is None:
+            hint = "pass an optimizer of Optax, such as optax.adamw(1e-3)"
+        elif isinstance(value, str):
             known = value.lower() if hasattr(optax, value.lower()) else "adamw"
             hint = f"pass an optimizer of Optax, such as optax.{known}(1e-3)"
         if hasattr(value, "tx"):  # nnx.Optimizer, flax.training.TrainState

@@ -94,7 +94,7 @@ class Options:
             precision=precision_of("precision", self.precision),
             trainable=_trainable(self.trainable),
             microbatches=_microbatches(self.microbatches),
-            waves=_integer_or_none("waves", self.waves),
+            waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
             device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
@@ -222,8 +222,8 @@ def _store(record: Any, **values: Any) -> None:
         object.__setattr__(record, name, value)
 
 
-def _integer_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else checks.integer(name, value, other=", or None")
+def _integer_or_none(name: str, value: Any, none: str = "None") -> int | None:
+    return None if value is None else checks.integer(name, value, other=f", or {none}")
 
 
 def _trainable(value: Any) -> Any:
@@ -254,7 +254,10 @@ def _trainable(value: Any) -> Any:
 def _gib(name: str, value: Any) -> float:
     """A number of GiB, also where it is text with a unit of its own."""
     if isinstance(value, str):
-        return bytes_of(name, value) / 2**30
+        try:
+            value = float(value)  # GiB, as the name of the argument has it
+        except ValueError:
+            return bytes_of(name, value) / 2**30
     return checks.number(name, value, above=0)
 
 

@@ -21,7 +21,16 @@ _SUMS = ("bfloat16", "float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 Products = Literal["float8"] | None
 NF4 = "nf4"
+# The values of each attribute, in words.
+_ALLOWED = {
+    "master": '"float32", "bfloat16", "int8" or "float64"',
+    "compute": '"bfloat16", "float16", "float32" or "float64"',
+    "frozen": '"float32", "bfloat16", "float16", "int8" or "nf4"',
+    "state": '"float32", "bfloat16", "int8" or "int4"',
+    "sums": '"float32" or "bfloat16"',
+}
 _MEANT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_MEANT |= {"f32": "float32", "fp64": "float64"} | {name: name for name in (NF4, "int8", "int4")}
 
 # Names in Flax and other libraries, with this library's name.
 _hint = near_or_meant(
@@ -295,10 +304,10 @@ def _allowed(name: str, shown: str, dtype: Any, allowed: tuple[str, ...]) -> Any
         return dtype
     shown = shown if shown.startswith("{") else dtype.name
     why = ""
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize:
         why = (
-            ": what an optimizer updates needs fp32's range of exponents, or small numbers are "
-            "lost and large ones overflow"
+            ": it has fewer exponents than fp32, so that small numbers would be lost and large "
+            "ones overflow"
         )
     raise ValueError(f"Precision({name}={shown}) must be one of {', '.join(allowed)}{why}.")
 
@@ -374,13 +383,11 @@ def _dtype(name: str, given: Any) -> Any:
             raise TypeError("NumPy takes None for float64")
         dtype = jnp.dtype(given)
     except Exception as error:  # NumPy reads strings of several kinds
-        codes = " or of codes, 'int8'"
-        codes += {"state": " and 'int4'", "frozen": " and 'nf4'"}.get(name, "")
-        known = f"such as 'float32' or 'bfloat16'{'' if name == 'compute' else codes}"
-        meant = _MEANT.get(given) if isinstance(given, str) else None
-        meant = f" Did you mean {meant!r}?" if meant else ""
+        meant = _MEANT.get(given.lower()) if isinstance(given, str) else None
+        meant = f'; did you mean "{meant}"?' if meant and f'"{meant}"' in _ALLOWED[name] else "."
         raise ValueError(
-            f"Precision({name}={given!r}) is no dtype: give the name of one {known}.{meant}"
+            f"Precision({name}={given!r}) is no dtype: give {_ALLOWED[name]}, or a dtype such as "
+            f"jnp.float32{meant}"
         ) from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(

@@ -1,10 +1,20 @@
 """Errors for names that a function or a trainer doesn't have, with the name that was meant."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from typing import ParamSpec, TypeVar
+
+from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.suggestions import did_you_mean, refuse_keywords
 from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
+from megatrain_jax._src.options.precision import Precision
+from megatrain_jax._src.state.hardware import Hardware
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Names in Keras, Lightning, Transformers and Flax's examples for options of this library.
 _ELSEWHERE = {
@@ -23,8 +33,8 @@ _ELSEWHERE = {
     "precision": "dtype mixed_precision compute_dtype bf16",
     "seed": "random_seed rng rngs key",
     "hardware": "gpu card",
-    "device_budget": "device_memory gpu_memory gpu_budget",
-    "host_budget": "host_memory cpu_memory host_gib",
+    "device_budget": "device_memory gpu_memory gpu_budget vram",
+    "host_budget": "host_memory cpu_memory host_gib ram",
     "num_gpus": "gpus n_gpus num_devices devices",
     "mesh": "gpus n_gpus num_gpus num_devices devices",
 }
@@ -36,7 +46,11 @@ for _option, _names in _ELSEWHERE.items():
 _OPTIMIZER = "the optimizer has it, as in optax.adamw(1e-3, weight_decay=0.1)"
 _CLIPPING = "the optimizer clips: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))"
 _MESH = 'write mesh=jax.make_mesh((n,), ("data",)) for n GPUs'
+_BUDGETS = (
+    "did you mean `device_budget`, for the GPU's memory, or `host_budget`, for the host's memory?"
+)
 _NO_OPTION = {
+    **dict.fromkeys(("budget", "memory", "max_memory", "memory_budget", "mem"), _BUDGETS),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OPTIMIZER),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip"), _CLIPPING),
     "metrics": 'loss_fn returns them, as in (loss, {"accuracy": accuracy})',
@@ -70,6 +84,34 @@ _WAYS = {
     **dict.fromkeys(("loss_fn", "optimizer", *(f.name for f in fields(Options))), _NEW),
     **{f.name: f"pass `{f.name}=` to `train`" for f in fields(LoopOptions)},
 }
+
+
+# The option that a value of a type is meant for, if it is passed without a name.
+_BY_TYPE = {Hardware: "hardware", Precision: "precision", Mesh: "mesh", AbstractMesh: "mesh"}
+
+
+def naming_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A decorator of a function with keywords: an option without its name gets the name.
+
+    The error is Python's own, followed by the name that the value's type suggests.
+    """
+    parameters = inspect.signature(function).parameters
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **given: _P.kwargs) -> _T:
+        if len(args) > len(positional):
+            value = args[len(positional)]
+            options = [name for kind, name in _BY_TYPE.items() if isinstance(value, kind)]
+            known = next((name for name in options if name in parameters), None)
+            hint = f", as in {known}=..." if known else ""
+            raise TypeError(
+                f"{function.__qualname__}() takes {len(positional)} positional arguments but "
+                f"{len(args)} were given; options after `{positional[-1]}` need their names{hint}"
+            )
+        return function(*args, **given)
+
+    return called
 
 
 def refuse_unknown(function: Callable[..., object], unknown: Iterable[str]) -> None:

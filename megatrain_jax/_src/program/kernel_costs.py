@@ -17,17 +17,19 @@ from megatrain_jax._src.program.jaxpr import contains
 
 PRODUCT, OUTER = "grouped_product", "grouped_outer"
 DELTA_FORWARD, DELTA_BACKWARD = "delta_rule_forward", "delta_rule_backward"
+EXPERTS, DELTA_RULE = "experts", "the gated delta rule"
+PURPOSES = {EXPERTS: (PRODUCT, OUTER), DELTA_RULE: (DELTA_FORWARD, DELTA_BACKWARD)}
 
 _CHUNK = 64  # tokens that the delta rule's kernels process at a time
 
 
-def has_grouped_products(jaxpr: Any) -> bool:
-    """Whether kernels multiply rows by matrices in a jaxpr, or in jaxprs inside it."""
-    return any(contains(eqn, _is_grouped) for eqn in jaxpr.eqns)
+def computed_by_kernels(jaxpr: Any) -> tuple[str, ...]:
+    """Returns the words in `PURPOSES` for the kernels in a jaxpr and in jaxprs inside it."""
 
+    def found(names: tuple[str, ...]) -> bool:
+        return any(contains(eqn, lambda eqn: eqn.primitive.name in names) for eqn in jaxpr.eqns)
 
-def _is_grouped(eqn: Any) -> bool:
-    return eqn.primitive.name in (PRODUCT, OUTER)
+    return tuple(purpose for purpose, names in PURPOSES.items() if found(names))
 
 
 def product_flops(eqn: Any) -> int:

@@ -24,9 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.function_key import function_key, is_function
 from megatrain_jax._src.program.primitives import CUSTOM_RULES
+
+# Equations with a custom derivative rule for which a plan remembers the key of the VJP.
+_MOST_VJPS = 1024
 
 
 class StructuralKey:
@@ -165,7 +169,10 @@ def _params_key(eqn, level):
     if eqn.primitive.name in CUSTOM_RULES:
         key = _inner_key(params["call_jaxpr"], level)
         # A rule may call its own function, so only the first derivative is compared.
-        return (key, _vjp_key(eqn)) if level == _RULES else key
+        if level != _RULES:
+            return key
+        # A stage's key is asked for before and after its outputs are known.
+        return key, remembered("VJPs", lambda: Same(eqn), lambda: _vjp_key(eqn), _MOST_VJPS)
     skipped = ("name",) if "jaxpr" in params else ()
     if eqn.primitive.name != "sharding_constraint":
         params = {k: None if jx.is_automatic(v) else v for k, v in params.items()}

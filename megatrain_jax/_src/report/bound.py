@@ -1,5 +1,6 @@
 """Finds the bottleneck of a step: the slowest resource if everything that can overlap did."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
@@ -11,8 +12,12 @@ Bound = Literal[
 # Another resource within this fraction of the longest time may as well be the bottleneck.
 _AS_LONG = 0.9
 
+Resource = Literal["device", "link", "host", "dispatch"]
+# For each resource, its bottleneck and its busy seconds.
+Busy = Mapping[Resource, tuple[Bound, float]]
 
-def find_bound(
+
+def busy_resources(
     *,
     hardware: Hardware,
     num_devices: int,
@@ -26,14 +31,14 @@ def find_bound(
     dispatch_seconds: float = 0.0,
     loop_seconds: float = 0.0,
     memory_seconds: float = 0.0,
-) -> Bound:
-    """Finds the slowest resource of a step: arithmetic, links, host memory, collectives.
+) -> Busy:
+    """The busy seconds of each resource of a step: a device, its link, the host, Python.
 
     Each device computes and takes part in collectives, one after the other. Its link is full
     duplex, so its slower direction counts. The host's memory serves all links in both directions.
     If devices are connected only by their links, collectives use these too, and the host's memory
-    twice. Collectives are the bottleneck if they take more than half of the slowest resource's
-    time. Python dispatches a step while the previous one runs; steps of toy models wait for that.
+    twice. Collectives are a resource's bottleneck if they take more than half of its time. Python
+    dispatches a step while the previous one runs; steps of toy models wait for that.
 
     Example: four devices. Each receives 20 bytes from the host, sends 16 there, receives 12 from
     its peers and does a quarter of 400 operations. Per second, a link carries 10 bytes, the host's
@@ -62,7 +67,7 @@ def find_bound(
             Of operations, loops and these kernels, the longest names the resource.
 
     Returns:
-        The bottleneck; "neither" if a second resource takes at least 90% as long.
+        For each resource, the name of its largest part and the seconds of all its parts.
     """
     link, host = hardware.link_bytes_per_s, hardware.host_bytes_per_s
     # Over a direct connection, collectives use neither the links nor the host.
@@ -76,20 +81,33 @@ def find_bound(
         "loops": loop_seconds,
         "memory": memory_seconds,
     }
-    shares: tuple[tuple[Bound, float, float], ...] = (
+    shares: tuple[tuple[Resource, Bound, float, float], ...] = (
         (
+            "device",
             max(on_device, key=lambda name: on_device[name]),
             sum(on_device.values()),
             collective_bytes / hardware.collective_bytes_per_s(num_devices),
         ),
-        ("link", max(bytes_in, bytes_out) / link, over_links / link),
-        ("host", num_devices * (bytes_in + bytes_out) / host, num_devices * 2 * over_links / host),
+        ("link", "link", max(bytes_in, bytes_out) / link, over_links / link),
+        (
+            "host",
+            "host",
+            num_devices * (bytes_in + bytes_out) / host,
+            num_devices * 2 * over_links / host,
+        ),
     )
-    longest: dict[Bound, float] = {"dispatch": dispatch_seconds}
-    for name, own, collectives in shares:
-        # The larger contribution names the resource.
-        bound = "collectives" if collectives > own else name
-        longest[bound] = max(longest.get(bound, 0.0), own + collectives)
+    busy: dict[Resource, tuple[Bound, float]] = {"dispatch": ("dispatch", dispatch_seconds)}
+    for resource, name, own, collectives in shares:
+        # The larger contribution names the bottleneck.
+        busy[resource] = "collectives" if collectives > own else name, own + collectives
+    return busy
+
+
+def bound_of(busy: Busy) -> Bound:
+    """The bottleneck of a step; "neither" if a second one takes at least 90% as long."""
+    longest: dict[Bound, float] = {}
+    for name, seconds in busy.values():
+        longest[name] = max(longest.get(name, 0.0), seconds)
     bound, most = max(longest.items(), key=lambda item: item[1])
     as_long = [name for name, seconds in longest.items() if seconds >= _AS_LONG * most]
     return bound if as_long == [bound] else "neither"

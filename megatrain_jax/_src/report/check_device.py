@@ -32,11 +32,11 @@ def check_device(
     raise MemoryError(
         f"Training needs {sized(plan.device_bytes)} of device memory, {sized(free_bytes)} "
         f"available: {sized(plan.device_state_bytes)} for state and activations (less with "
-        f'device_budget="minimum"), {sized(plan.device_temporary_bytes or 0)} for what one '
-        f"compiled function needs{excess}. Nothing was allocated. Use more `microbatches`, smaller "
-        "batches, a loss that makes fewer logits at a time (a smaller `chunk` of "
-        "`losses.next_token`), or fewer bytes per parameter (Precision.compact(), an optimizer "
-        "with less state)."
+        f'device_budget="minimum"), {sized(plan.device_temporary_bytes or 0)} for the '
+        f"temporary buffers of one function{excess}. Nothing was allocated. Use more "
+        "`microbatches`, smaller batches, a loss that makes fewer logits at a time (a smaller "
+        "`chunk` of `losses.next_token`), or fewer bytes per parameter (Precision.compact(), an "
+        "optimizer with less state)."
         f"{_undivided(values)}"
     )
 

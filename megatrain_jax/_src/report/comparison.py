@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.plan_table import BOUNDS
-from megatrain_jax._src.report.table import UNFIT, aligned, html_box, html_table, seconds
+from megatrain_jax._src.report.table import (
+    UNFIT,
+    aligned,
+    html_box,
+    html_line,
+    html_table,
+    seconds,
+)
 
 _MEASURES = ("fits", "a step", "bound by", "host", "device", "in, a step", "out, a step", "")
 
@@ -51,11 +58,18 @@ class PlanComparison(Sequence[PlanRow]):
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        """Returns the comparison as a plain text table."""
-        return aligned(self._cells())
+        """Returns the comparison as a plain text table, and the machines with unmeasured rates."""
+        return "\n".join([aligned(self._cells()), *self._remarks()])
 
     def _repr_html_(self) -> str:
-        return html_box(html_table(self._cells(), header=True))
+        remarks = (html_line(remark) for remark in self._remarks())
+        return html_box(html_table(self._cells(), header=True), *remarks)
+
+    def _remarks(self) -> list[str]:
+        """A line for each machine with rates that nobody has measured."""
+        machines = [row.plan.hardware for row in self.rows if row.plan and row.plan.hardware]
+        unmeasured = {m.name: m.source for m in machines if m.is_unmeasured}
+        return [f"rates of {name}: {source}" for name, source in unmeasured.items()]
 
     def _cells(self) -> list[list[str]]:
         return [[*self.axes, *_MEASURES], *([*row.names, *_measured(row)] for row in self.rows)]

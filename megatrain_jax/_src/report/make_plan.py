@@ -10,7 +10,8 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.stage_kernels import keeping_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.flops import flops_by_kind
+from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
@@ -21,6 +22,7 @@ from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
 from megatrain_jax._src.spec.host import host_process, peak_bytes
+from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
@@ -69,8 +71,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_in=moved[0],
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
-        flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
-        **_counts_per_step(work, step.microbatches),
+        **_counts_per_step(work, step.microbatches, spec.optimizer),
+        by_kernels=_by_kernels(step),
         seconds_loops=_loop_seconds(work, step, hardware),
         memory_bytes=_memory_bytes(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
@@ -168,22 +170,30 @@ def microbatch_work(step: BoundStep) -> Work:
     return total
 
 
-def _optimizer_flops(cut: OptimizerCut) -> int:
-    """Counts the operations of one update of all groups."""
+def _optimizer_flops(cut: OptimizerCut) -> tuple[int, int]:
+    """Counts the operations of one update of all groups, and of its float32 products."""
     parts = (*cut.reduce, *cut.apply)
     # Counted once per key, because equal blocks have equal fragments.
-    flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
-    return sum(flops[part.key] for part in parts)
+    found = {part.key: flops_by_kind(part.jaxpr) for part in {p.key: p for p in parts}.values()}
+    return sum(found[p.key].total for p in parts), sum(found[p.key].float32 for p in parts)
 
 
-def _counts_per_step(work: Work, microbatches: int) -> dict[str, int]:
+def _counts_per_step(work: Work, microbatches: int, cut: OptimizerCut) -> dict[str, int]:
     """The operations of a step that a plan counts by kind, and the kernels of its loops."""
+    of_update, in_float32 = _optimizer_flops(cut)
     return {
+        "flops_per_step": microbatches * round(work.flops) + of_update,
         "attention_flops_per_step": microbatches * round(work.attention),
         "float8_flops_per_step": microbatches * round(work.float8),
-        "float32_flops_per_step": microbatches * round(work.float32),
+        "float32_flops_per_step": microbatches * round(work.float32) + in_float32,
         "loop_kernels_per_step": microbatches * round(work.kernels),
     }
+
+
+def _by_kernels(step: BoundStep) -> tuple[str, ...]:
+    """The computations that kernels of the extra `kernels` do in any stage, each once."""
+    stages = {bound.stage.key: bound.stage.jaxpr for bound in step.stages}.values()
+    return tuple(dict.fromkeys(what for jaxpr in stages for what in computed_by_kernels(jaxpr)))
 
 
 def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
@@ -214,9 +224,12 @@ def _excess(spec: RunSpec) -> str:
     named = (Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE)
     operations = " and ".join(dict.fromkeys(row.op.value for row in rows if row.op in named))
     parts = "" if spec.num_parts == 1 else f" with blocks in {spec.num_parts} parts"
+    in_block = bool(groups) and spec.leaves[spec.grouping.leaves[groups[0]][0]].block is not None
+    together = kept_together(spec.cut, spec.layouts) if in_block else ""
     return (
         f"at least {sized(least_device_bytes(spec))}{parts}, most in the {operations} of "
         f"{names[groups[0]] if groups else 'a stage without parameters'}"
+        f"{together and f'; {together}'}"
     )
 
 

@@ -7,7 +7,7 @@ an absent machine or a model too large for any. It prints as a table.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatrain_jax._src.report.bound import Bound, find_bound
+from megatrain_jax._src.report.bound import Bound, Busy, bound_of, busy_resources
 from megatrain_jax._src.report.plan_html import as_html
 from megatrain_jax._src.report.plan_table import as_text, most_of_a_process
 from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
@@ -101,6 +101,8 @@ class Plan:
         float32_flops_per_step: Operations of float32 products among them.
         loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
             each device: loops over a layer's experts, or over chunks of a row.
+        by_kernels: The computations that kernels of the extra `kernels` do, such as "experts". A
+            plan for one Hopper GPU that is made on another machine counts on this extra there.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
             kernels are short or only copy.
         memory_bytes: Bytes that each device reads and writes in the time of all remaining kernels,
@@ -164,6 +166,7 @@ class Plan:
     float8_flops_per_step: int = 0
     float32_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
+    by_kernels: tuple[str, ...] = ()
     seconds_loops: float = 0.0
     memory_bytes: float = 0.0
     tiles: tuple[TileRow, ...] = ()
@@ -274,20 +277,34 @@ class Plan:
         return self.hardware and self.bytes_through_host / self.hardware.host_bytes_per_s
 
     @property
+    def seconds_memory(self) -> float | None:
+        """Seconds of all remaining kernels on each device; `None` without hardware."""
+        return self.hardware and self.memory_bytes / self.hardware.memory_bytes_per_s
+
+    @property
     def bound(self) -> Bound:
-        """The bottleneck of a perfectly overlapped step, from `find_bound`.
+        """The bottleneck of a perfectly overlapped step, from the times of `busy`.
 
         "arithmetic" is each device's operations, "link" its own link, "host" the host's memory,
-        which all of them share, "collectives" the exchange between devices, "memory" the device's
+        shared by all devices, "collectives" the exchange between devices, "memory" the device's
         memory, for kernels other than products and attention, "loops" the short kernels of loops,
-        "dispatch" the Python that dispatches a step, which matters for toy models. "neither" if two
+        "dispatch" the Python that dispatches a step of a toy model. "neither" if two
         of them are within 10% of each other, or no hardware is given.
         """
+        return bound_of(self.busy) if self.busy else "neither"
+
+    @property
+    def busy(self) -> Busy:
+        """The busy seconds of each resource in a step; empty without hardware.
+
+        For "device", "link", "host" and "dispatch", the name of the largest part, as in `bound`,
+        and the seconds of all parts.
+        """
         if self.hardware is None:
-            return "neither"
+            return {}
         # For one host: its memory and its links limit a step; all hosts do the same in parallel.
         own, of = self.devices_per_host, self.num_devices
-        return find_bound(
+        return busy_resources(
             hardware=self.hardware,
             num_devices=own,
             bytes_in=self.bytes_in,
@@ -299,7 +316,7 @@ class Plan:
             float32_flops=self.float32_flops_per_step * own // of,
             dispatch_seconds=self.seconds_dispatch,
             loop_seconds=self.seconds_loops,
-            memory_seconds=self.memory_bytes / self.hardware.memory_bytes_per_s,
+            memory_seconds=self.seconds_memory or 0.0,
         )
 
     def _seconds_computing(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.report.bound import Bound
+from megatrain_jax._src.report.bound import Bound, Resource
 from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.pool import usable_bytes
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 11
 # Fraction of a step's operations from which attention gets its own line; likewise loops.
 _LARGE_SHARE = 0.05
+_OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
 BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
     "arithmetic": "arithmetic",
     "memory": "the device's memory traffic",
-    "collectives": "what devices send each other",
-    "loops": "loops, whose kernels are short or copy",
+    "collectives": "the exchange between devices",
+    "loops": "loops of short kernels and copies",
     "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
@@ -94,7 +95,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]
     else:
         frozen = []
-    shared = "each has a share of the state and of the batch; what follows is one's"
+    shared = "they share state and batch; the rows below are for one device"
     devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
     cells = [
         *frozen,
@@ -117,7 +118,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         cells += [
             ["a step, estimate", seconds(plan.seconds_per_step), source],
             ["on", f"{number}{machine.name}", _rates(plan, machine)],
-            ["bound by", BOUNDS[plan.bound], _dispatched(plan)],
+            ["bound by", BOUNDS[plan.bound], _busy(plan)],
         ]
     return cells
 
@@ -156,9 +157,17 @@ def _sizes(plan: "Plan") -> Callable[[int], str]:
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
 
-def _dispatched(plan: "Plan") -> str:
-    """The dispatch time if it is the bottleneck; no row of its own shows it."""
-    return seconds(plan.seconds_dispatch) if plan.bound == "dispatch" else ""
+def _busy(plan: "Plan") -> str:
+    """The busy seconds that decide the bottleneck: the GPU's, its link's, the host's, Python's.
+
+    The GPU's are the sum of arithmetic, loops, remaining kernels and collectives.
+    """
+    names: dict[Resource, str] = {"device": "GPU", "link": "link"}
+    if plan.num_devices > 1:
+        names["host"] = "host's memory"
+    if plan.bound == "dispatch":
+        names["dispatch"] = "Python"
+    return ", ".join(f"{name} {seconds(plan.busy[key][1])}" for key, name in names.items())
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
@@ -175,7 +184,7 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
-    """Rows of a step's operations, of float8 products, and of attention and loops if large."""
+    """Rows of a step's operations, of attention and loops if large, and of other kernels."""
     of_all = "" if plan.num_devices == 1 else " of all devices"
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
@@ -199,9 +208,14 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
         cells.append(
             ["float32 products, of that", short(wide, flops=True), f"{wide / flops:.0%} of it"]
         )
+    if plan.by_kernels:
+        cells.append([" and ".join(plan.by_kernels), "by kernels", _OF_EXTRA])
     if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
         kernels = f"{short(plan.loop_kernels_per_step)} kernels"
         cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])
+    if plan.seconds_memory:
+        moved, more = _sizes(plan)(round(plan.memory_bytes)), seconds(plan.seconds_memory)
+        cells.append(["other kernels, beside it", moved, f"of memory traffic, {more} more"])
     return cells
 
 
@@ -251,7 +265,8 @@ def most_of_a_process(plan: "Plan") -> int | None:
     """The maximum host memory in bytes of one process of a plan; None if unknown."""
     total = plan.hardware and plan.hardware.assumed_host_bytes
     own = plan.devices_per_host // plan.processes_per_host
-    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host)
+    lists = own * plan.hardware.list_bytes if plan.hardware else 0
+    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host, lists)
 
 
 def _host_verdict(plan: "Plan") -> str:

@@ -54,6 +54,11 @@ def html_table(cells: Sequence[Sequence[str]], *, header: bool = False) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
+def html_line(text: str) -> str:
+    """A line of text in HTML, escaped."""
+    return f"<div>{html.escape(text)}</div>"
+
+
 def html_box(*parts: str) -> str:
     """Parts in a column, never wider than the notebook cell."""
     return f'<div style="max-width:100%;overflow-x:auto">{"".join(parts)}</div>'

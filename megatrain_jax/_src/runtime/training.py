@@ -166,7 +166,7 @@ class Training:
         warnings.warn(
             f'nothing counted in the batch of step {metrics.step}: the loss\'s metric "weight" is '
             "0, as where all labels are masked. The step updated nevertheless, by weight decay and "
-            "momentum alone. Leave such batches out. Other steps like it have the weight 0 in "
+            "momentum alone. Leave such batches out. Further steps like it have the weight 0 in "
             "their records, without a warning.",
             stacklevel=2,
         )
@@ -195,7 +195,7 @@ class Training:
         guilty = next(names[g] for g, ok in flags if not ok)
         raise FloatingPointError(
             f"the gradient of {guilty} is not finite in {step}. Updated before it was found: "
-            f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
+            f"{', '.join(updated) or 'nothing'}; the remaining parameters are as before the step."
         )
 
     def _recover(self, metrics: StepMetrics, touched: bool) -> None:

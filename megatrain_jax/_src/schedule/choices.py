@@ -18,6 +18,7 @@ time::
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import Same, remembered
@@ -28,6 +29,8 @@ from megatrain_jax._src.schedule.workload import Workload
 
 # The number of counts of stages with residuals to try, of all that fit.
 _NUM_KEPT_CANDIDATES = 6
+# The fraction of stages up to which few stages save residuals.
+_FEW = 1 / 8
 # The number of task lists that a search may need again; each takes some MiB.
 _MOST_LISTS = 16
 
@@ -102,6 +105,10 @@ def find_choices(
     # Moving all residuals would fill the host, while each byte of them saves little time.
     if workload.may_travel and lean is not None and all(c.num_kept < able for c in found):
         found += _travelling(lean, budget, fits_host)
+    # If the device can hold residuals of few stages from forward to backward, others may move.
+    most = max((choice.num_kept for choice in found), default=0)
+    if workload.may_travel and most <= _FEW * able:
+        found += _spread_out(workload, budget, fits_host)
     return found
 
 
@@ -153,6 +160,33 @@ def _travelling(
         yield keeping(count)
 
 
+def _spread_out(
+    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
+) -> Iterator[Choice]:
+    """Choices in which residuals of stages far from each other wait in the host.
+
+    The residuals of neighbours would be on the device, and on the link, at the same time. With
+    other stages between them, one stage's residuals move while the others compute.
+    """
+
+    @functools.cache
+    def moving(stages: tuple[int, ...]) -> Choice:
+        return _keeping(workload, frozenset(stages), len(stages))
+
+    def fits(stages: tuple[int, ...]) -> bool:
+        return moving(stages).least_bytes(0) <= budget
+
+    # Around the ends of a model, larger groups may leave no memory for residuals.
+    able = [stage for stage in _ranked(workload) if fits((stage,))]
+    of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
+    stages = tuple(stage for _, alike in of_a_kind for stage in _spread(list(alike)))
+    most = room.most_that_fit(len(stages), lambda count: fits(stages[:count]))
+    most = room.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
+    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
+    for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
+        yield moving(stages[:count])
+
+
 def keeping_residuals(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
     """The choice in which the best `count` stages save residuals.
 
@@ -161,7 +195,11 @@ def keeping_residuals(workload: Workload, count: int, num_travelling: int = 0) -
         count: Number of stages that save residuals.
         num_travelling: See `Choice`.
     """
-    kept = frozenset(_ranked(workload)[:count] if count else ())
+    return _keeping(workload, frozenset(_ranked(workload)[:count] if count else ()), num_travelling)
+
+
+def _keeping(workload: Workload, kept: frozenset[int], num_travelling: int) -> Choice:
+    """The choice in which these stages save residuals."""
 
     def lists() -> TaskLists:
         return build_task_lists(replace(workload, kept=kept), few_waves=True)

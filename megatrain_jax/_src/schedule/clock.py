@@ -18,8 +18,10 @@ Example: parts of 4 bytes, one second per byte, 6 seconds per forward, and no ti
     WAIT 0                                      10         task 0 has been computed
     LAND M0                                     14         its copy has arrived
 
-If the host's memory took 1.5 seconds per byte, M0 would arrive at 6 and M1 at 12. The offload of M0
-would then start at 12 and take 4 seconds of its lane, but 6 of the memory: until 18.
+If each copied byte delayed computations by 0.1 seconds, the offload of M0 would delay the second
+forward by 0.4. If the host's memory took 1.5 seconds per byte, M0 would arrive at 6 and M1 at 12.
+The offload of M0 would then start at 12 and take 4 seconds of its lane, but 6 of the memory: until
+18.
 """
 
 from collections.abc import Iterable
@@ -126,6 +128,7 @@ class Clock:
         self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
         own = max(ready, lane.get(link.name, 0.0)) + seconds
         lane[link.name] = max(own, self.shared[link.name])
+        self.device += size * self.costs.delay
         return lane[link.name]
 
     def _dispatch(self) -> None:

@@ -128,14 +128,14 @@ class BudgetError(ValueError):
         smallest: Bytes of the smallest budget that works.
     """
 
-    def __init__(self, budget: int | None, smallest: int):
-        """Makes the error, with a message that names the run's option."""
+    def __init__(self, budget: int | None, smallest: int, reason: str = ""):
+        """Makes the error, with a message that names the run's option, and a reason, if known."""
         given = "None" if budget is None else f"{budget} ({sized(budget)})"
         super().__init__(
             f"device_budget={given} is too small for this model, optimizer and precision; the "
             f"smallest that works is {smallest} bytes ({sized(smallest)}). Pass that or more, "
             '"minimum", or None for what the device has left; smaller or shorter batches, or more '
-            "`microbatches`, need less"
+            "`microbatches`, need less" + (reason and f"; {reason}")
         )
         self.smallest = smallest
 
@@ -217,11 +217,11 @@ def rearranged(
     travelling = len(residuals - schedule.resident)
     choice = Choice(lists=lists, num_travelling=travelling)
     choices = [choice, dataclasses.replace(choice, spares_host=True)]
-    tried = [now, *(_with_residents(choice, room) for choice in choices)]
-    steps = _best(tried, room)
+    tried = [now, *(_with_residents(choice, room, sure=True) for choice in choices)]
+    steps = _best(tried, room, sure=True)
     if _waits(steps, lists.computing):
-        tried += _for_slow_links([choice], steps, room)
-        steps = _best(tried, room)
+        tried += _for_slow_links([choice], steps, room, sure=True)
+        steps = _best(tried, room, sure=True)
     return _finished(steps, schedule.smallest_bytes)
 
 
@@ -230,7 +230,9 @@ def _waits(steps: Steps, computing: float) -> bool:
     return steps.workload.waves == 1 and steps.seconds > (1 + _SMALL_UNCERTAINTY) * computing
 
 
-def _for_slow_links(choices: Sequence[Choice], steps: Steps, room: "_Room") -> Iterator[Steps]:
+def _for_slow_links(
+    choices: Sequence[Choice], steps: Steps, room: "_Room", *, sure: bool = False
+) -> Iterator[Steps]:
     """Steps that may be faster than steps that wait for copies.
 
     Groups on the device as a whole need the least host memory for arrays on their way, but masters
@@ -241,7 +243,7 @@ def _for_slow_links(choices: Sequence[Choice], steps: Steps, room: "_Room") -> I
         for spread in (False, True):
             if choice.lists.computing < fastest:
                 other = dataclasses.replace(choice, masters_first=True, spread=spread)
-                yield (found := _with_residents(other, room))
+                yield (found := _with_residents(other, room, sure=sure))
                 if found.fits_host(room.host):
                     fastest = min(fastest, found.seconds)
 
@@ -295,9 +297,9 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
             yield steps
 
 
-def _with_residents(choice: Choice, room: _Room) -> Steps:
+def _with_residents(choice: Choice, room: _Room, *, sure: bool = False) -> Steps:
     """The fastest steps of a choice, over several numbers of resident parts."""
-    return _best(list(_laid_down(choice, room)), room)
+    return _best(list(_laid_down(choice, room)), room, sure=sure)
 
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
@@ -323,8 +325,11 @@ def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
         yield lay_down(lists, room.device, choice.residents(count))
 
 
-def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
-    """The fastest steps; among steps of about the same time, the ones with the fewest copies."""
+def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> Steps:
+    """The fastest steps; among steps of about the same time, the ones with the fewest copies.
+
+    If `sure`, these are about as fast even if copies take somewhat longer.
+    """
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)
@@ -333,6 +338,8 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
     good = [s for s in fitting if s.seconds - fastest.seconds <= uncertainty * fastest.seconds]
     good.sort(key=lambda steps: (steps.copied[0], steps.seconds, len(steps.workload.kept)))
+
+    most = functools.cache(lambda: (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest))
 
     # Fewer copies gain something if links are slower than estimated. But in steps that compute for
     # longer, because fewer stages save residuals, that time is certainly lost.
@@ -343,9 +350,8 @@ def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
             return is_alike or steps.seconds - fastest.seconds <= gained
         if steps.workload.accumulate:
             return True  # such a step may go in waves instead, which are tried if it is slow
-        most = (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest)
-        is_alike = steps.lists.computing <= fastest.lists.computing
-        return is_alike or seconds_if_slower(steps) <= most
+        is_alike = steps.lists.computing <= fastest.lists.computing and not sure
+        return is_alike or seconds_if_slower(steps) <= most()
 
     return next(steps for steps in good if pays(steps))
 

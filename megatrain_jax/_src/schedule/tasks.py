@@ -343,6 +343,8 @@ def _seconds(workload: Workload, instruction: Instruction) -> float:
         return costs.backward[instruction.stage] - saved + rounding
     if instruction.op is Op.UPDATE and instruction.group is not None:
         return costs.update[instruction.group]
+    if instruction.op is Op.REDUCE and instruction.group is not None and costs.reduce:
+        return costs.reduce[instruction.group]
     return 0.0
 
 

@@ -42,6 +42,10 @@ class Costs:
         backward_on_link: The same for the backward.
         rounding: For each stage, the time that its backward takes once per wave, for any number of
             microbatches, to add to narrow sums of gradients and to round them; empty for none.
+        reduce: For each group, its REDUCE; empty if updates count it.
+        delay: Delay of computations for each byte that a link copies, since the copy reads or
+            writes the device's memory, too. Rates of real steps contain it, times of functions
+            that were called alone do not.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """
@@ -53,6 +57,8 @@ class Costs:
     forward_on_link: tuple[float, ...] = ()
     backward_on_link: tuple[float, ...] = ()
     rounding: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    delay: float = 0.0
     link: Link
     dispatch: float = 0.0
 

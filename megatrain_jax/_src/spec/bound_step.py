@@ -36,11 +36,11 @@ from megatrain_jax._src.spec.activations import (
     last_read_by_task,
 )
 from megatrain_jax._src.spec.costs import (
-    coding_seconds,
     collective_bytes,
     find_costs,
     rounding_seconds,
     seconds_saved,
+    update_seconds,
 )
 from megatrain_jax._src.spec.cut_run import Cut
 from megatrain_jax._src.spec.lean import lean_residuals
@@ -178,7 +178,7 @@ def bind_step(
     # If the last stage makes the loss, its backward follows at once and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
-    coding = coding_seconds(cut.optimizer, layouts)
+    updating = update_seconds(cut.optimizer, layouts, hardware)
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
     summed = _summed(bound) if narrow_sums else frozenset()
@@ -186,7 +186,7 @@ def bind_step(
     waiting = ["bfloat16" if g in summed else dtype for g, dtype in enumerate(gradients)]
     sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
-    costs = find_costs(bound, sizes, coding, collectives, microbatches, num_devices, hardware)
+    costs = find_costs(bound, sizes, updating, collectives, microbatches, num_devices, hardware)
     if narrow_sums:
         costs = dataclasses.replace(costs, rounding=rounding_seconds(bound, num_devices, hardware))
     activations, makes, reads = counted_activations(program, microbatches, num_devices)

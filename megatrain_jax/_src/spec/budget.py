@@ -42,6 +42,10 @@ LARGE = 0.2
 _SHARES = (0.5, 0.25)
 # Fraction of a step's estimated time that smaller tiles must save.
 _WORTH = 0.05
+# An estimate may be this factor larger than the compiler's figure; see tests/test_gpu_memory.py.
+_MOST_ESTIMATED = 1.5
+# A function with a shorter estimate, in seconds, compiles quickly.
+_QUICK = 0.5
 # Maximum number of times that tiles shrink because functions need more than estimated.
 _MAX_TURNS = 3
 
@@ -159,10 +163,7 @@ class _Fitting:
         if room <= 0:  # refused in any case
             return self._tiled(None)
         share = 1.0
-        # An estimate may be twice the compiler's figure (see tests/test_liveness.py). Unneeded
-        # tiles cost little. But XLA takes minutes to compile a huge function undivided, because it
-        # times all ways to compute products that take a second each.
-        fitted = self._tiled(None) if self._tiles.most(spec.first) <= room else None
+        fitted = self._tiled(None) if self._tiles.most(spec.first) <= self._worth(room) else None
         for _ in range(_MAX_TURNS):
             if fitted is not None and _needed(fitted) <= room:
                 break
@@ -172,6 +173,18 @@ class _Fitting:
         if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
             fitted = self._faster(fitted)
         return fitted
+
+    def _worth(self, room: int) -> float:
+        """The largest estimate with which undivided functions are compiled, or counted.
+
+        Tiles read and write sums of gradients, so unneeded ones may take a twentieth of a step. But
+        XLA takes minutes to compile a huge function undivided, because it times all ways to compute
+        products of a second each.
+        """
+        first = self._spec.first
+        longest = max(first.workload.costs.backward) / first.wave_microbatches
+        is_quick = bool(self._placement.devices) and longest <= _QUICK
+        return room * _MOST_ESTIMATED if is_quick else room
 
     def _faster(self, fitted: RunSpec) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""

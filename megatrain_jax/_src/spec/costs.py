@@ -24,6 +24,7 @@ from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.kernels.updates import updates_in_one_pass
+from megatrain_jax._src.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.program.loss.gradients import leaves_read
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
@@ -116,10 +117,35 @@ def _seconds_per_code(update: _Update, layout: GroupLayout) -> float:
     return _SECONDS_PER_CODE if in_one_pass else _SECONDS_PER_CODE_BY_LEAF
 
 
+def update_seconds(
+    optimizer: OptimizerCut, layouts: Sequence[GroupLayout], hardware: Hardware
+) -> tuple[float, ...]:
+    """Seconds of each group's update, besides reading and writing its parts.
+
+    Numbers are decoded and encoded, and some optimizers multiply matrices: Muon's update of a
+    matrix of 5120 x 13824 takes as many operations as 20,000 tokens through it.
+
+    Args:
+        optimizer: The optimizer, cut by group.
+        layouts: Layout of each group.
+        hardware: The rates. Devices that share a step all compute the products of whole matrices.
+    """
+    products = [
+        _work_of_products(_Update(fragment)).seconds(hardware) for fragment in optimizer.apply
+    ]
+    return _sums(coding_seconds(optimizer, layouts), products)
+
+
+@functools.lru_cache(maxsize=64)
+def _work_of_products(update: _Update) -> Work:
+    found = flops_by_kind(update.fragment.jaxpr, is_product)
+    return Work(flops=found.total, attention=0, float32=found.float32)
+
+
 def find_costs(
     bound: Sequence[BoundStage],
     sizes: Sequence[Mapping[Kind, int]],
-    coding: Sequence[float],
+    updating: Sequence[float],
     collectives: Sequence[tuple[int, int]],
     microbatches: int,
     num_devices: int,
@@ -130,13 +156,13 @@ def find_costs(
     The time of a stage comes from its floating-point operations in all microbatches, with a
     separate rate for attention kernels, from the bytes that its other kernels read and write, from
     the kernels of its loops, from the sums that its gradients are added to, and from its
-    collectives. The time of an update comes from the bytes
-    that it reads and writes in device memory, and from the numbers that it decodes and encodes.
+    collectives. The time of an update comes from the bytes that it reads and writes in device
+    memory, and from `updating`.
 
     Args:
         bound: The stages.
         sizes: For each group, bytes of its parts on one device.
-        coding: For each group, seconds to decode and encode its numbers; see `coding_seconds`.
+        updating: For each group, further seconds of its update; see `update_seconds`.
         collectives: See `collective_bytes`.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
@@ -163,7 +189,7 @@ def find_costs(
     # An update reads and writes masters and optimizer state, and reads the gradient. Before it, all
     # of the gradient is read for its norm, and to find numbers that are not finite.
     moved = [2 * (sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT]) for s in sizes]
-    updates = zip(moved, coding, strict=True)
+    updates = zip(moved, updating, strict=True)
     return Costs(
         forward=_sums(forward, exchanged[0]),
         backward=_sums(backward, exchanged[1]),

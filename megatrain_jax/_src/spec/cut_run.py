@@ -17,7 +17,7 @@ from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.layers.stacks import Stack
-from megatrain_jax._src.program.loss.block_parts import in_parts
+from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, in_parts, largest_block
 from megatrain_jax._src.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
 from megatrain_jax._src.program.loss.shared import without_block
@@ -37,12 +37,14 @@ class Cut:
         program: The loss as stages.
         grouping: Groups of the leaves.
         optimizer: The optimizer's update, cut by group.
+        has_smaller_parts: Whether the largest part of a block becomes smaller with more parts.
     """
 
     leaves: tuple[Leaf, ...]
     program: Program
     grouping: Grouping
     optimizer: OptimizerCut
+    has_smaller_parts: bool = True
 
 
 def cut_run(
@@ -93,8 +95,16 @@ def _cut(
 ) -> Cut:
     """Cuts with one leaf per layer of the given stacks."""
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+    has_smaller_parts = True
     if num_parts > 1:
-        leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
+        opened = remembered(
+            "opened program",
+            lambda: (Same(traced), leaves),
+            lambda: cut_loss(traced, leaves, opened=True),
+        )
+        finest = in_parts(leaves, opened, NUMBERS_OF_PARTS[-1])
+        leaves = in_parts(leaves, opened, num_parts)
+        has_smaller_parts = largest_block(finest) < largest_block(leaves)
     program = cut_program(traced, leaves, options.dtypes)
     leaves = tuple(
         without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
@@ -111,7 +121,13 @@ def _cut(
     # A step is skipped as a whole, so all gradients must be known before any group is updated.
     if options.on_nonfinite == "skip" or options.dtypes.scales_loss:
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
-    return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
+    return Cut(
+        leaves=leaves,
+        program=program,
+        grouping=grouping,
+        optimizer=update,
+        has_smaller_parts=has_smaller_parts,
+    )
 
 
 def cut_program(traced: TracedLoss, leaves: Sequence[Leaf], precision: Precision) -> Program:
@@ -184,9 +200,9 @@ def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:
         return (
-            f"its state {', '.join(of_batch[:6])} depends on the batch (statistics as of a batch "
-            "norm), and statistics of a part of a batch differ from those of the whole. Use "
-            "microbatches=1, or a normalisation without batch statistics."
+            f"its state {', '.join(of_batch[:6])} depends on the batch (such as the statistics of "
+            "a batch norm), and statistics of a part of a batch differ from those of the whole. "
+            "Use microbatches=1, or a normalisation without batch statistics."
         )
     pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
     drawn, _ = jx.split([d and i not in early for d, i in pairs], names)

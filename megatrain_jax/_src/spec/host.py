@@ -75,7 +75,8 @@ class HostProcess:
 
     def pool_bytes(self, peak: int) -> int:
         """The pinned memory among them."""
-        return pool.pool_bytes(peak, self.array_bytes, self.total_bytes, self.num_devices)
+        what = self.total_bytes, self.num_devices, self.list_bytes
+        return pool.pool_bytes(peak, self.array_bytes, *what)
 
 
 def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
@@ -84,12 +85,13 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
     # The devices of a host share its memory.
     machine = options.machine and options.machine.times(own * processes_per_host)
     total = machine and machine.assumed_host_bytes
+    lists = own * machine.list_bytes if machine else 0
     return HostProcess(
         num_devices=own,
         total_bytes=total,
-        usable_bytes=pool.usable_bytes(options.host_bytes, total, own, processes_per_host),
+        usable_bytes=pool.usable_bytes(options.host_bytes, total, own, processes_per_host, lists),
         array_bytes=spec.largest_slab_bytes,
-        list_bytes=own * machine.list_bytes if machine else 0,
+        list_bytes=lists,
     )
 
 

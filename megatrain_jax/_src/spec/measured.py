@@ -43,7 +43,7 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
     timed: dict[tuple[Op, int], list[Kernel]] = {}
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
         # A stage that prints, or calls back, must not do so here.
-        if op is Op.UPDATE or (
+        if op in (Op.REDUCE, Op.UPDATE) or (
             op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr)
         ):
             timed.setdefault((op, number), []).append(kernel)
@@ -62,5 +62,8 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
         for place, own in timed.items()
         if all((kernel.name, kernel.key) in seconds for kernel in own)
     }
-    first = by_measured_seconds(step, found, spec.budget_bytes, spec.host_room)
+    machine = spec.options.machine
+    # Nothing was copied while functions were timed.
+    delay = 0.0 if machine is None else 1 / machine.memory_bytes_per_s
+    first = by_measured_seconds(step, found, spec.budget_bytes, spec.host_room, delay)
     return dataclasses.replace(spec, first=first, is_measured=True)

@@ -60,15 +60,17 @@ def by_measured_seconds(
     seconds: Mapping[tuple[Op, int], float],
     device_budget: int | None,
     host_room: float,
+    delay: float = 0.0,
 ) -> BoundStep:
     """A training step with the same computations, scheduled by the measured times of its functions.
 
     Args:
         step: The step.
-        seconds: Seconds of a stage's FORWARD or BACKWARD of one microbatch, and of a group's
-            UPDATE, by operation and number. Functions that are missing keep their estimates.
+        seconds: Seconds of a stage's FORWARD or BACKWARD of one microbatch, and of a group's REDUCE
+            or UPDATE, by operation and number. Functions that are missing keep their estimates.
         device_budget: See `bind_step`.
         host_room: See `bind_step`.
+        delay: See `Costs`.
     """
     kept, saved, each = step.schedule.kept, step.scheduled.costs.recompute, step.wave_microbatches
 
@@ -87,6 +89,8 @@ def by_measured_seconds(
             forward=of_stages(Op.FORWARD, costs.forward),
             backward=of_stages(Op.BACKWARD, costs.backward),
             update=tuple(seconds.get((Op.UPDATE, g), x) for g, x in enumerate(costs.update)),
+            reduce=tuple(seconds.get((Op.REDUCE, g), 0.0) for g in range(len(costs.update))),
+            delay=delay,
         )
 
     def timed(workload: Workload) -> Workload:

@@ -22,8 +22,9 @@ from megatrain_jax._src.options.batch_checks import naming_first_batch
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
-from megatrain_jax._src.program.kernel_costs import has_grouped_products
+from megatrain_jax._src.program.kernel_costs import EXPERTS, computed_by_kernels
 from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS
 from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.search import BudgetError
@@ -35,10 +36,8 @@ from megatrain_jax._src.spec.codecs import (
     state_codecs,
 )
 from megatrain_jax._src.spec.cut_run import Cut, cut_program, cut_run
+from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
-
-# Numbers of parts per block, tried in this order if a whole block doesn't fit.
-_PARTS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +65,7 @@ class RunSpec:
         optimizer: The optimizer, cut by group.
         first: The training step for the first batch shape.
         num_parts: Number of parts that each block is cut into.
+        has_smaller_parts: See `Cut`.
         smallest: The same run in the number of parts that needs the fewest device bytes, if none
             fits on the device; otherwise None.
         finer: Makes the same run with blocks cut into more parts; None if there is no more.
@@ -88,8 +88,20 @@ class RunSpec:
     optimizer: OptimizerCut
     first: BoundStep
     num_parts: int = 1
+    has_smaller_parts: bool = True
     smallest: "RunSpec | None" = None
     finer: "Callable[[], RunSpec] | None" = dataclasses.field(default=None, compare=False)
+
+    @property
+    def cut(self) -> Cut:
+        """The loss and the optimizer, cut by the same groups."""
+        return Cut(
+            leaves=self.leaves,
+            program=self.first.program,
+            grouping=self.grouping,
+            optimizer=self.optimizer,
+            has_smaller_parts=self.has_smaller_parts,
+        )
 
     @property
     def precision(self) -> Precision:
@@ -188,7 +200,7 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    parts: Sequence[int] = _PARTS,
+    parts: Sequence[int] = NUMBERS_OF_PARTS,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
@@ -208,7 +220,8 @@ def make_run_spec(
         except BudgetError as error:
             least.append(error)
             continue
-        left = parts[at + 1 :]
+        # If the largest part can't be cut, more parts only shorten its neighbours, once.
+        left = parts[at + 1 :] if spec.has_smaller_parts else parts[at + 1 : at + 2]
         finer = functools.partial(make_run_spec, *arguments, left) if left else None
         return dataclasses.replace(spec, finer=finer)
     raise min(least, key=lambda error: error.smallest)
@@ -234,24 +247,31 @@ def _make(
         precision = options.dtypes
         dtypes = map(str, (precision.compute, precision.update, precision.products))
         numbers = microbatches, options.num_devices, options.on_nonfinite
-        return *map(Same, objects), *dtypes, *numbers, num_parts
+        return *map(Same, objects), *dtypes, *numbers
 
-    def anew() -> tuple[TracedLoss, Cut]:
+    def trace() -> TracedLoss:
         with naming_first_batch(sample_batch, microbatches):
-            traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
+            return _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
+
+    # Blocks in any number of parts share the trace.
+    def anew() -> tuple[TracedLoss, Cut]:
+        traced = remembered("traced loss", key, trace)
         return traced, cut_run(adapted, traced, optimizer, options, num_parts)
 
-    traced, cut = remembered("cut", key, anew)
+    traced, cut = remembered("cut", lambda: (key(), num_parts), anew)
     layouts = _layouts(cut, options)
-    first = bind_step(
-        (batch_key(sample_batch), True, loss_fn),
-        cut,
-        layouts,
-        options,
-        microbatches=microbatches,
-        device_budget=budget,
-        waves=options.waves or 1,
-    )
+    try:
+        first = bind_step(
+            (batch_key(sample_batch), True, loss_fn),
+            cut,
+            layouts,
+            options,
+            microbatches=microbatches,
+            device_budget=budget,
+            waves=options.waves or 1,
+        )
+    except BudgetError as error:
+        raise BudgetError(budget, error.smallest, kept_together(cut, layouts)) from None
     return RunSpec(
         adapted=adapted,
         loss_fn=loss_fn,
@@ -264,6 +284,7 @@ def _make(
         optimizer=cut.optimizer,
         first=first,
         num_parts=num_parts,
+        has_smaller_parts=cut.has_smaller_parts,
     )
 
 
@@ -335,7 +356,7 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     # Several devices gather leaves in one collective, which copies them anyway. A single microbatch
     # reads and writes a part of a slab once, but a library's kernels need a copy of it.
     several = options.microbatches != 1
-    by_kernels = any(has_grouped_products(stage.jaxpr) for stage in cut.program.stages)
+    by_kernels = any(EXPERTS in computed_by_kernels(s.jaxpr) for s in cut.program.stages)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
         dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])

@@ -74,6 +74,10 @@ def fit_in_waves(
 
     workload = spec.first.workload.in_waves(1)
     balanced, least = _balanced(workload), _least_seconds(workload)
+    number = spec.first.microbatches
+    divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
+    if not divisors:
+        return fitted(1)
     # With the minimum budget, speed is not a goal.
     is_one = spec.options.device_budget == "minimum" or balanced < _FEWEST
     # A schedule is slow to find, and often the bound tells that one wave takes too long.
@@ -81,8 +85,6 @@ def fit_in_waves(
     if may_be_one and not math.isinf(one := seconds(1)):
         if is_one or one * (1 - _WORTH) <= least:
             return fitted(1)
-    number = spec.first.microbatches
-    divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
     best = lowest(divisors, balanced, seconds, bound)
     if math.isinf(seconds(best)):
         return fitted(1)

@@ -61,6 +61,15 @@ def keeps_lists() -> bool:
     return _preallocates() and os.environ.get(VARIABLE, "").lower() in _JAXS_OWN
 
 
+def bytes_taken_at_once() -> int:
+    """The memory of all visible GPUs that JAX's own allocator takes at its start, and lists.
+
+    Returns:
+        Bytes; 0 if CUDA allocates, or without a driver.
+    """
+    return int(fraction() * sum(gpu.total for gpu in gpu_memories())) if keeps_lists() else 0
+
+
 def _preallocates() -> bool:
     return os.environ.get(PREALLOCATE) not in ("false", "False", "0")
 

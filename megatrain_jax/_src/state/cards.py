@@ -97,7 +97,7 @@ _BY_NAME = dict(
     )
 )
 _NAMES = ", ".join(_BY_NAME)
-_ASSUMED = "assumed, those of an A100"
+_ASSUMED = "assumed, the vendor peak of an A100, unmeasured"
 # Names such as "T4 x2", "2x T4" and "8 x H100".
 _BEFORE = re.compile(r"(?P<count>\d{1,2}) ?[x×] ?(?P<card>.+)", re.IGNORECASE)
 _AFTER = re.compile(r"(?P<card>.+?) ?[x×] ?(?P<count>\d{1,2})", re.IGNORECASE)
@@ -193,5 +193,7 @@ def this_machine() -> Hardware | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes
-    host = pool_limit.machine_bytes(host_memory.total_bytes(), num_local_devices())
-    return replace(known, host_bytes=host, device_bytes=limit, device_share=share)
+    known, number = replace(known, device_bytes=limit, device_share=share), num_local_devices()
+    host = host_memory.total_bytes()
+    lists = number * known.list_bytes
+    return replace(known, host_bytes=pool_limit.machine_bytes(host, number, lists))

@@ -45,7 +45,8 @@ class Hardware:
         widest_heads: Maximum width of heads that cuDNN's attention supports on this card: 256 from
             Hopper on, 0 if the card is older than Ampere. Plans made on another machine use it to
             tell whether `models.attention` calls cuDNN.
-        source: Source of the rates, such as "measured"; vendors' peaks are never reached.
+        source: Source of the rates, such as "measured". It says "unmeasured" for vendors' peaks,
+            which real runs never reach, and tables of plans then say so.
 
     Raises:
         TypeError: If an attribute has the wrong type; bytes are integers.
@@ -107,6 +108,11 @@ class Hardware:
         for name in (*shares, "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether the source says that nobody has measured the rates."""
+        return "unmeasured" in self.source
 
     @property
     def usable_bytes(self) -> int | None:

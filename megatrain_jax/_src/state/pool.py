@@ -30,6 +30,7 @@ from megatrain_jax._src.state.pool_limit import (
     limit_bytes,
     limit_in_force,
     process_budget,
+    process_budget_now,
 )
 
 _GIB = 2**30
@@ -170,31 +171,44 @@ def process_bytes(
         num_devices: Number of the process's devices.
         list_bytes: See `beside_bytes`.
     """
-    pools = pool_bytes(num_bytes, array_bytes, total, num_devices)
+    pools = pool_bytes(num_bytes, array_bytes, total, num_devices, list_bytes)
     return pools + beside_bytes(pools, list_bytes)
 
 
-def pool_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:
+def pool_bytes(
+    num_bytes: int,
+    array_bytes: int,
+    total: int | None,
+    num_devices: int = 1,
+    list_bytes: int = 0,
+) -> int:
     """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""
     share = -(-num_bytes // num_devices)
-    _, growth = _fresh(share, array_bytes, limit_bytes(total))
+    _, growth = _fresh(share, array_bytes, limit_bytes(total, list_bytes))
     return num_devices * growth
 
 
-def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1) -> int:
+def most_process_bytes(
+    total: int, num_devices: int = 1, num_processes: int = 1, list_bytes: int = 0
+) -> int:
     """Returns the maximum of `process_bytes` on a machine with `total` bytes of host memory.
 
     Args:
         total: The machine's host memory.
         num_devices: Number of the process's devices.
         num_processes: Number of processes that share the memory.
+        list_bytes: See `beside_bytes`.
     """
-    most = num_devices * limit_bytes(total)
-    return min(process_budget(total) // num_processes, most + beside_bytes(most))
+    most = num_devices * limit_bytes(total, list_bytes)
+    return min(process_budget(total) // num_processes, most + beside_bytes(most, list_bytes))
 
 
 def usable_bytes(
-    budget: int | None, total: int | None, num_devices: int = 1, num_processes: int = 1
+    budget: int | None,
+    total: int | None,
+    num_devices: int = 1,
+    num_processes: int = 1,
+    list_bytes: int = 0,
 ) -> int | None:
     """Returns the host memory that a process may take: the lesser of its budget and its share.
 
@@ -203,11 +217,13 @@ def usable_bytes(
         total: The machine's host memory; None if unknown.
         num_devices: See `most_process_bytes`.
         num_processes: See `most_process_bytes`.
+        list_bytes: See `beside_bytes`.
 
     Returns:
         Bytes; None if there is no budget and the machine's memory is unknown.
     """
-    share = None if total is None else most_process_bytes(total, num_devices, num_processes)
+    run = num_devices, num_processes, list_bytes
+    share = None if total is None else most_process_bytes(total, *run)
     return min((limit for limit in (budget, share) if limit is not None), default=None)
 
 
@@ -221,9 +237,8 @@ def available_process_bytes(num_processes: int = 1) -> int | None:
     if total is None:
         return None
     # The process can reuse its own memory, such as the pool of an earlier run.
-    return process_budget(min(total, num_processes * resident_bytes() + available_bytes())) // (
-        num_processes
-    )
+    free = num_processes * resident_bytes() + available_bytes()
+    return process_budget_now(total, free) // num_processes
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:

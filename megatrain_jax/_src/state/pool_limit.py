@@ -22,6 +22,7 @@ import os
 import sys
 
 from megatrain_jax._src.common.host_memory import total_bytes
+from megatrain_jax._src.startup import allocator
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -34,8 +35,8 @@ POOLS_OF_A_LIST = 32
 _LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
 # Memory of the driver, outside of the process.
 _POOLS_OF_THE_DRIVER = 80
-# The system and the driver's fixed part take about 1.5 GiB; the rest keeps the system alive. On a
-# small machine it is a share.
+# The system and the driver's fixed part take about 1.5 GiB, 3/8; the rest keeps the system alive.
+# On a small machine it is a share.
 _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
 
 
@@ -45,7 +46,8 @@ def set_limit() -> None:
     Has an effect only before JAX's backend starts, and keeps a limit that the user has set.
     """
     if (total := total_bytes()) is not None:
-        os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total) // _GIB))
+        lists = allocator.bytes_taken_at_once() // POOLS_OF_A_LIST
+        os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total, lists) // _GIB))
 
 
 def limit_in_force() -> int:
@@ -54,11 +56,19 @@ def limit_in_force() -> int:
     return int(given) * _GIB if given.isdecimal() else sys.maxsize
 
 
-def limit_bytes(total: int | None) -> int:
-    """Returns the limit in bytes that `set_limit` chooses on a machine with `total` bytes."""
+def limit_bytes(total: int | None, list_bytes: int = 0) -> int:
+    """Returns the limit that `set_limit` chooses.
+
+    Args:
+        total: The machine's memory in bytes; None if unknown.
+        list_bytes: See `beside_bytes`.
+
+    Returns:
+        Bytes.
+    """
     if total is None:
         return sys.maxsize
-    return max(1, _pools_of(total) // _GIB) * _GIB
+    return max(1, _pools_of(total, list_bytes) // _GIB) * _GIB
 
 
 def process_budget(total: int) -> int:
@@ -66,9 +76,25 @@ def process_budget(total: int) -> int:
 
     Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
     """
-    left = total - min(_SYSTEM, total // _SYSTEM_SHARE)
+    left = total - _system_bytes(total)
     pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
     return left - driver_bytes(max(0, int(pools)))
+
+
+def process_budget_now(total: int, free: int) -> int:
+    """Returns the total bytes that processes can take while unrelated programs run.
+
+    Args:
+        total: The machine's memory in bytes.
+        free: Bytes that are available, or that these processes have taken already. The system's own
+            memory is not among them.
+    """
+    return process_budget(min(total, free + 3 * _system_bytes(total) // 8))
+
+
+def _system_bytes(total: int) -> int:
+    """The memory that is left to the system."""
+    return min(_SYSTEM, total // _SYSTEM_SHARE)
 
 
 def pools_within(budget: int) -> int:
@@ -82,18 +108,21 @@ def driver_bytes(pools: int) -> int:
     return pools // _POOLS_OF_THE_DRIVER
 
 
-def machine_bytes(total: int | None, num_devices: int) -> int | None:
+def machine_bytes(total: int | None, num_devices: int, list_bytes: int = 0) -> int | None:
     """Returns a machine's memory, or less if the limit in force keeps pools from using it all.
 
     Args:
         total: The machine's memory in bytes; None if unknown.
         num_devices: Number of the process's devices, each with a pool.
+        list_bytes: See `beside_bytes`.
     """
-    if total is None or limit_in_force() >= limit_bytes(total):
+    if total is None or limit_in_force() >= limit_bytes(total, list_bytes):
         return total
     pools = num_devices * limit_in_force()
     # The smallest machine that has room for these pools.
-    mib = bisect.bisect_left(range(total >> 20), pools, key=lambda mib: _pools_of(mib << 20))
+    mib = bisect.bisect_left(
+        range(total >> 20), pools, key=lambda mib: _pools_of(mib << 20, list_bytes)
+    )
     return min(total, mib << 20)
 
 
@@ -111,9 +140,9 @@ def bytes_in_force(num_devices: int, list_bytes: int = 0) -> int | None:
     return pools + beside_bytes(pools, list_bytes) if limit_in_force() < sys.maxsize else None
 
 
-def _pools_of(total: int) -> int:
+def _pools_of(total: int, list_bytes: int) -> int:
     """The bytes of pools that a machine with `total` bytes of memory has room for."""
-    return pools_within(process_budget(total))
+    return pools_within(process_budget(total) - list_bytes)
 
 
 def beside_bytes(pools: int, list_bytes: int = 0) -> int:

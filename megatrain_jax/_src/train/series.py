@@ -180,7 +180,7 @@ class Checkpoints:
         if later := [str(n) for n in numbers if n > start]:
             raise CheckpointError(
                 f"this run starts from step {start}, but {self.folder} holds {', '.join(later)}, "
-                "the names of later checkpoints. Choose another folder or move what is there; "
+                "the names of later checkpoints. Choose another folder or move its files; "
                 "`fit(resume=True)` resumes from complete checkpoints of the same run"
             )
         for number in strange:

@@ -139,8 +139,8 @@ class Source(Iterator[Any]):
         for _ in tqdm(skipped, "skipping batches", unit="batch", disable=not progress):
             if next(self, _END) is _END:
                 raise ValueError(
-                    f"`data` gave {self.count} batches, but {position['batches']} were used before "
-                    "the checkpoint: it is other data, or shorter"
+                    f"`data` ended after {self.count} of the {position['batches']} batches that "
+                    "were used before the checkpoint: it is different data, or shorter"
                 )
 
 

@@ -16,6 +16,8 @@ A worked example, a block of 100 MiB that hands on values of 8 MiB, and of 32 Mi
 """
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.stages import Program, Stage
 
+NUMBERS_OF_PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of parts per block, tried in this order if a whole block doesn't fit."""
 # Begins the last word in the path of a block's part.
 _PART = "part "
 
@@ -75,6 +79,15 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
         dataclasses.replace(leaf, block=block_of.get(i) or firsts.get(leaf.block, leaf.block))
         for i, leaf in enumerate(leaves)
     )
+
+
+def largest_block(leaves: Sequence[Leaf]) -> int:
+    """The number of elements of the largest block, or of the largest part of one."""
+    sizes: Counter[ModelPath] = Counter()
+    for leaf in leaves:
+        if leaf.block is not None:
+            sizes[leaf.block] += math.prod(leaf.shape)
+    return max(sizes.values(), default=0)
 
 
 def whole_block(block: ModelPath) -> ModelPath:

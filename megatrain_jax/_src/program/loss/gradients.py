@@ -13,6 +13,7 @@ import jax
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import answers, fires
 from megatrain_jax._src.program.layers.blocks import Leaf
+from megatrain_jax._src.program.loss import crowded_lookups
 from megatrain_jax._src.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.program.loss.stages import Program, Stage
 
@@ -42,11 +43,14 @@ def differentiated(
     """
     trainable, frozen = jx.split(stage.is_trainable, leaves)
     active, passive = jx.split(stage.active, inputs)
+    invars = stage.jaxpr.invars[len(stage.consts) :]
 
     def run(trainable, active):
         leaves = jx.merge(stage.is_trainable, trainable, frozen)
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
-        outputs = jx.evaluate(stage.jaxpr, values)
+        leaf_vars, input_vars = invars[: len(leaves)], invars[len(leaves) :]
+        own = *jx.split(stage.is_trainable, leaf_vars)[0], *jx.split(stage.active, input_vars)[0]
+        outputs = crowded_lookups.evaluate(stage.jaxpr, values, own)
         # Outputs without a cotangent are returned as auxiliary values, so no zeros are made for
         # them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
