@@ -56,7 +56,7 @@ def started_without_residuals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.fixture(scope="session")
 def drawn(request: pytest.FixtureRequest) -> dict[str, Combination]:
     """The combination of each model, by the seed on the command line."""
-    return draw(request.config.getoption("--draw"))
+    return draw(str(request.config.getoption("--draw")))
 
 
 @pytest.mark.parametrize("seed", range(5))
