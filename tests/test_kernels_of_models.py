@@ -267,22 +267,6 @@ def test_sizes_beyond_the_kernels_are_left_to_the_loop():
     assert linear(128, 64) and not linear(256, 64) and not linear(64, 64, jnp.float32)
 
 
-def test_experts_with_few_rows_get_tiles_of_64_rows():
-    """Of a random choice of experts, products then compute at most 1.15 of what 320 rows need."""
-    small = grouped_products.small_tiles
-    assert small(81920, 512, 512) == small(163840, 512, 2048) != {}
-    assert not small(327680, 512, 512) and not small(262144, 128, 768)
-    assert not small(81920, 512, 384), "a tile has 256 columns"
-    random = np.random.default_rng(0)
-    chosen = np.argsort(random.gumbel(size=(16384, 512)), axis=1)[:, :10]
-    ends = np.cumsum(np.bincount(chosen.ravel(), minlength=512))
-    starts = np.r_[0, ends[:-1]]
-    # A tile starts at a multiple of 8 rows, a block of a gradient's sum at a multiple of 64.
-    tiles = -(-(ends - starts // 8 * 8) // small(163840, 512, 512)["block_m"])
-    blocks = -(-ends // 64) - starts // 64
-    assert (8 * tiles.sum() + 3 * blocks.sum()) * 64 <= 11 * 1.15 * 163840
-
-
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(hopper_kernels, "may_be_called", lambda: True)
     for cached in (kernel_checks._products_agree, kernel_checks._delta_rules_agree):

@@ -1,16 +1,16 @@
 """A mixture of experts by grouped products: rows sorted by expert once, no blocks, no loop.
 
 Every product has all rows, and each expert's matrix is read where it lies. A tile of the kernels
-has 128 rows of one expert, or 64 rows if experts have few, so an expert's last tile may be partly
-empty. Blocks of 64 rows are added to the gradients of matrices. All products of forward and
-backward together compute, of what the rows need::
+has 128 rows of one expert, so an expert's last tile may be partly empty; tiles of 64 rows were
+slower even for 160 rows. Blocks of 64 rows are added to the gradients of matrices. All products of
+forward and backward together compute, of what the rows need::
 
-    rows per expert    160          320          512     640          1,024    2,048
-    computed           1.25-1.27    1.13-1.14    1.13    1.10-1.11    1.07     1.03
+    rows per expert    160      320      512     640      1,024    2,048
+    computed           1.54     1.20     1.13    1.10     1.07     1.03
     with 512 experts, 10 for each token (Qwen3-Next):
-    tokens             8,192        16,384               32,768
+    tokens             8,192    16,384           32,768
     with 128 experts, 8 for each token (Qwen3-30B-A3B):
-    tokens                                       8,192                16,384   32,768
+    tokens                               8,192            16,384   32,768
 """
 
 from functools import partial

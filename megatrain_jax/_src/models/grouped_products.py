@@ -27,10 +27,6 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 # The kernels' limits. Rows and sizes are padded to multiples.
 LEAST_ROWS, MOST_GROUPS = 128, 512
 ROW_MULTIPLE, SIZE_MULTIPLE = 8, 128
-# Below this mean number of rows per group, tiles of 64 rows compute less than tiles of 128: at 320
-# rows 1.11 of what the rows need instead of 1.20, at 160 rows 1.21 to 1.23 instead of 1.44 to 1.60.
-# The kernels have no tiles with fewer rows.
-_FEW_ROWS = 512
 
 
 def product_within(
@@ -179,20 +175,6 @@ def _outer_elsewhere(left, right, sizes):
     ).astype(left.dtype)
 
 
-def small_tiles(num_rows: int, num_groups: int, width: int) -> dict[str, Any]:
-    """Returns the kernel's options for groups of few rows; empty for its own choice.
-
-    Args:
-        num_rows: Number of rows of all groups.
-        num_groups: Number of groups.
-        width: Columns of the product.
-    """
-    if num_rows >= _FEW_ROWS * num_groups or width % 256:
-        return {}
-    # As many sums per tile as by the kernel's own choice, 128 x 128.
-    return {"block_m": 64, "block_n": 256, "steps": 4, "schedule": "persistent"}
-
-
 # Jitted so that equal products are lowered once for a function.
 @partial(jax.jit, static_argnames="out_first")
 def _product_on_gpu(x, matrices, sizes, *, out_first):
@@ -203,8 +185,6 @@ def _product_on_gpu(x, matrices, sizes, *, out_first):
     # a product's time.
     wide, out = (2, 1) if out_first else (1, 2)
     config = ragged_dot.select_config(matrices.shape[wide], matrices.shape[out])
-    if small := small_tiles(x.shape[0], len(matrices), matrices.shape[out]):
-        config = ragged_dot.TileConfig(**small)
     return ragged_dot._ragged_dot_kernel(x, matrices, sizes, transpose_rhs=out_first, cfg=config)
 
 
