@@ -120,7 +120,11 @@ class RunState:
     def model(self) -> Any:
         """The user's kind of model; see `Trainer.model`."""
         self.flush()
-        variables = self.store.on_host(self.store.variables)
+        # Models write them when they are called, as a dropout counts its keys.
+        variables = [
+            x.copy() if isinstance(x, np.ndarray) else x
+            for x in self.store.on_host(self.store.variables)
+        ]
         return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
 
     def compute_copy(self) -> ComputeCopy:
