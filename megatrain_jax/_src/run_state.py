@@ -182,7 +182,7 @@ class RunState:
         """
         path = local_path(checks.path("path", path), "path")
         if workspace is None and os.path.lexists(path):
-            raise FileExistsError(f"there is something at {path} already")
+            raise FileExistsError(f"there is something at {path} already: choose another `path`")
         self._join_saving()
         self.flush()
         self.record()
