@@ -104,6 +104,14 @@ class HasOneInside(nnx.Module):
         self.linear, self.inner = nnx.Linear(3, 3, rngs=rngs), WithDefault()
 
 
+class Foreign:
+    """A module as of PyTorch, which can be called."""
+
+    __module__ = "torch.nn"
+
+    def __call__(self, *inputs: Any) -> Any: ...
+
+
 RNGS = nnx.Rngs(0)
 
 
@@ -117,6 +125,7 @@ def needs_values() -> nnx.Module:
         (Net, TypeError, "model is the class Net; pass an instance"),
         (LinenNet, TypeError, "model is the class LinenNet; pass an instance"),
         ("gpt", TypeError, "model is a str; a model is an nnx.Module"),
+        (Foreign(), TypeError, "model is a Foreign of torch; a model is an nnx.Module"),
         (3.0, TypeError, "model is a float; a model is"),
         (lambda dim: Net(dim), TypeError, "<lambda>, which can't be called without arguments"),
         (lambda: LinenNet(), TypeError, "builds a LinenNet, a Linen module"),
@@ -156,6 +165,8 @@ def test_unsupported_models_are_refused(model: Any, error: type[Exception], mess
     [
         ("mse", "must be a function .* not a str"),
         (lambda model: 0.0, r"<lambda> is called as \(model\)"),
+        (lambda batch, model: 0.0, "<lambda> takes `batch` first: the model comes first"),
+        (lambda params, state, batch: 0.0, "has `batch` in place of a random key"),
         (lambda model, batch, rng, step: 0.0, r"called as \(model, batch, rng, step\)"),
         (lambda model, batch, *, scale: 0.0, r"called as \(model, batch, \*, scale\)"),
     ],

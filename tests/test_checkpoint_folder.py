@@ -270,6 +270,14 @@ def test_a_checkpoint_saved_by_hand_is_gone_on_from(tmp_path):
     assert small.losses(result) == small.expected(4)
 
 
+def test_a_folder_of_checkpoints_is_no_checkpoint_and_names_one(tmp_path):
+    result = small.fit(tmp_path, 2)
+    said = f"{tmp_path} is a folder of checkpoints: name one of them, such as {tmp_path / '2'}"
+    with pytest.raises(mt.CheckpointError, match=re.escape(said)):
+        result.trainer.restore(tmp_path)
+    result.trainer.restore(tmp_path / "2")
+
+
 def test_a_finished_run_in_a_folder_that_cannot_be_written_returns(tmp_path, monkeypatch):
     result = small.fit(tmp_path, 2)
 

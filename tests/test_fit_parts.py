@@ -99,11 +99,19 @@ def test_off_the_main_thread_signals_are_left_alone():
 # Batches
 
 
+class Tensor:
+    """An array as in PyTorch."""
+
+    def numpy(self) -> np.ndarray:
+        return np.ones(4)
+
+
 @pytest.mark.parametrize(
     ("batch", "microbatches", "error", "message"),
     [
         ({}, 1, ValueError, "holds no arrays"),
         ({"x": [1.0, 2.0]}, 1, TypeError, r"batch\['x'\]\[0\] is of type float"),
+        ({"x": Tensor()}, 1, TypeError, r"batch\['x'\] is of type Tensor; pass `.numpy\(\)` of"),
         ({"x": np.float32(1)}, 1, TypeError, r"batch\['x'\] is of type float32.*np.full\(n, x"),
         ({"x": np.zeros(())}, 1, ValueError, r"batch\['x'\] is a scalar, .*np.full\(n, x"),
         ({"x": np.zeros((0, 2))}, 1, ValueError, r"batch\['x'\] has shape \(0, 2\)"),

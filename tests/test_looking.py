@@ -182,6 +182,32 @@ def test_what_a_trainer_tells_is_read_only():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
+        ("fit", r"call megatrain_jax.train\(trainer, data\)"),
+        ("predict", "call the trained model, `model`"),
+        ("generate", r"megatrain_jax.models.generate\(trainer"),
+        ("losses", r"history\[\"loss\"\]"),
+        ("parms", "did you mean `params`"),
+        ("zzz", "has no attribute 'zzz'$"),
+    ],
+)
+def test_a_missing_attribute_of_a_trainer_or_a_result_says_the_way(name: str, advice: str):
+    for owner in (small.trainer(), trained()):
+        with pytest.raises(AttributeError, match=advice):
+            getattr(owner, name)
+        assert not hasattr(owner, name) and getattr(owner, "_mine", 3) == 3
+    with pytest.raises(AttributeError, match="`trainer` of a result has it"):
+        trained().evaluate  # noqa: B018
+
+
+def test_an_attribute_error_within_a_property_is_shown_as_it_is(monkeypatch):
+    monkeypatch.setattr(mt.Trainer, "startup", property(lambda self: self.history.nothing))
+    with pytest.raises(AttributeError, match="'History' object has no attribute 'nothing'"):
+        small.trainer().startup  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
         ("learning_rate", "the optimizer has it: give that a schedule"),
         ("lr", "the optimizer has it"),
         ("loss_fn", "pass it to a new Trainer"),

@@ -90,12 +90,15 @@ def _row(lines: list[str], name: str) -> str:
     return " ".join(next(x for x in lines if x.startswith(name)).removeprefix(name).split())
 
 
-def test_a_trainer_without_a_gpu_says_what_it_planned():
+def test_a_trainer_without_a_gpu_says_what_it_planned(capfd):
     def loss_fn(params: Any, batch: Any) -> Any:
         return (batch @ params["w"]).mean()
 
     given = {"w": jnp.ones((4, 4))}, loss_fn, optax.sgd(0.1), jnp.ones((4, 4))
-    found = mt.Trainer(*given, hardware=mt.H100, progress=False).plan
+    found = mt.Trainer(*given, hardware=mt.H100).plan
+    assert "`hardware`=NVIDIA H100 80GB sets the rates of schedule and plan; JAX sees no GPU" in (
+        capfd.readouterr().err
+    )
     planned = mt.plan(*given, hardware=mt.H100)
     assert found.device_budget is None and planned.device_budget
     assert found.fits_device is None and planned.fits_device

@@ -135,6 +135,32 @@ def test_evaluation_uses_eval_mode_and_changes_nothing():
     check_same_bits(trainer.variables, variables)
 
 
+def test_the_model_writes_its_own_copies_of_variables():
+    """A dropout counts its keys, and a batch norm its statistics, whenever the model is called."""
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dropout(self.norm(self.linear(x)))
+
+    def loss_fn(model: Model, x: jax.Array) -> jax.Array:
+        return (model(x) ** 2).mean()
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    trainer = mt.Trainer(Model(), loss_fn, optax.sgd(0.1), x, precision="float32", progress=False)
+    trainer.step(x)
+    variables, model = trainer.variables, trainer.model
+    losses = [float(loss_fn(model, x)) for _ in range(2)]
+    assert losses[0] != losses[1]
+    check_same_bits(trainer.variables, variables)
+    # The training step draws the same dropout next.
+    assert float(trainer.step(x)["loss"]) == pytest.approx(losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan", "last_axis"])
 def test_the_model_computes_with_the_trained_parameters(name):
     case = CASES[name]

@@ -120,7 +120,11 @@ class RunState:
     def model(self) -> Any:
         """The user's kind of model; see `Trainer.model`."""
         self.flush()
-        variables = self.store.on_host(self.store.variables)
+        # Models write them when they are called, as a dropout counts its keys.
+        variables = [
+            x.copy() if isinstance(x, np.ndarray) else x
+            for x in self.store.on_host(self.store.variables)
+        ]
         return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
 
     def compute_copy(self) -> ComputeCopy:
@@ -178,7 +182,7 @@ class RunState:
         """
         path = local_path(checks.path("path", path), "path")
         if workspace is None and os.path.lexists(path):
-            raise FileExistsError(f"there is something at {path} already")
+            raise FileExistsError(f"there is something at {path} already: choose another `path`")
         self._join_saving()
         self.flush()
         self.record()

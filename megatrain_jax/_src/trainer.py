@@ -26,7 +26,11 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import naming_options, not_settable, refuse_unknown
+from megatrain_jax._src.options.wrong_names import (
+    ExplainedAttributes,
+    naming_options,
+    refuse_unknown,
+)
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.table import aligned, html_box, html_table
@@ -42,7 +46,7 @@ from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.processes import Processes
 
 
-class Trainer:
+class Trainer(ExplainedAttributes):
     """Trains one model whose parameters and optimizer state live in pinned host memory.
 
     Every read of the state first applies pending updates and moves all of it to the host. A trainer
@@ -167,16 +171,6 @@ class Trainer:
         self._startup = dict(seconds)
         self._state = RunState(spec, engine, progress)
         self._steps = RunSteps(self._state, sample_batch)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a private attribute.
-
-        Raises:
-            AttributeError: If its name is public, because setting it would have no effect.
-        """
-        if not name.startswith("_"):
-            raise AttributeError(not_settable(type(self), name))
-        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """Returns the model, the step and the budget as a plain text table."""

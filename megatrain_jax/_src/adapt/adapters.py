@@ -132,6 +132,12 @@ def check_model(model: Any) -> None:
     """
     if isinstance(model, linen.Module):
         return
+    bases = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    if kinds := _FOREIGN & bases:
+        raise TypeError(
+            f"model is a {type(model).__qualname__} of {min(kinds)}; {_SUPPORTED} "
+            "megatrain_jax.models.load_pretrained reads a decoder from its Hugging Face folder."
+        )
     if isinstance(model, type):
         raise TypeError(
             f"model is the class {model.__qualname__}; pass an instance of it, or a function of "
@@ -149,6 +155,8 @@ def check_model(model: Any) -> None:
         )
 
 
+# Libraries of modules that can be called but hold no arrays of JAX.
+_FOREIGN = frozenset(("torch", "keras", "tensorflow"))
 _SUPPORTED = (
     "a model is an nnx.Module, a flax.linen.Module, a pytree of arrays (such as an Equinox "
     "module), or a function of no arguments that builds an nnx.Module or such a pytree."

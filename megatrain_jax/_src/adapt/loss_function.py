@@ -18,7 +18,8 @@ import numpy as np
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
 _RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVALUATED = "eval_"
-_TARGETS = ("y", "label", "labels", "target", "targets", "y_true")
+_BATCHES = ("batch", "data")
+_TARGETS = (*_BATCHES, "y", "label", "labels", "target", "targets", "y_true")
 # Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -62,6 +63,11 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
         raise TypeError(
             f"{expected}, but {name_of(loss_fn)} is called as {signature}; {_UNPACK}."
         ) from error
+    names = [p.name for p in positional[:2]]
+    if names[1:] == ["model"] and names[0] in _BATCHES:
+        raise TypeError(
+            f"{expected}, but {name_of(loss_fn)} takes `{names[0]}` first: the model comes first."
+        )
     # A third argument is a key, so the targets of a batch (x, y) would be missing.
     if takes_rng and positional[2:] and positional[2].name in _TARGETS:
         raise TypeError(

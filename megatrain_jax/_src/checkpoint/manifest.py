@@ -16,6 +16,7 @@ from megatrain_jax._src.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
     read_error,
+    steps,
 )
 
 # The one format that is written and read.
@@ -45,6 +46,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, FileNotFoundError) and path.is_dir() and (saved := steps(path)):
+            one = path / str(saved[-1])
+            said = f"{path} is a folder of checkpoints: name one of them, such as {one}"
+            raise CheckpointError(said) from error
         why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):

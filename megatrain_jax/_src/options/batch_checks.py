@@ -211,9 +211,14 @@ def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
             "`Trainer` and `plan` may hold shapes: pass arrays"
         )
     if not is_shape and not isinstance(leaf, _ARRAYS):
+        kind = type(leaf).__name__
+        if callable(getattr(leaf, "numpy", None)):
+            advice = f"pass `.numpy()` of a {kind}"
+        else:
+            advice = f"convert a list with np.asarray; {_SCALAR}"
         raise TypeError(
-            f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type "
-            f"{type(leaf).__name__}; convert a list with np.asarray; {_SCALAR}"
+            f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type {kind}; "
+            f"{advice}"
         )
     # Random keys are of extended dtypes.
     known = (np.number, np.bool_, jax.dtypes.extended)

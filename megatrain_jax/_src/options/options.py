@@ -313,9 +313,10 @@ def _check_eval_data(value: Any) -> None:
     if are_batches(value):
         return
     if isinstance(value, Iterable) or not callable(value):
+        hint = "; to evaluate on one batch, pass [batch]" if isinstance(value, Mapping) else ""
         raise TypeError(
             "`eval_data` must be an iterable of batches or a function that returns one, but is of "
-            f"type {type(value).__name__}"
+            f"type {type(value).__name__}{hint}"
         )
     if not checks.can_be_called(value, 0):
         raise TypeError(refused("eval_data", "a function without arguments", value))

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -90,6 +90,24 @@ _WAYS = {
 _BY_TYPE = {Hardware: "hardware", Precision: "precision", Mesh: "mesh", AbstractMesh: "mesh"}
 
 
+# Attributes that trainers and results have elsewhere.
+_INSTEAD = {
+    **dict.fromkeys(("train", "fit"), "call megatrain_jax.train(trainer, data)"),
+    **dict.fromkeys(
+        ("predict", "forward", "apply", "eval"),
+        "call the trained model, `model`, or `evaluate` of a trainer for losses",
+    ),
+    "generate": "call megatrain_jax.models.generate(trainer, prompts)",
+    **dict.fromkeys(
+        ("loss", "losses", "metrics", "log_history"),
+        'read the records of `history`, as in history["loss"]',
+    ),
+    **dict.fromkeys(("load", "load_checkpoint", "resume"), "a trainer has `restore`"),
+    **dict.fromkeys(("state_dict", "parameters", "weights"), "its parameters are `params`"),
+    **dict.fromkeys(("evaluate", "step", "restore", "opt_state"), "`trainer` of a result has it"),
+}
+
+
 def naming_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A decorator of a function with keywords: an option without its name gets the name.
 
@@ -127,13 +145,43 @@ def refuse_unknown(function: Callable[..., object], unknown: Iterable[str]) -> N
     refuse_keywords(function, unknown, _hint)
 
 
-def not_settable(kind: type, name: str) -> str:
-    """The message for a public attribute that was set, with a way to reach the same.
+class ExplainedAttributes:
+    """A base of classes for users: an attribute that is missing or read-only gets an explanation.
 
-    Args:
-        kind: The class of the trainer.
-        name: The attribute's name.
+    Names in Keras, Lightning, PyTorch and scikit-learn get this library's way.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a private attribute.
+
+        Raises:
+            AttributeError: If its name is public, because setting it would have no effect.
+        """
+        if not name.startswith("_"):
+            raise AttributeError(_not_settable(type(self), name))
+        super().__setattr__(name, value)
+
+    # Type checkers would take every name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self)
+            if hasattr(kind, name):  # raised within a property: shown as it is
+                object.__getattribute__(self, name)
+            said = f"{kind.__name__!r} object has no attribute {name!r}"
+            way = "" if name.startswith("_") else _way_to(name, dir(kind))
+            raise AttributeError(f"{said}{way}")
+
+
+def _way_to(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a missing attribute."""
+    if name in _INSTEAD:
+        return f": {_INSTEAD[name]}"
+    return did_you_mean(name, [one for one in known if not one.startswith("_")])
+
+
+def _not_settable(kind: type, name: str) -> str:
+    """The message for a public attribute that was set, with a way to reach the same."""
     way = f": {_WAYS[name]}" if name in _WAYS else ""
     if hasattr(kind, name):
         return f"`{name}` of a {kind.__name__} is read-only{way}"

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from megatrain_jax._src.history import History
+from megatrain_jax._src.options.wrong_names import ExplainedAttributes
 from megatrain_jax._src.report.run_view import result_cells
 from megatrain_jax._src.report.table import aligned, html_beside, html_box, html_table
 from megatrain_jax._src.trainer import Trainer
@@ -32,7 +33,7 @@ class StopTraining(KeyboardInterrupt):  # noqa: N818 (it is no error)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FitResult:
+class FitResult(ExplainedAttributes):
     """The result of a run: its trainer, model and history.
 
     Its representation shows steps, losses and the reason of the end, in a notebook with the loss
