@@ -8,6 +8,7 @@ has: of addresses, of data, or 0 for no limit but that of its control group.
 import dataclasses
 import resource
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def limit(kind: str, mib: int) -> None:
 
 
 def train() -> None:
-    """Trains three steps of 144 MiB of state."""
+    """Trains three steps of 144 MiB of state, saves and restores it."""
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -51,7 +52,9 @@ def train() -> None:
     trainer = mt.Trainer(build, loss_fn, optax.adam(1e-3), batch, **options)
     for _ in range(3):
         trainer.read(trainer.step(batch))
-    trainer.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(f"{folder}/3")
+        trainer.restore(f"{folder}/3")
 
 
 def pin() -> None:
