@@ -1,7 +1,7 @@
 """The memory traffic of stages' forwards and backwards, besides their products.
 
 Example: a layer with attention written out, 8 rows of 1,024 tokens. Its products take 1.4 ms on an
-H100, and its other kernels move 2 GB of scores, norms and activations: 0.6 ms more.
+H100, and kernels of scores, norms and activations move 2 GB: 0.6 ms more.
 """
 
 from collections.abc import Hashable, Sequence
