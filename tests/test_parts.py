@@ -1,6 +1,7 @@
 """Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
 
 import re
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +116,27 @@ def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():
     # Like parts of all blocks are one row.
     parts = {row.name.rpartition("part ")[2] for row in cut.groups if "part" in row.name}
     assert sum("part" in row.name for row in cut.groups) == len(parts) == cut.num_parts
+
+
+def test_blocks_are_cut_where_parts_save_residuals_in_the_memory_of_whole_blocks():
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+    # Computation takes nearly all of a step, and recomputation much of it.
+    slow = replace(H200, flops_per_s=1e7)
+    spec = make_spec(case, make, hardware=slow)
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def fitted(spec, num_bytes):
+        return fit_to_machine(spec, KernelCache(), num_bytes, nowhere, lambda spec: spec)
+
+    # With a budget of the user's own, blocks stay whole where they fit.
+    fixed = make_spec(case, make, hardware=slow, device_budget=least_of(spec))
+    sizes = range(least_of(spec), 2 * least_of(spec), 2048)
+    needed = sizes[bisect_left(sizes, True, key=lambda n: fitted(fixed, n).num_parts == 1)]
+    whole, cut = make_plan(fitted(fixed, needed)), make_plan(fitted(spec, needed))
+    assert (whole.num_parts, whole.num_kept) == (1, 0)
+    assert cut.num_parts == 2 and cut.num_kept > 0 and cut.device_bytes <= needed
+    assert whole.seconds_per_step and cut.seconds_per_step
+    assert cut.seconds_per_step < 0.95 * whole.seconds_per_step
 
 
 def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_does_not():

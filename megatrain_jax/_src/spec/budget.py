@@ -4,7 +4,8 @@ Functions depend on the schedule, and the schedule depends on the budget, so the
 turns: functions for the minimum budget, then the budget that these leave, then the functions that
 the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
 room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
-as few as possible; if no number of parts fits, blocks stay whole.
+as few as possible; if no number of parts fits, blocks stay whole. Whole blocks that take the
+memory in reserve are also cut, if their parts save residuals in the same memory.
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
@@ -69,12 +70,14 @@ def fit_to_machine(
             need no host memory.
     """
 
-    def fitted(spec: RunSpec) -> RunSpec:
-        return _Fitting(spec, kernels, device_bytes, placement, to_host).to_machine()
+    def fitted(spec: RunSpec, reserved: int | None = None) -> RunSpec:
+        return _Fitting(spec, kernels, device_bytes, placement, to_host, reserved).to_machine()
 
     whole = smallest = finer = fitted(spec)
-    if device_bytes is None or least_device_bytes(whole) <= device_bytes:
+    if device_bytes is None:
         return whole
+    if (left := device_bytes - least_device_bytes(whole)) >= 0:
+        return _faster_in_parts(whole, lambda spec: fitted(spec, left), device_bytes)
     while (finer := _finer(finer)) is not None:
         if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
             finer = fitted(finer)
@@ -83,6 +86,29 @@ def fit_to_machine(
         smallest = min(smallest, finer, key=least_device_bytes)
     # Parts that don't fit either would only pass more activations to each other.
     return dataclasses.replace(whole, smallest=smallest)
+
+
+def _faster_in_parts(
+    whole: RunSpec, fitted: Callable[[RunSpec], RunSpec], device_bytes: int
+) -> RunSpec:
+    """The run with blocks cut into parts, if they save residuals in the same memory, or whole.
+
+    Args:
+        whole: The fitted run with whole blocks.
+        fitted: Fits a run to the memory that `whole` takes.
+        device_bytes: Free device memory.
+    """
+    schedule, able = whole.first.schedule, any(whole.first.workload.residuals)
+    has_more = _left(whole, device_bytes, None) >= schedule.smallest_bytes
+    # With more than the minimum, whole blocks may use the rest.
+    if whole.options.device_budget is not None or schedule.kept or has_more or not able:
+        return whole
+    if (finer := _finer(whole)) is None:
+        return whole
+    trial = fitted(finer)
+    fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
+    is_faster = trial.first.schedule.seconds < (1 - _WORTH) * schedule.seconds
+    return trial if fits and is_faster else whole
 
 
 def _finer(spec: RunSpec) -> RunSpec | None:
@@ -135,11 +161,12 @@ class _Fitting:
         device_bytes: int | None,
         placement: Placement,
         to_host: Callable[[RunSpec], RunSpec | None],
+        reserved: int | None = None,
     ):
-        """See `fit_to_machine`."""
+        """See `fit_to_machine`, and `with_temporaries` for the reserved bytes."""
         self._spec, self._kernels = spec, kernels
         self._device_bytes, self._placement = device_bytes, placement
-        self._to_host = to_host
+        self._to_host, self._reserved = to_host, reserved
         self._tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
         self._on_host: dict[int, RunSpec | None] = {}
@@ -262,7 +289,8 @@ class _Fitting:
         # Tiles don't change the workload, so equal needs leave the same budget and schedule; cached
         # because finding the schedule is slow.
         if needed not in self._budgets:
-            found = with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
+            free, reserved = self._device_bytes, self._reserved
+            found = with_temporaries(spec, needed, free, estimated=estimated, reserved=reserved)
             self._budgets[needed] = found.budget_bytes, found.first.schedule
         budget, schedule = self._budgets[needed]
         return dataclasses.replace(
@@ -302,7 +330,12 @@ def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
 
 
 def with_temporaries(
-    spec: RunSpec, temporary_bytes: int, device_bytes: int | None, *, estimated: bool
+    spec: RunSpec,
+    temporary_bytes: int,
+    device_bytes: int | None,
+    *,
+    estimated: bool,
+    reserved: int | None = None,
 ) -> RunSpec:
     """The same run with known memory of its functions, and the automatic budget they leave.
 
@@ -311,20 +344,29 @@ def with_temporaries(
         temporary_bytes: Device bytes of the functions' temporaries.
         device_bytes: Free device memory; None if unknown.
         estimated: Whether `temporary_bytes` is an estimate.
+        reserved: Device bytes that an automatic budget leaves free; None for the usual reserve.
     """
     known = dataclasses.replace(
         spec, temporary_bytes=temporary_bytes, temporary_estimated=estimated
     )
     if spec.options.device_budget is not None or device_bytes is None:
         return known
-    taken = other_bytes(spec.first) + temporary_bytes
-    left = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes - taken
+    left = _left(known, device_bytes, reserved)
     # At least the minimum, even if less is left: then a plan shows the excess, and training is
     # refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
     schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(known, budget_bytes=budget, first=first)
+
+
+def _left(spec: RunSpec, device_bytes: int, reserved: int | None) -> int:
+    """Device bytes that functions of known memory leave for an automatic budget."""
+    if reserved is None:
+        free = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes
+    else:
+        free = device_bytes - reserved
+    return free - other_bytes(spec.first) - _needed(spec)
 
 
 def other_bytes(step: BoundStep) -> int:
