@@ -95,7 +95,7 @@ def check_waves(values: Combination) -> None:
         given["mesh"] = Mesh(jax.devices()[: values.devices], "data")
     one = make_trainer(case, optimizer, waves=1, budget="least", **given)
     expected, shared = train(one, batches), spec_of(one).first.workload.has_shared_sums
-    assert shared == (case.name in SHARED)
+    assert shared or case.name not in SHARED  # an optimizer may make groups share parameters, too
     variables = variables_of(one.model)
     for waves in values.waves:
         least = make_trainer(case, optimizer, waves=waves, budget="least", **given)
