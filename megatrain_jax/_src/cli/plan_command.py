@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
             few = planned(shallow(config))
             return planned(config) if few.fits_device else few
 
+        _announce_search()
         print(f"It does not fit: {advice(plan, settings, plan_with)}")
         return 1
     return 0
@@ -77,10 +79,16 @@ def _print_largest(settings: PlanSettings) -> int:
     return 1
 
 
+def _announce_search() -> None:
+    """Says on standard error why a minute may pass without output."""
+    print("Looking for options with which it fits ...", file=sys.stderr, flush=True)
+
+
 def _advice(planner: Planner) -> str:
     """The advice for the fewest rows of the settings' model, or of the smallest known one."""
     smallest = min(known_models(), key=lambda name: known_models()[name].num_parameters)
     config = config_of(planner.settings.model or smallest)
+    _announce_search()
 
     def plan_with(changed: PlanSettings) -> mt.Plan:
         return Planner(changed, planner.machine).smallest(config)
