@@ -281,7 +281,7 @@ def test_configurations_of_released_checkpoints(name):
 
 def test_unknown_fields_may_be_ignored_by_name():
     values = SIZES | {"model_type": "llama", "comment": "mine", "_private": 1, "off": False}
-    with pytest.raises(ValueError, match="`comment` = 'mine'.*Name in `ignore`"):
+    with pytest.raises(ValueError, match="`comment` = 'mine'.*in `ignore`"):
         DecoderConfig.from_hf(values)
     assert DecoderConfig.from_hf(values, ignore=["comment"]).num_layers == 3
 
@@ -295,7 +295,7 @@ def test_options_of_rotary_embeddings_may_be_ignored_by_name():
         assert DecoderConfig.from_hf(named).rope == without.rope
     assert DecoderConfig.from_hf(named, ignore=["attn_factor"]).rope == without.rope
     named = values | {"rope_scaling": yarn | {"mine": 1}}
-    with pytest.raises(ValueError, match="aren't known to have mine: name in `ignore` those"):
+    with pytest.raises(ValueError, match="aren't known to have mine: name .* in `ignore`"):
         DecoderConfig.from_hf(named)
     assert DecoderConfig.from_hf(named, ignore=["mine"]).rope == without.rope
 

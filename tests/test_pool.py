@@ -436,6 +436,9 @@ def test_the_system_s_own_memory_is_left_to_it_once(monkeypatch):
         left = 249 * GIB - other_gib * GIB - here - pool_limit.driver_bytes(here)
         assert 2 * GIB < left < 3 * GIB, "keeps the system alive"
     assert most(244 - 5, 2) == most(244) // 2, "two processes have taken 5 GiB each"
+    monkeypatch.setattr(pool, "resident_bytes", lambda: 0)
+    for available_gib in (0, 0.1, 1, 3, 10):
+        assert most(available_gib) <= available_gib * GIB * 4 / 5, "no more than there is"
 
 
 def test_memory_that_went_meanwhile_ends_a_start_with_words(gpu):

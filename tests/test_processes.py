@@ -294,7 +294,7 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(bot
             halves = [result["bytes"][kind] for result in pair]
             assert max(halves) < 0.6 * sum(halves), "each has half of it, and a little"
     for result, begin in zip(results, ("process 1: ", ""), strict=True):
-        told = f"(CheckpointError: {folder}/damaged is damaged: params/layer/w is not"
+        told = f"(CheckpointError: {folder}/damaged is damaged: params/layer/w differs"
         assert told in result["refused"], result["refused"]
         assert result["refused"].startswith(f"{begin}{folder}/damaged could not be read to its end")
     for result, told in zip(results, ("process 1: OSError", "OSError"), strict=True):

@@ -219,6 +219,8 @@ def test_batch_statistics_refuse_microbatches():
 
 def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch):
     monkeypatch.setattr("megatrain_jax._src.state.pool.available_bytes", lambda: 1000)
+    # A run may reuse its process's own memory, which earlier tests have filled.
+    monkeypatch.setattr("megatrain_jax._src.state.pool.resident_bytes", lambda: 0)
     earlier = pinned_arrays()
     with pytest.raises(MemoryError, match="4.50 KiB for state, .*`host_budget`.*Nothing was"):
         make()
@@ -316,8 +318,9 @@ def test_a_120b_decoder_is_planned_from_shapes():
     assert plan.update_mode == "deferred"
     assert plan.host_bytes >= 12 * plan.num_parameters
     tokens = 4 * 2048
-    # 6 N tokens, and 2 N more to compute each block again, plus attention and the optimizer.
-    assert 1.0 < plan.flops_per_step / (8 * plan.num_parameters * tokens) < 1.1
+    # 6 N tokens, and 2 N more for the parts computed again, plus attention and the optimizer.
+    again = 1 - plan.num_kept / plan.num_stages
+    assert 1.0 < plan.flops_per_step / ((6 + 2 * again) * plan.num_parameters * tokens) < 1.1
     assert "layers.0.part 1 … layers.23.part 1" in str(plan)
     assert "<table>" in plan._repr_html_()
 

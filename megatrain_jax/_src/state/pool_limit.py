@@ -76,9 +76,7 @@ def process_budget(total: int) -> int:
 
     Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
     """
-    left = total - _system_bytes(total)
-    pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
-    return left - driver_bytes(max(0, int(pools)))
+    return _beside_driver(total - min(_SYSTEM, total // _SYSTEM_SHARE))
 
 
 def process_budget_now(total: int, free: int) -> int:
@@ -89,12 +87,14 @@ def process_budget_now(total: int, free: int) -> int:
         free: Bytes that are available, or that these processes have taken already. The system's own
             memory is not among them.
     """
-    return process_budget(min(total, free + 3 * _system_bytes(total) // 8))
+    kept = min(5 * _SYSTEM // 8, free // _SYSTEM_SHARE)
+    return min(process_budget(total), _beside_driver(free - kept))
 
 
-def _system_bytes(total: int) -> int:
-    """The memory that is left to the system."""
-    return min(_SYSTEM, total // _SYSTEM_SHARE)
+def _beside_driver(left: int) -> int:
+    """The bytes that processes can take of `left`, as the driver takes some for their pools."""
+    pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
+    return left - driver_bytes(max(0, int(pools)))
 
 
 def pools_within(budget: int) -> int:
