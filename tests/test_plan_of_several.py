@@ -105,6 +105,10 @@ def test_axes_that_devices_divide_are_followed():
     def sums(y):
         return jax.lax.scan(lambda carry, row: (carry + row, carry), jnp.zeros(8), y)[0]
 
+    def row_or_sine(carry, row):
+        # A branch hands on the row itself, so no operation decides about its axes.
+        return carry + row, jax.lax.cond(carry[0, 0] > 0, lambda row: row, jnp.sin, row)
+
     def function(x, w, slab):
         w = w + placement.whole(slab).reshape(8, 8)
         y = jnp.einsum("btd,df->bft", x, w)
@@ -115,7 +119,7 @@ def test_axes_that_devices_divide_are_followed():
             y.sum(axis=0),
             y.reshape(-1, 8, 2, 4),
             placement.spread(w.reshape(-1)),
-            jax.lax.scan(lambda carry, row: (carry + row, 2 * row), jnp.zeros((8, 8)), y)[1],
+            jax.lax.scan(row_or_sine, jnp.zeros((8, 8)), y)[1],
             jax.vmap(sums)(y),
             jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, y),
             jnp.zeros((8, 8)).at[jnp.arange(4)].add(y[:, 0]),
