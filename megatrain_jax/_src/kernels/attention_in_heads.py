@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.wide_attention import in_pieces
@@ -28,9 +26,7 @@ def with_narrow_attention(kernel: Kernel, num_devices: int) -> Kernel:
 
         def divided(*args: Any) -> Any:
             traced = jx.trace(function, *args)
-            values = jax.tree.leaves(args)
-            found = in_pieces(traced.jaxpr, (), [*traced.consts, *values], num_devices)
-            return jax.tree.unflatten(traced.out_tree, found)
+            return traced.outputs(args, lambda jaxpr, ins: in_pieces(jaxpr, (), ins, num_devices))
 
         return divided
 

@@ -155,8 +155,7 @@ def _traced(function: Callable, args: Sequence[Any]) -> jx.Traced:
         return traced
 
     def opened(*args: Any) -> Any:
-        values = [*traced.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(traced.out_tree, _with_open_remats(traced.jaxpr, values))
+        return traced.outputs(args, _with_open_remats)
 
     return jx.without_dead_code(jx.trace(opened, *args))
 

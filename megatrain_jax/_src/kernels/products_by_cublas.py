@@ -94,10 +94,7 @@ def with_float8_by_cublas(function: Callable) -> Callable:
 
     def run(*args: Any) -> Any:
         traced = jx.trace(function, *args)
-        values = [*traced.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(
-            traced.out_tree, jx.evaluate(_with_algorithm(traced.jaxpr), values)
-        )
+        return traced.outputs(args, lambda jaxpr, ins: jx.evaluate(_with_algorithm(jaxpr), ins))
 
     return run
 

@@ -17,7 +17,6 @@ Example, with codes c and d, and their scales::
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
@@ -61,8 +60,7 @@ def with_scaled_sums(function: Callable) -> Callable:
             params = {**one.product.params, "preferred_element_type": jnp.dtype(jnp.float32)}
             return jx.bind(one.product.replace(params=params), ins)
 
-        values = [*traced.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(traced.out_tree, jx.evaluate_by(traced.jaxpr, values, compute))
+        return traced.outputs(args, lambda jaxpr, ins: jx.evaluate_by(jaxpr, ins, compute))
 
     return run
 

@@ -43,8 +43,7 @@ def with_scattered_sums(function: Callable) -> Callable:
                 return None
             return jx.bind(eqn, [value(atom) for atom in eqn.invars])
 
-        values = [*traced.consts, *jax.tree.leaves(args)]
-        return jax.tree.unflatten(traced.out_tree, jx.evaluate_by(traced.jaxpr, values, compute))
+        return traced.outputs(args, lambda jaxpr, ins: jx.evaluate_by(jaxpr, ins, compute))
 
     return run
 

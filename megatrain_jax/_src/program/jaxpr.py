@@ -39,6 +39,18 @@ class Traced:
     consts: tuple[Any, ...]
     out_tree: Any
 
+    def outputs(
+        self, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], Sequence[Any]]
+    ) -> Any:
+        """The tree of outputs for arguments.
+
+        Args:
+            args: The arguments, trees of arrays as in the trace.
+            evaluate: `evaluate(jaxpr, values)` returns the results for the jaxpr's inputs.
+        """
+        results = evaluate(self.jaxpr, [*self.consts, *jax.tree.leaves(args)])
+        return jax.tree.unflatten(self.out_tree, results)
+
 
 def trace(fn: Callable, *args: Any) -> Traced:
     """Traces `fn` on `args` (trees of arrays or ShapeDtypeStructs) without running it."""

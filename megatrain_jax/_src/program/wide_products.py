@@ -14,7 +14,6 @@ Example: the gradient of `w` in `y = x @ w`, with bfloat16 arrays::
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
@@ -39,11 +38,8 @@ def with_wide_products(
 
     def run(*args: Any) -> Any:
         traced = jx.trace(function, *args)
-        values = [*traced.consts, *jax.tree.leaves(args)]
         wide = [*are_wide, *[False] * (len(traced.jaxpr.outvars) - len(are_wide))]
-        return jax.tree.unflatten(
-            traced.out_tree, _evaluate(traced.jaxpr, values, wide, casts_operands)
-        )
+        return traced.outputs(args, lambda jaxpr, ins: _evaluate(jaxpr, ins, wide, casts_operands))
 
     return run
 

@@ -65,7 +65,7 @@ def adapter_products(jaxpr: Any, env: Mapping[Any, OperandTraits]) -> Numbers:
 
 
 def _weight_side(eqn: Any, ins: list[OperandTraits]) -> int | None:
-    """The side of a product on which its parameter is; None for other equations."""
+    """The side of a product with its parameter; None for equations without a parameter."""
     if eqn.primitive.name != "dot_general":
         return None
     sides = [side for side, t in enumerate(ins) if t.is_weight]
