@@ -57,6 +57,9 @@ SETTINGS = {
     "lion, int8 masters, int8 state": Setting(
         held={"master": "int8", "state": "int8"}, optimizer="lion", rate=_LION
     ),
+    "lion, int8 masters, int4 state": Setting(
+        held={"master": "int8", "state": "int4"}, optimizer="lion", rate=_LION
+    ),
     "adafactor, int8 masters": Setting(held={"master": "int8"}, optimizer="adafactor"),
     "muon, int8 masters, int4 state": Setting(
         held={"master": "int8", "state": "int4"}, optimizer="muon", yardstick="muon"
