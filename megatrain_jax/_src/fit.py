@@ -1,6 +1,5 @@
 """Trains a model in one call."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upg
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import (
     check_data,
@@ -217,6 +217,8 @@ def fit(
             if series is not None:
                 source.first = batch_digest(sample)
                 facts = series.resume(trainer) if resume else series.begin(trainer)
+            if series is not None and resume and facts is None:
+                _say_it_begins(series, trainer, loop)
             if series is not None and facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 # The sample was the data's first batch, which the run has already trained on.
@@ -300,6 +302,8 @@ def train(
             if facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 start = 0
+            elif resume:
+                _say_it_begins(series, trainer, loop)
         run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
 
@@ -333,6 +337,12 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
     return replace(run, **parts)
 
 
+def _say_it_begins(series: Checkpoints, trainer: Trainer, loop: LoopOptions) -> None:
+    """Says that there was no checkpoint to resume from, so that a wrong folder is noticed."""
+    if loop.progress and trainer.processes.is_first:
+        tqdm.write(f"No checkpoint in {series.folder} yet: starting from step {trainer.num_steps}.")
+
+
 def _go_on(
     series: Checkpoints,
     facts: Mapping[str, Any],
@@ -361,7 +371,7 @@ def _go_on(
             num_converted=series.num_converted,
         )
         if line is not None:
-            warnings.warn(line, stacklevel=3)
+            warn_user(line)
         if loop.progress:
             tqdm.write(f"Resumed from {path}.{upgraded(before, now)}")
     source.go_to(position, loop.progress and is_first)

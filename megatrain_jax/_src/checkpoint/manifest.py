@@ -46,11 +46,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, FileNotFoundError) and path.is_dir() and (saved := steps(path)):
-            one = path / str(saved[-1])
-            said = f"{path} is a folder of checkpoints: name one of them, such as {one}"
-            raise CheckpointError(said) from error
-        why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise CheckpointError(_missing(path)) from error
+        why = _unreadable(path, f"{MANIFEST} can't be read ({_reason(error)})")
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
@@ -85,7 +83,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     try:
         sizes = _sizes(path)
     except OSError as error:
-        raise read_error(f"{path} can't be read ({error})", error) from error
+        raise read_error(f"{path} can't be read ({_reason(error)})", error) from error
     wrong = [name for name, size in files.items() if sizes.get(name) != size]
     if wrong:
         raise CheckpointError(
@@ -120,6 +118,28 @@ def _sizes(path: Path) -> dict[str, int]:
 def _checksum(facts: Mapping[str, Any]) -> str:
     # JSON keeps the order of keys, so rereading gives the same text.
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+
+
+def _reason(error: Exception) -> str:
+    """The reason of an error, of a system error without its number and path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _missing(path: Path) -> str:
+    """The error of a path without a manifest."""
+    if path.is_dir() and (saved := steps(path)):
+        one = path / str(saved[-1])
+        return f"{path} is a folder of checkpoints: name one of them, such as {one}"
+    if path.is_dir():
+        return (
+            f"{path} is no whole checkpoint of megatrain_jax: it has no {MANIFEST}, which is "
+            "written last. Another program made it, or its writing was cut off"
+        )
+    there = "is a file, not the folder of a checkpoint" if path.exists() else "does not exist"
+    return (
+        f"{path} {there}. `fit` writes a folder for each saved step into its `checkpoint_dir`: "
+        "name one of them"
+    )
 
 
 def _unreadable(path: Path, why: str) -> CheckpointError:
