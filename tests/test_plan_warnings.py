@@ -62,8 +62,8 @@ def test_nothing_is_said_of_what_was_asked_for():
     assert not caught
 
 
-@pytest.mark.parametrize(("rows", "microbatches"), [(2**18, 1), (2**19, 2)])
-def test_wide_products_are_warned_of_where_they_cost_time(rows, microbatches):
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_wide_products_are_warned_of_where_they_cost_time(microbatches):
     """The threshold is 1e12 operations; each layer of this model takes 4 · 2 · 2¹⁸ per row."""
 
     def planned(rows, **options):
@@ -71,9 +71,9 @@ def test_wide_products_are_warned_of_where_they_cost_time(rows, microbatches):
         batch = {"x": jax.ShapeDtypeStruct((rows, 512), jnp.float32)}
         return mt.plan(params, wide, optax.sgd(0.1), batch, **options).warnings
 
-    (said,) = planned(rows, microbatches=microbatches)
+    (said,) = planned(2**18, microbatches=microbatches)
     assert "wider than bfloat16" in said and 'precision="float32"' in said
-    assert not planned(2**17) and not planned(rows, precision="float32")
+    assert not planned(2**17) and not planned(2**18, precision="float32")
 
 
 SCRIPT = """

@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(_missing(path)) from error
-        why = _unreadable(path, f"{MANIFEST} can't be read ({_reason(error)})")
+        why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
@@ -83,7 +83,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     try:
         sizes = _sizes(path)
     except OSError as error:
-        raise read_error(f"{path} can't be read ({_reason(error)})", error) from error
+        raise read_error(f"{path} can't be read ({error})", error) from error
     wrong = [name for name, size in files.items() if sizes.get(name) != size]
     if wrong:
         raise CheckpointError(
@@ -118,11 +118,6 @@ def _sizes(path: Path) -> dict[str, int]:
 def _checksum(facts: Mapping[str, Any]) -> str:
     # JSON keeps the order of keys, so rereading gives the same text.
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
-
-
-def _reason(error: Exception) -> str:
-    """The reason of an error, of a system error without its number and path."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _missing(path: Path) -> str:
