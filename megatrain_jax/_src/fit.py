@@ -216,9 +216,7 @@ def fit(
             first, facts = 0, None
             if series is not None:
                 source.first = batch_digest(sample)
-                facts = series.resume(trainer) if resume else series.begin(trainer)
-            if series is not None and resume and facts is None:
-                _say_it_begins(series, trainer, loop)
+                facts = _resumed(series, trainer, loop, resume=resume)
             if series is not None and facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 # The sample was the data's first batch, which the run has already trained on.
@@ -298,12 +296,10 @@ def train(
     with handed_over(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:
-            facts = series.resume(trainer) if resume else series.begin(trainer)
+            facts = _resumed(series, trainer, loop, resume=resume)
             if facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 start = 0
-            elif resume:
-                _say_it_begins(series, trainer, loop)
         run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
 
@@ -337,10 +333,18 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
     return replace(run, **parts)
 
 
-def _say_it_begins(series: Checkpoints, trainer: Trainer, loop: LoopOptions) -> None:
-    """Says that there was no checkpoint to resume from, so that a wrong folder is noticed."""
-    if loop.progress and trainer.processes.is_first:
+def _resumed(
+    series: Checkpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
+) -> Mapping[str, Any] | None:
+    """Restores the newest checkpoint if the run resumes; returns its facts, None without one."""
+    if not resume:
+        series.begin(trainer)
+        return None
+    facts = series.resume(trainer)
+    # So that a wrong folder is noticed.
+    if facts is None and loop.progress and trainer.processes.is_first:
         tqdm.write(f"No checkpoint in {series.folder} yet: starting from step {trainer.num_steps}.")
+    return facts
 
 
 def _go_on(
