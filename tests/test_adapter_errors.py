@@ -237,6 +237,12 @@ def test_precision_checks_its_dtypes():
         ValueError, match='give "float32" or "bfloat16", .* did you mean "bfloat16"'
     ):
         Precision(sums="bf16")
+    # 64-bit types are no advice where the dtype is refused with them, too.
+    for wide in ({"sums": "float64"}, {"state": "float64"}, {"master": {"*": "float64"}}):
+        with pytest.raises(ValueError, match=r"float64\S* must be one of bfloat16, float32"):
+            Precision(**wide)
+    with pytest.raises(ValueError, match=r"compute=int64\) must be a real floating"):
+        Precision(compute=np.int64)
     with pytest.raises(ValueError, match=r"master=float16\) must be one of bfloat16, float32"):
         Precision(master=jnp.float16)
     with pytest.raises(ValueError, match=r"state=float16\) must be one of bfloat16, float32"):

@@ -187,8 +187,8 @@ def test_each_difference_is_named_and_nothing_is_touched(tmp_path):
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
     trainer.save(tmp_path / "0")
     others = [
-        (CASES["linen_numbered"], "clip_adamw", r"params/Block_0/\S+ is missing"),
-        (CASES["nnx_tied"], "lion", r"opt_state/\S+ is missing"),
+        (CASES["linen_numbered"], "clip_adamw", r"another `model`(.|\n)*Block_0/\S+ is missing"),
+        (CASES["nnx_tied"], "lion", r"another `optimizer`(.|\n)*opt_state/\S+ is missing"),
         (CASES["dropout_nnx"], "clip_adamw", r"params/blocks/0/norm/scale is missing"),
     ]
     for other, optimizer, message in others:
@@ -201,11 +201,31 @@ def test_each_difference_is_named_and_nothing_is_touched(tmp_path):
         losses(second, [other.batch(0)])
     wide = mlp_trainer(width=24)
     mlp_trainer(width=16).save(tmp_path / "narrow")
-    with pytest.raises(CheckpointError, match=r"params/0/w is float32\[8,16\] there, but float32"):
+    with pytest.raises(
+        CheckpointError, match=r"params/0/w is float32\[8,16\] there, but"
+    ) as caught:
         wide.restore(tmp_path / "narrow")
+    assert "another `model`: other layers, sizes or names" in str(caught.value)
 
 
-def mlp_trainer(width=16):
+def test_the_likely_cause_of_unlike_arrays_comes_with_its_remedy(tmp_path):
+    narrow = mlp_trainer()
+    narrow.save(tmp_path / "all")
+    remedy = f"from its parameters: params='{tmp_path / 'all'}', with another `checkpoint_dir`"
+    for other in ({"optimizer": optax.sgd(0.1, momentum=0.9)}, {"trainable": "0/w"}):
+        with pytest.raises(CheckpointError, match=r"another `optimizer`, or .*`trainable`") as said:
+            mlp_trainer(**other).restore(tmp_path / "all")
+        assert remedy in str(said.value)
+    # The remedy works.
+    fresh = mlp_trainer(optimizer=optax.sgd(0.1, momentum=0.9), start=tmp_path / "all")
+    check_same_bits(fresh.params, narrow.params)
+    with jax.enable_x64(True):
+        mlp_trainer(precision=mt.Precision(master="float64")).save(tmp_path / "float64")
+    with pytest.raises(CheckpointError, match="another `precision`, or jax_enable_x64"):
+        narrow.restore(tmp_path / "float64")
+
+
+def mlp_trainer(width=16, optimizer=None, start=None, **options):
     params = [
         {"w": np.ones((8, width), np.float32)},
         {"w": np.ones((width, 1), np.float32)},
@@ -215,8 +235,8 @@ def mlp_trainer(width=16):
         return jnp.mean((jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]) ** 2)
 
     batch = {"x": np.ones((4, 8), np.float32)}
-    precision = mt.Precision(compute=jnp.float32)
-    return mt.Trainer(params, loss_fn, optax.adam(1e-2), batch, precision=precision)
+    optimizer, options = optimizer or optax.adam(1e-2), {"precision": "float32", **options}
+    return mt.Trainer(params, loss_fn, optimizer, batch, params=start, **options)
 
 
 def truncate(path):

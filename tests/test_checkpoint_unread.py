@@ -112,10 +112,43 @@ def test_a_newest_checkpoint_without_a_manifest_is_passed_over(tmp_path):
     (tmp_path / "6" / "megatrain.json").unlink()
     with pytest.raises(mt.CheckpointError, match="starts from step 0.*holds 2, 4, 6"):
         small.fit(tmp_path, 8, resume=False)
-    with pytest.warns(UserWarning, match="megatrain.json can't be read.*Resumed from step 4"):
+    with pytest.warns(UserWarning, match="6 .*has no megatrain.json.*Resumed from step 4"):
         again = small.fit(tmp_path, 8)
     assert small.losses(again) == small.expected(8)
     assert sorted(os.listdir(tmp_path)) == ["2", "4", "6.refused-1", "8"]
+
+
+def test_a_path_without_a_checkpoint_is_refused_in_words(trainer, saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    said = {
+        "nothing": "nothing does not exist. .*`checkpoint_dir`: name one of them",
+        "file": "file is a file, not the folder of a checkpoint",
+        "empty": "empty is no whole checkpoint .*: it has no megatrain.json",
+        str(saved.parent): f"is a folder of checkpoints: name one of them, such as {saved}",
+    }
+    for name, words in said.items():
+        with pytest.raises(mt.CheckpointError, match=words) as caught:
+            trainer.restore(tmp_path / name)
+        assert "Errno" not in str(caught.value)
+
+
+def test_a_run_says_that_it_found_no_checkpoint(tmp_path, capsys):
+    given = {"data": [small.batch(0)], "progress": True, "checkpoint_dir": tmp_path / "new"}
+    line = f"No checkpoint in {tmp_path / 'new'} yet: starting from step 0."
+
+    def said() -> str:
+        return capsys.readouterr().out
+
+    trainer = mt.fit(small.params(), small.loss_fn, optimizer=small.OPTIMIZER, **given).trainer
+    assert line in said()
+    mt.fit(small.params(), small.loss_fn, optimizer=small.OPTIMIZER, **given)
+    assert "No checkpoint" not in said()
+    given["checkpoint_dir"] = tmp_path / "other"
+    mt.train(trainer, **given)
+    assert "No checkpoint" not in said()
+    mt.train(trainer, **given | {"checkpoint_dir": tmp_path / "third"}, resume=True)
+    assert f"No checkpoint in {tmp_path / 'third'} yet: starting from step 2." in said()
 
 
 def test_an_orbax_checkpoint_of_others_is_not_set_aside(tmp_path):

@@ -173,10 +173,7 @@ def advised(fits_host: bool | None, fits_device: bool, enough: Any, **settings: 
     """The advice for a run that fits with the settings that a function accepts."""
     plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
 
-    def plan_with(changed: PlanSettings) -> Any:
-        return SimpleNamespace(fits_host=enough(changed), fits_device=enough(changed))
-
-    return advice(plan, PlanSettings(**settings), plan_with)
+    return advice(plan, PlanSettings(**settings), enough)
 
 
 def test_only_what_helps_is_advised():

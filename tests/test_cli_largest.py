@@ -15,6 +15,7 @@ from megatrain_jax._src.cli.largest import (
     fits,
     largest,
     largest_size,
+    least_host_bytes,
     round_number,
     shallow,
 )
@@ -143,6 +144,55 @@ def test_plans_of_one_model_build_it_once(tmp_path, monkeypatch):
         plans = [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
     assert len(built) == 1
     assert plans == [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "state": "compact"}])
+def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
+    sizes = TINY | {"hidden_size": 512, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = config_of(str(tmp_path))
+    planner = Planner(PlanSettings(gpu="H100", length=512, **settings))
+    with remembering():
+        few, whole = (planner.plan(of, 1, 512, least=True) for of in (shallow(config), config))
+    beside = few.host_process_bytes - few.host_pool_bytes
+    assert few.host_bytes < 0.8 * whole.host_bytes
+    least = least_host_bytes(few, config)
+    assert least < whole.host_process_bytes
+    assert 0.8 * whole.host_bytes < least - beside < whole.host_bytes
+
+
+def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
+    tmp_path, monkeypatch, capsys
+):
+    gib, planned = 2**30, []
+    per_layer = {"float32": 12 * gib, "compact": 4 * gib, "two_bytes": 2 * gib}
+
+    def plan(self, config, *shape, **options):
+        num, each = config.num_layers, per_layer[self.settings.state]
+        planned.append((num, self.settings.state))
+        row = SimpleNamespace(name="layers.0 … layers.9", count=num, host_bytes=each)
+        return SimpleNamespace(
+            groups=[row],
+            host_bytes=num * each,
+            host_peak_bytes=num * each + gib,
+            host_process_bytes=num * each + 3 * gib,
+            host_pool_bytes=num * each + gib,
+            fits_host=num * each + 3 * gib <= self.host_bytes,
+            fits_device=True,
+            seconds_per_step=1.0,
+            attention_flops_per_step=1,
+            by_kernels=(),
+        )
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 10}))
+    given = ["--gpu", "H100", "--tokens", "1024", "--length", "512", "--host", "30GiB"]
+    assert main(["plan", str(tmp_path), *given]) == 1
+    said = capsys.readouterr().out.partition("It does not fit: ")[2]
+    assert "It fits with --state two_bytes." in said
+    # The first plan was asked for.
+    assert {state for num, state in planned[1:] if num == 10} == {"two_bytes"}
+    assert {state for num, state in planned if num == 4} > {"two_bytes"}
 
 
 @pytest.mark.long

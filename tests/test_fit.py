@@ -163,6 +163,22 @@ def test_fit_names_a_batch_that_microbatches_do_not_divide():
         fit(build, squared_error, regression(1), adam(), microbatches=3, **OPTIONS)
 
 
+def test_a_later_batch_that_microbatches_do_not_divide_is_named_with_its_step(tmp_path):
+    good, bad = regression(3), regression(1, examples=7)
+    given = {"microbatches": 2, "checkpoint_dir": tmp_path, "checkpoint_every": 1, **OPTIONS}
+    words = "divide the 7 examples of the batch of training step {}: .*leave out a last batch"
+    with pytest.raises(ValueError, match=words.format(3)) as caught:
+        fit(build, squared_error, good[:2] + bad, adam(), **given)
+    assert "This was batch 3 of `data` (counted from 1)." in caught.value.__notes__
+    # Steps and batches are counted from the run's begin, also if it resumes.
+    with pytest.raises(ValueError, match=words.format(4)) as caught:
+        fit(build, squared_error, good + bad, adam(), **given)
+    assert "This was batch 4 of `data` (counted from 1)." in caught.value.__notes__
+    trainer = caught.value.result.trainer
+    with pytest.raises(ValueError, match=words.format(4)):
+        trainer.step(bad[0])
+
+
 def test_fit_hands_back_the_steps_done_when_data_runs_out():
     batches = regression(3)
     with pytest.raises(DataRanOutError, match="after 3 of `steps`=9 batches") as caught:

@@ -83,7 +83,7 @@ def words_of(plan):
         # Each byte between two devices is written to the host's memory and read there.
         "host memory, all transfers, a step 96.00 GiB 32 s",
         # At half the rate, attention's 100 take as long as 200 others.
-        "arithmetic of all devices, a step, 4 microbatches 400 TFLOP 12.5 s",
+        "microbatches 4 arithmetic of all devices, a step 400 TFLOP 12.5 s",
         "attention, of that 100 TFLOP 5 s, 25% of it",
         "loops, beside it 7K kernels 4 s more",
         "costliest products kept in 5 of 38 stages",

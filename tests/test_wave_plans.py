@@ -90,8 +90,19 @@ def test_the_plan_chooses_waves_that_save_time():
     assert chosen.seconds_per_step == pytest.approx(fastest, rel=0.03)
     assert chosen.seconds_per_step < 0.95 * one.seconds_per_step
     share = f"the link is busy for {chosen.link_share:.0%}"
-    assert f"waves of {16 // chosen.waves} microbatch" in str(chosen) and share in str(chosen)
-    assert "waves" not in str(one)
+    words = " ".join(str(chosen).split())
+    each = 16 // chosen.waves
+    said = f"microbatches 16 waves {chosen.waves} of {each} microbatch{'es' * (each > 1)} each"
+    assert f"{said}; {share}" in words
+    assert "waves" not in str(one) and "microbatches 16 arithmetic" in " ".join(str(one).split())
+
+
+def test_a_plan_says_how_many_microbatches_it_chose():
+    """One is a choice, too."""
+    for rows in BATCHES:
+        plan = planned(rows, microbatches="auto")
+        assert f" microbatches {plan.microbatches} " in " ".join(str(plan).split())
+    assert planned(64, microbatches="auto").microbatches == 1
 
 
 def test_a_single_microbatch_goes_in_one_wave_however_slow_it_is():

@@ -1,6 +1,5 @@
 """Trains a model in one call."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upg
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import (
     check_data,
@@ -216,7 +216,7 @@ def fit(
             first, facts = 0, None
             if series is not None:
                 source.first = batch_digest(sample)
-                facts = series.resume(trainer) if resume else series.begin(trainer)
+                facts = _resumed(series, trainer, loop, resume=resume)
             if series is not None and facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 # The sample was the data's first batch, which the run has already trained on.
@@ -296,7 +296,7 @@ def train(
     with handed_over(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:
-            facts = series.resume(trainer) if resume else series.begin(trainer)
+            facts = _resumed(series, trainer, loop, resume=resume)
             if facts is not None:
                 _go_on(series, facts, trainer, source, loop)
                 start = 0
@@ -333,6 +333,20 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
     return replace(run, **parts)
 
 
+def _resumed(
+    series: Checkpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
+) -> Mapping[str, Any] | None:
+    """Restores the newest checkpoint if the run resumes; returns its facts, None without one."""
+    if not resume:
+        series.begin(trainer)
+        return None
+    facts = series.resume(trainer)
+    # So that a wrong folder is noticed.
+    if facts is None and loop.progress and trainer.processes.is_first:
+        tqdm.write(f"No checkpoint in {series.folder} yet: starting from step {trainer.num_steps}.")
+    return facts
+
+
 def _go_on(
     series: Checkpoints,
     facts: Mapping[str, Any],
@@ -361,7 +375,7 @@ def _go_on(
             num_converted=series.num_converted,
         )
         if line is not None:
-            warnings.warn(line, stacklevel=3)
+            warn_user(line)
         if loop.progress:
             tqdm.write(f"Resumed from {path}.{upgraded(before, now)}")
     source.go_to(position, loop.progress and is_first)

@@ -1,7 +1,6 @@
 """A started run: its arrays, counts and history, and their way into checkpoints and back."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.history import History, as_json
 from megatrain_jax._src.kernels.loss_scale import as_facts, scaling_of
 from megatrain_jax._src.program.layers.index import Index, joined
@@ -219,7 +219,7 @@ class RunState:
         path = local_path(checks.path("path", path), "path")
         facts, num_converted = self.start_from(path)
         if num_converted:
-            warnings.warn(f"{path} {converted(num_converted)}.", stacklevel=3)
+            warn_user(f"{path} {converted(num_converted)}.")
         return facts
 
     def start_from(self, path: Path) -> tuple[dict[str, Any], int]:
@@ -255,8 +255,7 @@ class RunState:
             self.by_hand.forget()
             self.history = History(facts["history"])
         if training.partial is not None:
-            message = f"{path}: {training.partial}. Training goes on from there."
-            warnings.warn(message, stacklevel=3)
+            warn_user(f"{path}: {training.partial}. Training goes on from there.")
         return facts, len(others)
 
 

@@ -46,7 +46,8 @@ class RunSteps:
         """Checks a batch to train on; see `Trainer.check_batch`."""
         state = self._state
         num_devices = len(state.store.placement.local_devices)
-        check_batch(batch, state.spec.microbatches, num_devices=num_devices)
+        of = f"the batch of training step {state.training.num_steps + 1}"
+        check_batch(batch, state.spec.microbatches, num_devices=num_devices, of=of)
         check_like(batch, self._sample)
         state.spec.adapted.check_batch(batch)
 

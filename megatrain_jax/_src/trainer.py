@@ -94,7 +94,8 @@ class Trainer(ExplainedAttributes):
             progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Number of equal parts that each training batch is split into. The loss and
                 the gradient are the means over the parts. "auto" has the plan choose, by the memory
-                of the GPU, and with it the number of waves; 1 where there is no GPU.
+                of the GPU, and with it the number of waves; 1 where there is no GPU. A loss should
+                be a mean over examples then: a sum would depend on the number.
             waves: Number of equal groups of microbatches that go through forward and backward one
                 after another. Each fetches all weights, and holds activations of its own alone.
                 None has the plan choose; one where a parameter is read by several blocks, as a

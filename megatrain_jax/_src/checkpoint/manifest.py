@@ -46,10 +46,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, FileNotFoundError) and path.is_dir() and (saved := steps(path)):
-            one = path / str(saved[-1])
-            said = f"{path} is a folder of checkpoints: name one of them, such as {one}"
-            raise CheckpointError(said) from error
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise CheckpointError(_missing(path)) from error
         why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
@@ -120,6 +118,23 @@ def _sizes(path: Path) -> dict[str, int]:
 def _checksum(facts: Mapping[str, Any]) -> str:
     # JSON keeps the order of keys, so rereading gives the same text.
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+
+
+def _missing(path: Path) -> str:
+    """The error of a path without a manifest."""
+    if path.is_dir() and (saved := steps(path)):
+        one = path / str(saved[-1])
+        return f"{path} is a folder of checkpoints: name one of them, such as {one}"
+    if path.is_dir():
+        return (
+            f"{path} is no whole checkpoint of megatrain_jax: it has no {MANIFEST}, which is "
+            "written last. Another program made it, or its writing was cut off"
+        )
+    there = "is a file, not the folder of a checkpoint" if path.exists() else "does not exist"
+    return (
+        f"{path} {there}. `fit` writes a folder for each saved step into its `checkpoint_dir`: "
+        "name one of them"
+    )
 
 
 def _unreadable(path: Path, why: str) -> CheckpointError:

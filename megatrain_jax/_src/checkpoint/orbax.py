@@ -9,7 +9,7 @@ import asyncio
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -262,6 +262,7 @@ def check_arrays(
     found: Mapping[TreePath, jax.ShapeDtypeStruct],
     entries: Sequence[ArrayEntry],
     what: str,
+    cause: Callable[[Collection[TreePath], bool], str] | None = None,
 ) -> None:
     """Compares a checkpoint's arrays with the expected ones.
 
@@ -270,23 +271,30 @@ def check_arrays(
         found: Shapes and dtypes of its arrays, by path.
         entries: Entries of the expected arrays.
         what: Description of a checkpoint with different arrays, for the message.
+        cause: Returns sentences on the cause, for the message, from the paths that differ and
+            whether only dtypes do.
 
     Raises:
         CheckpointError: If they differ; the first differences are listed.
     """
     shown = {path: (array.shape, array.dtype.name) for path, array in found.items()}
     wanted = {entry.path: (entry.shape, entry.dtype) for entry in entries}
-    differences = [
-        *(f"{'/'.join(p)} is missing" for p in wanted if p not in shown),
-        *(f"{'/'.join(p)} is not part of this run" for p in shown if p not in wanted),
-        *(
-            f"{'/'.join(p)} is {described(*there)} there, but {described(*wanted[p])} here"
+    differences = {
+        **{p: f"{'/'.join(p)} is missing" for p in wanted if p not in shown},
+        **{p: f"{'/'.join(p)} is not part of this run" for p in shown if p not in wanted},
+        **{
+            p: f"{'/'.join(p)} is {described(*there)} there, but {described(*wanted[p])} here"
             for p, there in shown.items()
             if p in wanted and there != wanted[p]
-        ),
-    ]
+        },
+    }
     if differences:
-        raise CheckpointError(f"{folder} is {what}:{listed(differences)}")
+        both = [p for p in differences if p in shown and p in wanted]
+        only_dtypes = len(both) == len(differences) and all(
+            shown[p][0] == wanted[p][0] for p in both
+        )
+        said = f". {cause(differences, only_dtypes)} The arrays that differ" if cause else ""
+        raise CheckpointError(f"{folder} is {what}{said}:{listed([*differences.values()])}")
 
 
 class ChunkReader:

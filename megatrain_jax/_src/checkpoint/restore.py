@@ -28,6 +28,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all, read_error
 from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
+from megatrain_jax._src.checkpoint.likely_cause import likely_cause
 from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.layers.index import Index, selector
@@ -88,7 +90,8 @@ def check(
     others = other_forms(entries, coding_of(spec, entries), there, facts["coded"])
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
-    orbax.check_arrays(path, there, wanted, "a checkpoint of another model or optimizer")
+    cause = partial(likely_cause, path)
+    orbax.check_arrays(path, there, wanted, "a checkpoint of another model or optimizer", cause)
     return facts, others
 
 

@@ -21,11 +21,11 @@ import shutil
 import socket
 import stat
 import threading
-import warnings
 from datetime import datetime
 from pathlib import Path
 
 from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
 from megatrain_jax._src.state.processes import Processes
 
@@ -90,7 +90,7 @@ class Workspace:
                         f"{what} is in use by another run in this process, or by the one that "
                         "this call is made in. One at a time can write there."
                     )
-                warnings.warn(f"Waiting for what is still being written to {what}.", stacklevel=4)
+                warn_user(f"Waiting for what is still being written to {what}.")
                 while _held.get(self._real) is other:
                     _changed.wait(SECONDS_AT_A_TIME)
             try:
@@ -151,9 +151,8 @@ class Workspace:
                 try:
                     _delete(entry)
                 except OSError as error:
-                    warnings.warn(
+                    warn_user(
                         f"{entry}, left by a run that has ended, can't be deleted: {error}",
-                        stacklevel=4,
                     )
 
     def _leave(self) -> None:
@@ -237,10 +236,9 @@ def _take(path: Path, what: Path) -> int | None:
             raise CheckpointError(_in_use(what, lock)) from None
         except OSError as error:
             os.close(lock)
-            warnings.warn(
+            warn_user(
                 f"{path} can't be locked ({error}), so nothing keeps a second run from writing to "
                 f"{what}.",
-                stacklevel=5,
             )
             return None
         # Between opening and locking, the last holder may have removed the file; a lock on that

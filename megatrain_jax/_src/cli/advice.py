@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.largest import fits
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.common import checks
 
@@ -29,9 +28,7 @@ class _Option:
     cost: str
 
 
-def advice(
-    plan: mt.Plan, settings: PlanSettings, plan_with: Callable[[PlanSettings], mt.Plan]
-) -> str:
+def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSettings], bool]) -> str:
     """The missing memory, and the least intrusive options with which the run fits.
 
     Options are added in the order of `_options` until a plan fits; then unnecessary ones are left
@@ -41,13 +38,13 @@ def advice(
     Args:
         plan: A plan that doesn't fit the host, the device or both.
         settings: Its settings; options that they already have are not suggested.
-        plan_with: Function that plans the same run with changed settings; it takes seconds.
+        fits_with: Returns whether the same run fits with changed settings; it takes seconds.
     """
     lacking = ["host memory"] if plan.fits_host is False else []
     lacking += [] if plan.fits_device else ["GPU memory"]
 
     def is_enough(options: Sequence[_Option]) -> bool:
-        return fits(plan_with(_changed(settings, options)))
+        return fits_with(_changed(settings, options))
 
     text = f"not enough {' and '.join(lacking)}."
     chosen = _chosen(list(_options(settings, *lacking)), settings, is_enough)

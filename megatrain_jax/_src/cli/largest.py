@@ -34,6 +34,8 @@ _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 _STRIDE = 0.25
 # A model's state may take this factor less of the host per parameter than a small model's.
 _SLACK = 1.02
+# Later layers may be this factor smaller than the first ones.
+_UNEQUAL = 1.25
 # Contexts are multiples of this.
 _TOKENS = 1024
 
@@ -167,6 +169,15 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
 def fits(plan: Plan) -> bool:
     """Whether a plan fits the device, and the host unless its memory is unknown."""
     return bool(plan.fits_device) and plan.fits_host is not False
+
+
+def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
+    """The fewest host bytes of a model's state and its process, from a plan of a few layers."""
+    layers = [row for row in few.groups if row.name.startswith("layers.")]
+    each = sum(row.count * row.host_bytes for row in layers) / shallow(config).num_layers
+    missing = config.num_layers - shallow(config).num_layers
+    beside = (few.host_process_bytes or 0) - (few.host_pool_bytes or 0)
+    return few.host_bytes + missing * each / _UNEQUAL + beside
 
 
 def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:

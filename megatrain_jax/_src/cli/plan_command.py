@@ -15,7 +15,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.errors import in_options
-from megatrain_jax._src.cli.largest import fits, largest_size, shallow
+from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, shallow
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.garbage import leaving_garbage
@@ -42,18 +42,20 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
         print(remark)
     if not fits(plan):
 
-        def plan_with(changed: PlanSettings) -> mt.Plan:
+        def fits_with(changed: PlanSettings) -> bool:
             other = Planner(changed, planner.machine)
 
             def planned(config: DecoderConfig) -> mt.Plan:
                 return other.plan(config, tokens // changed.length, changed.length, least=True)
 
-            # A whole model takes seconds to plan, and no less of the GPU than a few of its layers.
-            few = planned(shallow(config))
-            return planned(config) if few.fits_device else few
+            # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
+            # layers, and these tell how much of the host its state takes at least.
+            few, host = planned(shallow(config)), other.host_bytes or math.inf
+            may_fit = few.fits_device and least_host_bytes(few, config) <= host
+            return may_fit and fits(planned(config))
 
         _announce_search()
-        print(f"It does not fit: {advice(plan, settings, plan_with)}")
+        print(f"It does not fit: {advice(plan, settings, fits_with)}")
         return 1
     return 0
 
@@ -90,10 +92,10 @@ def _advice(planner: Planner) -> str:
     config = config_of(planner.settings.model or smallest)
     _announce_search()
 
-    def plan_with(changed: PlanSettings) -> mt.Plan:
-        return Planner(changed, planner.machine).smallest(config)
+    def fits_with(changed: PlanSettings) -> bool:
+        return fits(Planner(changed, planner.machine).smallest(config))
 
-    return advice(planner.smallest(config), planner.settings, plan_with)
+    return advice(planner.smallest(config), planner.settings, fits_with)
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:

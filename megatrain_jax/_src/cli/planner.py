@@ -52,9 +52,12 @@ class Planner:
             "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
-        # No plan depends on the learning rate.
-        self._optimizer = optimizer_of(
-            settings.optimizer, 1e-5, clip=settings.clip, options=settings.optimizer_options
+        # No plan depends on the learning rate. Plans share what they compute for the same objects.
+        name, clip, given = settings.optimizer, settings.clip, settings.optimizer_options
+        self._optimizer = remembered(
+            "optimizer",
+            lambda: (name, clip, json.dumps(given, default=repr)),
+            lambda: optimizer_of(name, 1e-5, clip=clip, options=given),
         )
 
     def plan(
@@ -79,7 +82,7 @@ class Planner:
             model,
             models.next_token_loss,
             self._optimizer,
-            batch_shapes(rows, length),
+            remembered("batch", lambda: (rows, length), lambda: batch_shapes(rows, length)),
             precision=precision_of(
                 settings.state,
                 settings.master,

@@ -24,6 +24,7 @@ def check_batch(
     name: str = "batch",
     num_devices: int = 1,
     *,
+    of: str = "the batch",
     or_shapes: bool = False,
     fewer: str = _FEWER,
 ) -> None:
@@ -35,6 +36,7 @@ def check_batch(
         microbatches: Number of equal parts that the leading axis will be cut into.
         name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
+        of: The batch in words, for messages.
         or_shapes: Whether their `jax.ShapeDtypeStruct`s will do.
         fewer: The argument for `{n}` devices, for a message.
 
@@ -65,7 +67,8 @@ def check_batch(
     if examples % microbatches:
         raise ValueError(
             f"`microbatches`={microbatches} does not divide the {counted(examples, 'example')} of "
-            f"the batch: {_name(first_path, name)} has shape {first.shape}"
+            f"{of}: {_name(first_path, name)} has shape {first.shape}. Use a number that divides "
+            "every batch, and leave out a last batch with fewer examples"
         )
     # Each microbatch is divided by itself: every device has as many of its examples.
     if examples // microbatches % num_devices:
@@ -73,8 +76,8 @@ def check_batch(
         each = examples // microbatches
         most = max(n for n in range(1, num_devices) if each % n == 0)
         raise ValueError(
-            f"the {num_devices} devices can't share the {counted(each, 'example')}{parts} of the "
-            f"batch evenly: {_name(first_path, name)} has shape {first.shape}. Use a batch that "
+            f"the {num_devices} devices can't share the {counted(each, 'example')}{parts} of "
+            f"{of} evenly: {_name(first_path, name)} has shape {first.shape}. Use a batch that "
             f"{num_devices * microbatches} divides, or fewer devices: {fewer.format(n=most)}"
         )
 

@@ -121,7 +121,7 @@ class Precision:
             "frozen": None if self.frozen is None else _frozen(self.frozen),
             # Optimizer state of fp32 masters is fp32 anyway.
             "state": None if state == _FLOAT32 else state,
-            "sums": _sums(self.sums),
+            "sums": _allowed("sums", "", _dtype("sums", self.sums), _SUMS),
             "products": _products(self.products, self.compute),
         }
         # Pairs in place of mappings keep the record hashable, and the order of the patterns.
@@ -301,7 +301,7 @@ def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
 
 def _allowed(name: str, shown: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
     if dtype.name in allowed:
-        return dtype
+        return _enabled(name, dtype)
     shown = shown if shown.startswith("{") else dtype.name
     why = ""
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize:
@@ -319,11 +319,6 @@ def _frozen(given: Any) -> Any:
     if dtype == jnp.dtype("int8"):
         return dtype
     return _floating("frozen", dtype, ", int8 or nf4")
-
-
-def _sums(given: Any) -> Any:
-    dtype = _dtype("sums", given)
-    return _allowed("sums", dtype.name, dtype, _SUMS)
 
 
 def _products(given: Any, compute: Any) -> Any:
@@ -368,7 +363,7 @@ def _computing(given: Any) -> Any:
 
 def _floating(name: str, dtype: Any, other: str = "") -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
-        return dtype
+        return _enabled(name, dtype)
     raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype{other}.")
 
 
@@ -376,7 +371,7 @@ def _dtype(name: str, given: Any) -> Any:
     """The canonical form of a dtype.
 
     Raises:
-        ValueError: It is not a dtype, or JAX has it disabled.
+        ValueError: It is not a dtype.
     """
     try:
         if given is None:
@@ -389,6 +384,11 @@ def _dtype(name: str, given: Any) -> Any:
             f"Precision({name}={given!r}) is no dtype: give {_ALLOWED[name]}, or a dtype such as "
             f"jnp.float32{meant}"
         ) from error
+    return dtype
+
+
+def _enabled(name: str, dtype: Any) -> Any:
+    """Returns an allowed dtype, or raises a ValueError if JAX has it switched off."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"Precision({name}={dtype.name}) needs 64-bit types, which JAX has switched "

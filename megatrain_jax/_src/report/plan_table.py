@@ -108,6 +108,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         ["to the device, a step", size(plan.bytes_in), seconds(plan.seconds_in)],
         ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
         *_shared_cells(plan),
+        *_part_cells(plan),
         *_arithmetic_cells(plan),
         *_recompute_cells(plan),
         *_tile_cells(plan),
@@ -183,18 +184,23 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
+def _part_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of the number of microbatches, which the plan may have chosen, and of several waves."""
+    cells = [["microbatches", str(plan.microbatches), ""]]
+    if plan.waves > 1:
+        each = plan.microbatches // plan.waves
+        said = f"of {each} microbatch{'es' * (each > 1)} each"
+        busy = "" if plan.link_share is None else f"; the link is busy for {plan.link_share:.0%}"
+        cells.append(["waves", str(plan.waves), said + busy])
+    return cells
+
+
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     """Rows of a step's operations, of attention and loops if large, and of other kernels."""
     of_all = "" if plan.num_devices == 1 else " of all devices"
-    batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
-    name = f"arithmetic{of_all}, a step{batches}"
+    name = f"arithmetic{of_all}, a step"
     cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
-    if plan.waves > 1:
-        share = "" if plan.link_share is None else f"the link is busy for {plan.link_share:.0%}"
-        each = plan.microbatches // plan.waves
-        name = f"waves of {each} microbatch{'es' * (each > 1)}"
-        cells.append([name, str(plan.waves), share])
     if attention > _LARGE_SHARE * flops:
         said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
         cells.append(

@@ -1,7 +1,5 @@
 """Warnings about parts of a run that perform badly, reported at the user's own line."""
 
-import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,17 +7,20 @@ import numpy as np
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.options.precision import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
-_PACKAGE = __name__.partition(".")[0]
 # Below this number of parameters, a model fits any device as a whole.
 _WORTH_CUTTING = 2**24
 # Fraction of the parameters from which on a stage counts as most of the model.
 _MOST = 3 / 4
+# Operations of a step below which products in float32 cost a GPU milliseconds, or less than Python
+# takes to dispatch the step.
+_WORTH_NARROWING = 1e12
 
 
 class PlanWarning(UserWarning):
@@ -35,11 +36,8 @@ class PlanWarning(UserWarning):
 
 def warn_of(texts: Iterable[str]) -> None:
     """Warns of each text at the innermost line outside this package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
-        frame, level = frame.f_back, level + 1
     for text in texts:
-        warnings.warn(text, PlanWarning, stacklevel=level)
+        warn_user(text, PlanWarning)
 
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
@@ -102,19 +100,21 @@ def _one_stage(spec: RunSpec) -> list[str]:
 
 
 def _wide_products(spec: RunSpec) -> list[str]:
-    """Warns of computation that does not run in the compute dtype, which users rarely intend."""
+    """Warns of much computation outside the compute dtype, which users rarely intend."""
     compute = np.dtype(spec.precision.compute)
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     every = sum(count_flops(j, is_product) for j in jaxprs)
     # A router or a loss in fp32 takes a few percent, and is intended.
     wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
-    if wide <= every / 10:
+    # Forward, its recomputation, and backward.
+    if wide <= every / 10 or 4 * spec.microbatches * wide < _WORTH_NARROWING:
         return []
     return [
         f"{wide / every:.0%} of the matrix products have operands wider than "
         f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
         "(nnx.Embed does), a wide array in the batch, or a cast in the loss widens all that "
-        "follow: give it the compute dtype"
+        "follow: give it the compute dtype, or ask for the wider one, as in "
+        'precision="float32"'
     ]
 
 

@@ -5,7 +5,6 @@ finite is noticed only after a step or two more have been dispatched. Updates do
 store's `ok` is false, so those steps have changed nothing and are forgotten.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.kernels.loss_scale import can_be_halved
 from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
@@ -163,12 +163,11 @@ class Training:
         if "weight" not in metrics or float(jax.device_get(metrics["weight"])) != 0:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f'nothing counted in the batch of step {metrics.step}: the loss\'s metric "weight" is '
             "0, as where all labels are masked. The step updated nevertheless, by weight decay and "
             "momentum alone. Leave such batches out. Further steps like it have the weight 0 in "
             "their records, without a warning.",
-            stacklevel=2,
         )
 
     def _fail(self, metrics: StepMetrics) -> None:

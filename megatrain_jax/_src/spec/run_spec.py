@@ -39,6 +39,9 @@ from megatrain_jax._src.spec.cut_run import Cut, cut_program, cut_run
 from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 
+# Plans that are compared have a few numbers of microbatches each, for a model and its first layers.
+_MOST_CUTS = 12
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -255,10 +258,10 @@ def _make(
 
     # Blocks in any number of parts share the trace.
     def anew() -> tuple[TracedLoss, Cut]:
-        traced = remembered("traced loss", key, trace)
+        traced = remembered("traced loss", key, trace, _MOST_CUTS)
         return traced, cut_run(adapted, traced, optimizer, options, num_parts)
 
-    traced, cut = remembered("cut", lambda: (key(), num_parts), anew)
+    traced, cut = remembered("cut", lambda: (key(), num_parts), anew, _MOST_CUTS)
     layouts = _layouts(cut, options)
     try:
         first = bind_step(

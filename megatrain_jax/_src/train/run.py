@@ -96,7 +96,7 @@ class Run:
                 # A checkpoint without an evaluation doesn't tell if it was begun.
                 if left != 0 and (self.first or trainer.history.cut_off == before):
                     loop.evaluate_cut_off()
-                loop.run(Prefetch(some, trainer.check_batch, processes))
+                loop.run(Prefetch(some, trainer.check_batch, processes, self.first))
                 # A finished run may be called again with evaluation data.
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()

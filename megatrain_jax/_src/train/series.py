@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from contextlib import suppress
 from itertools import compress
 from os import PathLike
@@ -20,6 +19,7 @@ from megatrain_jax._src.checkpoint.folder import (
 )
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
@@ -250,10 +250,9 @@ class Checkpoints:
         # The number of converted arrays becomes a part of the one warning of changed settings.
         facts, self.num_converted = trainer.run_state.start_from(path)
         if "data" not in facts:
-            warnings.warn(
+            warn_user(
                 f"{path}, saved by hand or by `train`, has no position of `data`: as many "
                 "batches as it has steps are skipped.",
-                stacklevel=4,
             )
             facts["data"] = {"batches": step}
         return facts
@@ -269,9 +268,8 @@ class Checkpoints:
             where = f"It is called {aside.name} now"
         except OSError as reason:
             where = f"It can't be renamed ({reason})"
-        warnings.warn(
+        warn_user(
             f"{str(error).rstrip('.')}. Resumed from step {resumed} instead. {where}.",
-            stacklevel=4,
         )
 
     def _remove_oldest(self, workspace: Workspace) -> None:
@@ -291,7 +289,7 @@ class Checkpoints:
 
     def _leave_alone(self, step: int, why: str) -> None:
         self._left_alone.add(step)
-        warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
+        warn_user(f"{self.folder / str(step)} is left alone: {why}")
 
 
 def _none_usable(refused: dict[int, CheckpointError]) -> CheckpointError:

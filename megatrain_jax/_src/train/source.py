@@ -1,6 +1,5 @@
 """Draws batches from the user's data, and puts them on the device ahead of time."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.users_line import warn_user
 from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
@@ -181,18 +181,25 @@ class Prefetch(Iterator[Any]):
     several processes each have a part of the data, the data ends for all with the first that ends.
     """
 
-    def __init__(self, data: Iterable[Any], check: Callable[[Any], None], processes: Processes):
+    def __init__(
+        self,
+        data: Iterable[Any],
+        check: Callable[[Any], None],
+        processes: Processes,
+        first: int = 0,
+    ):
         """Starts iterating; draws nothing yet.
 
         Args:
             data: An iterable of batches.
             check: Raises a `TypeError` or `ValueError` if a batch, still on the host, is wrong.
             processes: The processes that each have a part of the data.
+            first: Number of batches before this data, for messages.
         """
         self._source = iter(data)
         self._ready: Any = _END
         self._check, self._processes = check, processes
-        self._drawn = 0
+        self._drawn = first
         self._ended = False
 
     def fill(self) -> None:
@@ -223,10 +230,9 @@ class Prefetch(Iterator[Any]):
             self._ready = _END
         if self._ended and not all(rows) and self._processes.is_first:
             first = [i for i, row in enumerate(rows) if row]
-            warnings.warn(
+            warn_user(
                 f"`data` has ended in {len(first)} of {len(rows)} processes, the first of them "
                 f"process {first[0]}: the batches left in all remaining processes are not used.",
-                stacklevel=4,
             )
 
     @property
