@@ -24,7 +24,7 @@ from megatrain_jax._src.spec.work import forward_work
 from megatrain_jax._src.state import cards
 from optimizers import OPTIMIZERS
 from oracle import open_model, plain_jit, train_plain
-from runs import check_close, check_same_bits, make_spec, make_trainer, recording, train
+from runs import Run, check_close, check_same_bits, make_spec, make_trainer, recording, train
 from zoo import CASES
 from zoo_case import Case
 
@@ -111,24 +111,21 @@ def test_runs_agree_with_plain_jax_and_to_the_bit_with_each_other(name, tmp_path
         check_same_bits(run.opt_state, rest.opt_state)
 
 
-def test_devices_share_one_scale():
-    case = CASES["equinox"]
+@pytest.mark.usefixtures("started_once_in_test")
+def test_devices_share_one_scale_within_any_budget():
+    case, optimizer = CASES["equinox"], OPTIMIZERS["clip_adamw"]
     batches = [case.batch(seed) for seed in range(2)]
-    alone, both = (
-        train(
-            make_trainer(
-                case,
-                OPTIMIZERS["clip_adamw"],
-                products=EVERY,
-                mesh=jax.make_mesh((number,), ("data",), devices=jax.devices()[:number]),
-            ),
-            batches,
-            gradients=False,
-        )
-        for number in (1, 2)
-    )
+
+    def run(number: int, budget: Any) -> Run:
+        mesh = jax.make_mesh((number,), ("data",), devices=jax.devices()[:number])
+        trainer = make_trainer(case, optimizer, products=EVERY, budget=budget, mesh=mesh)
+        return train(trainer, batches, gradients=False)
+
+    alone, both, streamed = run(1, 10**12), run(2, 10**12), run(2, "least")
     np.testing.assert_allclose(both.losses, alone.losses, rtol=1e-6)
     check_close(both.params, alone.params, 1e-5, "parameter")
+    assert streamed.losses == both.losses
+    check_same_bits(streamed.params, both.params)
 
 
 WIDE = 4096
@@ -351,6 +348,26 @@ def test_float8_is_refused_in_float64_and_on_a_card_without_it():
             Options(precision=precision, hardware=name)
     for name in ("H100", "RTX 4090", "L4", "B200"):
         Options(precision=precision, hardware=name)
+    Options(precision=mt.Precision(products={"head/*": None}), hardware="A100")
+    own = mt.Hardware(name="own", link_bytes_per_s=3e10, flops_per_s=1e15)
+    with pytest.raises(ValueError, match=r"own has none.*or give `float8_flops_per_s`"):
+        Options(precision=precision, hardware=own)
+    Options(precision=precision, hardware=dataclasses.replace(own, float8_flops_per_s=2e15))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: Options(precision="fp8"),
+        lambda: mt.Precision(compute="float8"),
+        lambda: mt.Precision(compute=jnp.float8_e4m3fn),
+    ],
+)
+def test_float8_in_another_place_is_refused_with_the_right_one(refused):
+    with pytest.raises(ValueError, match=r'float8, write Precision\(products="float8"\)'):
+        refused()
+    with pytest.raises(TypeError, match="did you mean `products`"):
+        mt.Precision(fp8=True)  # pyright: ignore[reportCallIssue]
 
 
 class FakeDevice:

@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
 from megatrain_jax._src.spec.step_kernels import step_kernels
@@ -22,9 +23,9 @@ from zoo import CASES
 SAMPLE = ("moe", "batchnorm_nnx")
 
 
-def stage_kernels(case):
+def stage_kernels(case, **options):
     """The jaxpr of each forward and backward of a case's stages, with its name."""
-    spec = make_spec(case, OPTIMIZERS["adam"])
+    spec = make_spec(case, OPTIMIZERS["adam"], **options)
     kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
     for kernel in dict.fromkeys(k for k in kernels if k.name in ("forward", "backward")):
         yield kernel.name, flat_jaxpr(kernel.build(), *(kernel.takes or ()))
@@ -58,6 +59,15 @@ def test_stages_of_the_zoo_in_tiles_give_what_they_give_whole(name, counts):
         whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
         seen += sum(check_same(jaxpr, k, args, whole) for k in counts)
     assert seen > 0
+
+
+def test_all_tiles_of_a_float8_product_have_one_scale():
+    precision = mt.Precision(compute=jnp.float32, products={"*": "float8"})
+    for name, jaxpr in stage_kernels(CASES["equinox"], precision=precision):
+        if name == "forward" and "f8_e4m3fn" in str(jaxpr):
+            assert check_same(jaxpr, 4, arguments(jaxpr))
+            return
+    raise AssertionError("no forward has products in float8")
 
 
 def rms_norm(x, scale):

@@ -35,13 +35,15 @@ def check_products(precision: Precision, machine: Hardware | None) -> None:
     Raises:
         ValueError: If it has no units for float8.
     """
-    if precision.products is None or machine is None or machine.float8_flops_per_s is not None:
+    if not precision.asks_for_float8 or machine is None or machine.float8_flops_per_s is not None:
         return
     given: Any = precision.products
     given = dict(given) if isinstance(given, tuple) else given
+    described = machine.source == "given"  # by the user, perhaps without this rate
+    hint = ", or give `float8_flops_per_s` in your Hardware(...)" if described else ""
     raise ValueError(
         f"Precision(products={given!r}) needs a GPU with units for float8, of compute capability "
-        f"8.9 or newer, but {machine.name} has none. Leave `products` out"
+        f"8.9 or newer, but {machine.name} has none. Leave `products` out{hint}"
     )
 
 

@@ -31,6 +31,8 @@ _ALLOWED = {
 }
 _MEANT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _MEANT |= {"f32": "float32", "fp64": "float64"} | {name: name for name in (NF4, "int8", "int4")}
+_FLOAT8 = ("float8", "fp8", "f8", "float8_e4m3fn", "float8_e5m2")
+_FLOAT8_HINT = 'for matrix products in float8, write Precision(products="float8")'
 
 # Names in Flax and other libraries, with this library's name.
 _hint = near_or_meant(
@@ -44,6 +46,8 @@ _hint = near_or_meant(
         "moments": "state",
         "gradients": "sums",
         "grad_dtype": "sums",
+        "matmul": "products",
+        **dict.fromkeys(_FLOAT8, "products"),
     }
 )
 
@@ -251,17 +255,19 @@ def precision_of(name: str, value: Any) -> Precision:
     """
     if isinstance(value, Precision):
         return value
-    if isinstance(value, str) and value in ("compact", "two_bytes"):
-        return getattr(Precision, value)()
-    if isinstance(value, str) and value in ("float32", "bfloat16", "float16"):
-        return Precision(compute=value)
-    if isinstance(value, str) and value == "auto":
-        return Precision()
     names = '"auto", "compact", "two_bytes", "float32", "bfloat16" or "float16"'
     allowed = f"a megatrain_jax.Precision, {names}"
     hint = "pass for example Precision(compute=jnp.bfloat16)"
-    error = ValueError if isinstance(value, str) else TypeError
-    raise error(refused(name, allowed, value, hint))
+    if not isinstance(value, str):
+        raise TypeError(refused(name, allowed, value, hint))
+    if value in ("compact", "two_bytes"):
+        return getattr(Precision, value)()
+    if value in ("float32", "bfloat16", "float16"):
+        return Precision(compute=value)
+    if value == "auto":
+        return Precision()
+    hint = _FLOAT8_HINT if value.lower() in _FLOAT8 else hint
+    raise ValueError(refused(name, allowed, value, hint))
 
 
 def _chosen(given: Any, path: str) -> Any:
@@ -337,10 +343,8 @@ def _products(given: Any, compute: Any) -> Any:
         if not isinstance(pattern, str):
             raise TypeError(refused("products", "a mapping whose paths are strings", pattern))
         if form is not None and not (isinstance(form, str) and form == "float8"):
-            raise ValueError(
-                f"Precision(products={given!r}) must be 'float8', None, or a mapping from paths "
-                "to these."
-            )
+            allowed = "'float8', None, or a mapping from paths to these"
+            raise ValueError(f"Precision(products={given!r}) must be {allowed}.")
     is_wide = compute is not None and jnp.dtype(compute) == jnp.dtype("float64")
     if any(form for _, form in pairs) and is_wide:
         raise ValueError(
@@ -356,7 +360,7 @@ def _computing(given: Any) -> Any:
     if dtype.name not in _COMPUTING:
         raise ValueError(
             f"Precision(compute={dtype.name}) is not supported: its range is too narrow for "
-            "gradients, even with a scaled loss. Use bfloat16, float16 or float32."
+            f"gradients, even with a scaled loss. Use bfloat16, float16 or float32; {_FLOAT8_HINT}."
         )
     return dtype
 
@@ -380,6 +384,7 @@ def _dtype(name: str, given: Any) -> Any:
     except Exception as error:  # NumPy reads strings of several kinds
         meant = _MEANT.get(given.lower()) if isinstance(given, str) else None
         meant = f'; did you mean "{meant}"?' if meant and f'"{meant}"' in _ALLOWED[name] else "."
+        meant = f"; {_FLOAT8_HINT}." if name == "compute" and given in _FLOAT8 else meant
         raise ValueError(
             f"Precision({name}={given!r}) is no dtype: give {_ALLOWED[name]}, or a dtype such as "
             f"jnp.float32{meant}"
