@@ -99,16 +99,9 @@ def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
     """The places to cut a stage between leaves of its own."""
     jaxpr, first = stage.jaxpr, len(stage.consts)
     variables = jaxpr.invars[first : first + len(stage.leaves)]
-    # Casts and transposes of leaves alone are no reads: each part repeats its own.
-    reads: dict[Any, frozenset[int]] = {v: frozenset() for v in jaxpr.invars[:first]}
-    reads |= {v: frozenset((at,)) for at, v in enumerate(variables)}
+    reads, reading = reads_of(stage)
     events: dict[int, list[int]] = {at: [] for at in own}
-    for p, eqn in enumerate(jaxpr.eqns):
-        ins = jx.variables(eqn.invars)
-        found = frozenset().union(*(reads.get(v, ()) for v in ins))
-        if all(v in reads for v in ins):
-            reads.update(dict.fromkeys(eqn.outvars, found))
-            continue
+    for p, found in reading:
         for at in found & events.keys():
             events[at].append(p)
     order = sorted((at for at in own if events[at]), key=lambda at: (events[at][0], at))
@@ -123,6 +116,30 @@ def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
         sizes=tuple(jx.num_bytes(variables[at].aval) for at in order),
         handed=(*handed, 0),
     )
+
+
+def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, frozenset[int]]]]:
+    """Finds the equations of a stage that read its leaves.
+
+    Casts and transposes of leaves alone are no reads: each part repeats its own.
+
+    Returns:
+        The leaves behind each variable made from leaves alone; the position of each equation that
+        reads leaves, with these leaves. Leaves are positions among the stage's.
+    """
+    jaxpr, first = stage.jaxpr, len(stage.consts)
+    reads: dict[Any, frozenset[int]] = {v: frozenset() for v in jaxpr.invars[:first]}
+    own = jaxpr.invars[first : first + len(stage.leaves)]
+    reads |= {v: frozenset((at,)) for at, v in enumerate(own)}
+    events: list[tuple[int, frozenset[int]]] = []
+    for p, eqn in enumerate(jaxpr.eqns):
+        ins = jx.variables(eqn.invars)
+        found = frozenset().union(*(reads.get(v, ()) for v in ins))
+        if all(v in reads for v in ins):
+            reads.update(dict.fromkeys(eqn.outvars, found))
+        elif found:
+            events.append((p, found))
+    return reads, events
 
 
 def _alive(jaxpr: Any, reads: Any) -> list[int]:
