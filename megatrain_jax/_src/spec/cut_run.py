@@ -19,8 +19,8 @@ from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.layers.stacks import Stack
 from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, in_parts, largest_block
 from megatrain_jax._src.program.loss.expert_leaves import (
-    NUMBERS_OF_GROUPS,
     UndividedError,
+    are_divisible,
     in_groups,
 )
 from megatrain_jax._src.program.loss.float8_stages import ProductChoice, with_float8_products
@@ -31,6 +31,10 @@ from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_o
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
 from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.state.groups import Grouping, group_leaves
+
+# Experts are divided where their state is what doesn't fit: in fp32, parameters, gradients and two
+# moments. Borders between them hand on the rows of all tokens, which are less.
+_WEIGHT_OF_EXPERTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,8 +123,8 @@ def _cut(
     has_smaller_parts = True
     if num_groups > 1:
         leaves = in_groups(leaves, num_groups, opened_for)
-        has_smaller_parts = num_groups < NUMBERS_OF_GROUPS[-1]
-        leaves = in_parts(leaves, opened_for(leaves), num_parts)
+        leaves = in_parts(leaves, opened_for(leaves), num_parts, _WEIGHT_OF_EXPERTS)
+        has_smaller_parts = are_divisible(leaves, num_groups)
     elif num_parts > 1:
         opened = opened_for(leaves)
         finest = in_parts(leaves, opened, NUMBERS_OF_PARTS[-1])

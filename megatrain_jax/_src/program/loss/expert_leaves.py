@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from megatrain_jax._src.common.dividing_experts import groups_among
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.layers.index import Range
+from megatrain_jax._src.program.layers.index import Range, range_of
 from megatrain_jax._src.program.loss.block_parts import reads_of
 from megatrain_jax._src.program.loss.stages import Program
 
@@ -64,6 +64,18 @@ def in_groups(
         if not any(len(leaf.shape) > 2 for leaf in leaves if leaf.parameter in parameters):
             break
     raise UndividedError
+
+
+def are_divisible(leaves: Sequence[Leaf], wanted: int) -> bool:
+    """Whether a larger number of groups than the wanted one makes smaller groups."""
+    is_last = wanted >= NUMBERS_OF_GROUPS[-1]
+    return not is_last and any(leaf.shape[0] > 1 for leaf in leaves if range_of(leaf.index))
+
+
+def num_groups(leaves: Sequence[Leaf]) -> int:
+    """The largest number of groups of one layer's experts; 1 if they are not divided."""
+    counts = Counter(leaf.parameter for leaf in leaves if range_of(leaf.index))
+    return max(counts.values(), default=1)
 
 
 def _candidates(leaves: Sequence[Leaf]) -> set[int]:
