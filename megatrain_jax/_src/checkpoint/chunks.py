@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatrain_jax._src.program.layers.index import Index, remaining, sliced_axes
+from megatrain_jax._src.program.layers.index import Index, range_of, remaining, sliced_axes
 
 # Maximum bytes of a chunk; several are written in parallel.
 MOST_BYTES = 512 << 20
@@ -88,12 +88,19 @@ class Grid:
         return all(c == 1 for c in chunk[:last])
 
     def cells(self, index: Index) -> Iterator[Cell]:
-        """The chunks of the slice at an index, in order; `divides` must hold."""
+        """The chunks of the slice at an index, in order; `divides` must hold.
+
+        A chunk may begin before a range of axis 0 and end after it. Elements are counted from the
+        begin of the range, so these have negative numbers.
+        """
         rows: list[Sequence[int]] = [range(count) for count in self.counts]
-        for axis, i in enumerate(index):
-            if i is not None:
-                rows[axis] = (i,)
         sliced, start = sliced_axes(index), 0
+        if (part := range_of(index)) is not None:
+            rows[0] = range(part.start // self.chunk[0], -(-part.stop // self.chunk[0]))
+            start = (rows[0][0] * self.chunk[0] - part.start) * math.prod(self.shape[1:])
+        else:
+            for axis in sliced:
+                rows[axis] = (index[axis],)  # pyright: ignore[reportArgumentType]
         for at in itertools.product(*rows):
             box = self._box(at)
             size = math.prod(part.stop - part.start for part in box)
@@ -117,6 +124,12 @@ def grid_of(shape: tuple[int, ...], index: Index, share: int, itemsize: int) -> 
         share: Elements of a slice per device.
         itemsize: Bytes per element.
     """
+    if (part := range_of(index)) is not None:
+        length = part.stop - part.start
+        first, *rest = chunk_of((length, *shape[1:]), share, itemsize)
+        # Chunks end where ranges end, so that each is written at once.
+        first = next(n for n in range(first, 0, -1) if length % n == 0)
+        return Grid(shape=tuple(shape), chunk=(first, *rest))
     sliced = sliced_axes(index)
     of_slice = iter(chunk_of(remaining(shape, sliced), share, itemsize))
     chunk = tuple(1 if axis in sliced else next(of_slice) for axis in range(len(shape)))

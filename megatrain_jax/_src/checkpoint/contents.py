@@ -28,7 +28,7 @@ import numpy as np
 from megatrain_jax._src.checkpoint.chunks import Grid, grid_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.layers.index import Index, numbers, sliced_axes
+from megatrain_jax._src.program.layers.index import Index, numbers, range_of, sliced_axes
 from megatrain_jax._src.runtime.store import Reader, Store
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.host_leaves import part_shape
@@ -174,8 +174,15 @@ def _parts(
         if part.per > 1:
             # Such a part has none of the array's own axes; the sliced axes come first.
             axes = sliced_axes(slices[0][0])
-            whole = (*(shape[axis] for axis in axes), *part_shape(layout, i, p))
+            own_shape = part_shape(layout, i, p)
+            whole = (*(shape[axis] for axis in axes), *own_shape)
             rows = [(numbers(index), place) for index, place in slices]
+            if range_of(slices[0][0]) is not None:
+                # Blocks of codes end where ranges end, so the parts of all ranges are one array's.
+                whole = (len(slices) * own_shape[0],)
+                rows = [
+                    ((range_of(index).of(shape[0], whole[0]),), place) for index, place in slices
+                ]
         own = (*path, part.name) if part.name else path
         entry = _entry(own, whole, jnp.dtype(part.dtype), rows)
         cuts = tuple(sorted((index for index, _ in slices), key=numbers))

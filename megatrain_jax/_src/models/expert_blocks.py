@@ -7,23 +7,18 @@ chosen experts are computed, however many there are, in few large products.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from megatrain_jax._src.common.dividing_experts import num_groups_of
 from megatrain_jax._src.models import expert_rows, kernel_checks
-from megatrain_jax._src.models.expert_functions import (
-    Expert,
-    LowRank,
-    Matrix,
-    Weights,
-    with_low_rank,
-)
+from megatrain_jax._src.models.expert_functions import Expert, Weights
+from megatrain_jax._src.models.expert_groups import mixed_in_groups
+from megatrain_jax._src.models.expert_turns import Places, added, of_blocks, weights_of
 
 _MAX_BLOCK = 1024
 # Bytes of fp32 gradient sums that one turn makes for its blocks. In bf16, the copied expert weights
@@ -56,45 +51,29 @@ def mix(
         An array with the dtype of `x`; shares and sums are in fp32.
     """
     num = jax.tree.leaves(weights)[0].shape[0]
-    if expert_rows.fits(x, chosen.size, weights) and kernel_checks.has_grouped_products():
+    num_groups = num_groups_of(num)
+    is_whole = num_groups == 1  # the kernels need the rows of all experts
+    if (
+        is_whole
+        and expert_rows.fits(x, chosen.size, weights)
+        and kernel_checks.has_grouped_products()
+    ):
         weights = jax.tree.map(jnp.asarray, weights)
         return expert_rows.mixed(expert, x, shares, weights, expert_rows.sort(chosen, num))
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
-    at_once = _blocks_at_once(weights, experts.size, block)
+    at_once = _blocks_at_once(weights, experts.size, block, num_groups)
     experts = jnp.pad(experts, (0, -experts.size % at_once), mode="edge").reshape(-1, at_once)
     # Unused rows get the number of an assignment past the end.
     assignments = jnp.full(experts.size * block, owner.size, jnp.int32)
     assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
-    return _mixed(expert, x, shares, weights, _Places(slots, assignments, experts))
-
-
-class _Places(NamedTuple):
-    """The places of tokens' assignments to experts, in blocks.
-
-    Attributes:
-        slots: The row of each assignment.
-        assignments: The assignment of each row; a number past the end if it has none.
-        experts: The expert of each block of rows, ascending.
-    """
-
-    slots: Int[Array, " assignments"]
-    assignments: Int[Array, " rows"]
-    experts: Int[Array, "turns blocks"]
-
-    def blocks(self, values: Float[Array, "..."], each: int) -> Float[Array, "turns blocks ..."]:
-        """Gives each row of the blocks its token's value; a token has `each` assignments.
-
-        Rows without an assignment get zeros.
-        """
-        rows = values.at[self.assignments // each].get(mode="fill", fill_value=0)
-        return rows.reshape(*self.experts.shape, -1, *values.shape[1:])
-
-    def collected(self, blocks: Float[Array, "turns blocks ..."], each: int) -> Float[Array, "..."]:
-        """Gives each token the values of its `each` assignments."""
-        rows = blocks.reshape(-1, *blocks.shape[3:])
-        return rows[self.slots].reshape(-1, each, *rows.shape[1:])
+    if num_groups > 1:
+        places = Places(slots, assignments, experts)
+        return mixed_in_groups(expert, x, shares, weights, places, num_groups)
+    # Blocks after the last used one hold zeros, so any expert may compute them.
+    places = Places(slots, assignments, jnp.minimum(experts, num - 1))
+    return _mixed(expert, x, shares, weights, places)
 
 
 # JAX's own derivative would add a gradient for all experts in every turn. It would also scatter
@@ -105,13 +84,13 @@ def _mixed(
     x: Float[Array, "tokens width"],
     shares: Float[Array, "tokens per_token"],
     weights: Weights,
-    places: _Places,
+    places: Places,
 ) -> Float[Array, "tokens width"]:
     """Passes tokens through their experts and adds the results, weighted by shares."""
 
     def turn(item):
         rows, numbers = item
-        return _of_blocks(expert)(rows, _of(weights, numbers))
+        return of_blocks(expert)(rows, weights_of(weights, numbers))
 
     each = shares.shape[1]
     out = jax.lax.map(turn, (places.blocks(x, each), places.experts))
@@ -125,17 +104,17 @@ def _forward(expert, x, shares, weights, places):
 
 def _backward(expert, saved, cotangents):
     x, shares, weights, places = saved
-    each, blocks = shares.shape[1], _of_blocks(expert)
+    each, blocks = shares.shape[1], of_blocks(expert)
 
     def turn(sums, item):
         rows, rows_shares, cotangent, numbers = item
-        out, transposed = jax.vjp(blocks, rows, _of(weights, numbers))
+        out, transposed = jax.vjp(blocks, rows, weights_of(weights, numbers))
         # Computed here, a share's gradient does not need the forward's results, which would be
         # recomputed only for it.
         cotangent = cotangent.astype(jnp.float32)
         dshares = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
         drows, dweights = transposed((cotangent * rows_shares[..., None]).astype(out.dtype))
-        return jax.tree.map(partial(_added, numbers), sums, dweights), (drows, dshares)
+        return jax.tree.map(partial(added, numbers), sums, dweights), (drows, dshares)
 
     # Several blocks of one expert add up in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
@@ -159,11 +138,11 @@ def _block_size(assignments: int, num: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _blocks_at_once(weights: Weights, num_blocks: int, block: int) -> int:
+def _blocks_at_once(weights: Weights, num_blocks: int, block: int, num_groups: int = 1) -> int:
     of_one = sum(4 * math.prod(array.shape[1:]) for array in jax.tree.leaves(weights))
-    # The work in `_added` grows with the square of this number: with half of a block's rows, it is
+    # The work in `added` grows with the square of this number: with half of a block's rows, it is
     # a sixth of backward's products.
-    most = max(1, min(num_blocks, _TURN_BYTES // of_one, block // 2))
+    most = max(1, min(num_blocks, _TURN_BYTES // (num_groups * of_one), block // 2))
     # Equal turns; otherwise the last turn could consist mostly of empty blocks.
     turns = -(-num_blocks // most)
     return -(-num_blocks // turns)
@@ -180,7 +159,7 @@ def _slots(
         block: Rows of a block.
 
     Returns:
-        The row of each assignment; the expert of each block.
+        The row of each assignment; the expert of each block, `num` for unused ones at the end.
     """
     n = owner.size
     # The maximum for any routing, because shapes are fixed when traced: each chosen expert leaves
@@ -197,51 +176,4 @@ def _slots(
     slots = jnp.zeros(n, jnp.int32).at[order].set(rows.astype(jnp.int32), unique_indices=True)
     ends = jnp.cumsum(blocks)
     experts = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
-    # Blocks after the last used one hold zeros, so any expert may compute them.
-    return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
-
-
-def _of_blocks(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
-    """Returns the function of blocks of rows, each with its own matrices."""
-    return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
-
-
-def _product(
-    x: Float[Array, "rows in"], matrix: Matrix, bias: Array | None = None, *, out_first: bool = True
-) -> Float[Array, "rows out"]:
-    if isinstance(matrix, LowRank):
-        return with_low_rank(x, matrix, _product)
-    y = x @ (matrix.T if out_first else matrix)
-    return y if bias is None else y + bias
-
-
-def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
-    def one(array):
-        # A model's parameters may be NumPy arrays outside a run.
-        return jnp.asarray(array).at[numbers].get(mode="promise_in_bounds")
-
-    return jax.tree.map(one, weights)
-
-
-def _added(
-    numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
-) -> Float[Array, "num ..."]:
-    """Adds each block's term to its expert's sum, in a deterministic order.
-
-    A scatter of terms with equal numbers would add them in any order on a GPU. So an expert's terms
-    are first summed by a product with zeros and ones, in the place of the first of them. For
-    numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1]. A term that
-    is not finite turns all sums of its turn into NaN.
-    """
-    place, first = jnp.arange(numbers.size), jnp.searchsorted(numbers, numbers)
-    of_first = (first == place[:, None]).astype(terms.dtype)
-    totals = jax.lax.dot_general(
-        of_first,
-        terms,
-        (((1,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=sums.dtype,
-    )
-    # All later places point past the last expert, so nothing is added there.
-    at = jnp.where(first == place, numbers, sums.shape[0] + place)
-    return sums.at[at].add(totals, mode="drop", unique_indices=True)
+    return slots, experts.astype(jnp.int32)

@@ -13,6 +13,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import flops_by_kind
 from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
+from megatrain_jax._src.program.loss.expert_leaves import num_groups
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.run_warnings import find_warnings
@@ -85,6 +86,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         keeps_costliest=schedule.lean,
         num_templates=num_templates,
         num_parts=spec.num_parts,
+        num_expert_groups=num_groups(spec.leaves),
         tiles=_tiles(step, grouping.names),
         num_again=len(step.workload.again),
         num_devices=devices,
@@ -224,6 +226,8 @@ def _excess(spec: RunSpec) -> str:
     named = (Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE)
     operations = " and ".join(dict.fromkeys(row.op.value for row in rows if row.op in named))
     parts = "" if spec.num_parts == 1 else f" with blocks in {spec.num_parts} parts"
+    count = num_groups(spec.leaves)
+    parts += "" if count == 1 else f" and experts in {count} groups"
     in_block = bool(groups) and spec.leaves[spec.grouping.leaves[groups[0]][0]].block is not None
     together = kept_together(spec.cut, spec.layouts) if in_block else ""
     return (

@@ -122,6 +122,8 @@ class Plan:
         num_templates: Templates that are compiled for the stages.
         num_parts: Number of parts that each block is cut into, because a whole block doesn't fit on
             the device: the fewest that fit; 1 if a whole block fits, or no number of parts.
+        num_expert_groups: Number of groups that the experts of each block are divided into, because
+            they don't fit together: the fewest that fit; 1 if they do, or there are none.
         tiles: The tiled stages, in order.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.
@@ -161,6 +163,7 @@ class Plan:
     is_measured: bool = False
     waves: int = 1
     num_parts: int = 1
+    num_expert_groups: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     float8_flops_per_step: int = 0

@@ -49,7 +49,10 @@ def title(plan: "Plan") -> str:
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
     # A run that doesn't fit has the number of parts that takes the least.
     purpose = "" if plan.fits_device is False else " to fit"
-    parts = "" if plan.num_parts == 1 else f", blocks cut into {plan.num_parts} parts{purpose}"
+    experts = plan.num_expert_groups
+    divided = "" if experts == 1 else f", experts into {experts} groups"
+    cut = f", blocks cut into {plan.num_parts} parts{divided}{purpose}"
+    parts = "" if plan.num_parts == 1 else cut
     return (
         f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
         f"from {plan.num_templates} templates{parts}; {plan.update_mode} update{devices}"

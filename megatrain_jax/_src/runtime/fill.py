@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_st
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.options.precision import NF4
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.layers.index import selector
+from megatrain_jax._src.program.layers.index import range_of, selector
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.codecs import held_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -33,7 +33,8 @@ def fill_store(
 ) -> None:
     """Fills a store without slabs with the model's and the optimizer's initial state.
 
-    Outside the store, at most one group exists at a time, or one parameter stacked over layers.
+    Outside the store, at most one group exists at a time, or one parameter stacked over layers, or
+    one block's experts.
 
     Args:
         spec: The run: its groups, their layouts and the optimizer.
@@ -47,9 +48,13 @@ def fill_store(
     # mix different models, so checksums are compared.
     if placement.processes.count > 1:
         initial = _noted(initial, digest)
-    slices = _unstacked(spec, store, initial)
+    slices = _unstacked(spec, store, initial, _stacked(spec))
     scalars: list[jax.Array] = []
     for g, leaves in enumerate(spec.grouping.leaves):
+        # The parts of a block follow each other, so only one block's experts wait at a time.
+        divided = {spec.leaves[i].parameter for i in leaves if range_of(spec.leaves[i].index)}
+        missing = {p for p in divided if not any(spec.leaves[i].parameter == p for i in slices)}
+        slices |= _unstacked(spec, store, initial, missing)
         whole = [i for i in leaves if i not in slices]
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
         by_leaf = dict(zip(whole, values, strict=True))
@@ -104,10 +109,19 @@ def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
     return dataclasses.replace(initial, leaves=leaves)
 
 
-def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int, jax.Array]:
-    """The slices of parameters stacked over layers, kept in host memory until they are packed."""
+def _stacked(spec: RunSpec) -> set[int]:
+    """The parameters stacked over layers."""
+    indices = {leaf.parameter: leaf.index for leaf in spec.leaves}
+    return {p for p, index in indices.items() if index and range_of(index) is None}
+
+
+def _unstacked(
+    spec: RunSpec, store: Store, initial: InitialValues, parameters: Collection[int]
+) -> dict[int, jax.Array]:
+    """The slices of some parameters, kept in host memory until they are packed."""
     rows = [(leaf.parameter, leaf.index, i) for i, leaf in enumerate(spec.leaves)]
-    stacked = sorted((row for row in rows if row[1]), key=lambda row: (row[0], row[2]))
+    own = (row for row in rows if row[0] in parameters)
+    stacked = sorted(own, key=lambda row: (row[0], row[2]))
     slices: dict[int, jax.Array] = {}
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         # All slices at once, because the groups come one by one and each would compute the whole

@@ -109,7 +109,9 @@ def _faster_in_parts(
     # With more than the minimum, whole blocks may use the rest.
     if whole.options.device_budget is not None or schedule.kept or has_more or not able:
         return whole
-    if (finer := _finer(whole)) is None:
+    finer = _finer(whole)
+    # Experts are divided by need only: parts of them pass on rows, which residuals don't pay for.
+    if finer is None or finer.num_groups > whole.num_groups:
         return whole
     trial = fitted(finer)
     fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
@@ -118,7 +120,7 @@ def _faster_in_parts(
 
 
 def _finer(spec: RunSpec) -> RunSpec | None:
-    """The run with blocks cut into more parts; None if it can't be cut further."""
+    """The run with smaller parts of blocks, or of their experts; None if there are none."""
     try:
         return spec.finer and spec.finer()
     except BudgetError:  # more parts pass more activations to each other

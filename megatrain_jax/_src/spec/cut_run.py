@@ -18,6 +18,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.layers.stacks import Stack
 from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, in_parts, largest_block
+from megatrain_jax._src.program.loss.expert_leaves import (
+    UndividedError,
+    are_divisible,
+    in_groups,
+)
 from megatrain_jax._src.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
 from megatrain_jax._src.program.loss.shared import without_block
@@ -26,6 +31,10 @@ from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_o
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
 from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.state.groups import Grouping, group_leaves
+
+# Experts are divided where their state is what doesn't fit: in fp32, parameters, gradients and two
+# moments. Borders between them hand on the rows of all tokens, which are less.
+_WEIGHT_OF_EXPERTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,8 @@ class Cut:
         program: The loss as stages.
         grouping: Groups of the leaves.
         optimizer: The optimizer's update, cut by group.
-        has_smaller_parts: Whether the largest part of a block becomes smaller with more parts.
+        has_smaller_parts: Whether the largest part of a block becomes smaller with more parts, or
+            its experts in more groups.
     """
 
     leaves: tuple[Leaf, ...]
@@ -53,6 +63,7 @@ def cut_run(
     optimizer: optax.GradientTransformation,
     options: Options,
     num_parts: int = 1,
+    num_groups: int = 1,
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
@@ -62,19 +73,24 @@ def cut_run(
 
     Args:
         adapted: The model.
-        traced: The loss.
+        traced: The loss, traced for experts in so many groups.
         optimizer: The optimizer.
         options: Options of the run.
         num_parts: Number of parts that each block is cut into.
+        num_groups: Number of groups that each block's experts are divided into.
 
     Raises:
+        UndividedError: No experts can be divided into groups.
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
     """
     trained = trainable_mask(options.trainable, adapted.paths)
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
-        return _cut(adapted, traced, optimizer, options, trained, every, num_parts)
+        return _cut(adapted, traced, optimizer, options, trained, every, num_parts, num_groups)
     except CoupledGroupsError as error:
+        if num_groups > 1:
+            # The optimizer needs several experts together, as factored statistics over them do.
+            raise UndividedError from error
         # The second try cuts only the stacks of scans. If these are all stacks, it would fail too.
         if every == scanned:
             raise
@@ -92,16 +108,25 @@ def _cut(
     trained: Sequence[bool],
     stacks: Sequence[Stack],
     num_parts: int,
+    num_groups: int = 1,
 ) -> Cut:
     """Cuts with one leaf per layer of the given stacks."""
-    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
-    has_smaller_parts = True
-    if num_parts > 1:
-        opened = remembered(
+
+    def opened_for(leaves: Sequence[Leaf]) -> Program:
+        return remembered(
             "opened program",
             lambda: (Same(traced), leaves),
             lambda: cut_loss(traced, leaves, opened=True),
         )
+
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+    has_smaller_parts = True
+    if num_groups > 1:
+        leaves = in_groups(leaves, num_groups, opened_for)
+        leaves = in_parts(leaves, opened_for(leaves), num_parts, _WEIGHT_OF_EXPERTS)
+        has_smaller_parts = are_divisible(leaves, num_groups)
+    elif num_parts > 1:
+        opened = opened_for(leaves)
         finest = in_parts(leaves, opened, NUMBERS_OF_PARTS[-1])
         leaves = in_parts(leaves, opened, num_parts)
         has_smaller_parts = largest_block(finest) < largest_block(leaves)

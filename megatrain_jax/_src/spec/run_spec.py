@@ -16,6 +16,7 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.batch_checks import naming_first_batch
@@ -24,10 +25,11 @@ from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
 from megatrain_jax._src.program.kernel_costs import EXPERTS, computed_by_kernels
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS
+from megatrain_jax._src.program.loss.expert_leaves import UndividedError
 from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.spec.block_ways import WAYS, Way, ends_blocks_of_codes, ways_after
 from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.spec.codecs import (
     check_paths,
@@ -68,6 +70,8 @@ class RunSpec:
         optimizer: The optimizer, cut by group.
         first: The training step for the first batch shape.
         num_parts: Number of parts that each block is cut into.
+        num_groups: Number of groups that each block's experts are divided into; see
+            `groups_among`.
         has_smaller_parts: See `Cut`.
         smallest: The same run in the number of parts that needs the fewest device bytes, if none
             fits on the device; otherwise None.
@@ -91,9 +95,10 @@ class RunSpec:
     optimizer: OptimizerCut
     first: BoundStep
     num_parts: int = 1
+    num_groups: int = 1
     has_smaller_parts: bool = True
     smallest: "RunSpec | None" = None
-    finer: "Callable[[], RunSpec] | None" = dataclasses.field(default=None, compare=False)
+    finer: "Callable[[], RunSpec | None] | None" = dataclasses.field(default=None, compare=False)
 
     @property
     def cut(self) -> Cut:
@@ -144,7 +149,8 @@ class RunSpec:
             microbatches = waves = 1
         # The store has the run's own leaves and groups, so they are used even if this loss would
         # suggest different ones.
-        traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
+        with experts_in_groups(self.num_groups):
+            traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
         cut = Cut(
             leaves=self.leaves,
             program=cut_program(traced, self.leaves, self.precision),
@@ -203,11 +209,10 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    parts: Sequence[int] = NUMBERS_OF_PARTS,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
-    Blocks are in as few parts as the budget allows; `parts` are the numbers to try, in this order.
+    Blocks are in as few parts as the budget allows, and experts are divided only if no parts fit.
     An automatic budget is the minimum here, because free memory is known only after compilation;
     see `fit_to_machine`.
 
@@ -215,18 +220,31 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
         BudgetError: If the device budget is too small, however blocks are cut.
     """
-    arguments = adapted, loss_fn, optimizer, sample_batch, options
+    found = _first_of((adapted, loss_fn, optimizer, sample_batch, options), WAYS)
+    assert found is not None, "blocks can always stay whole"
+    return found
+
+
+def _first_of(arguments: Any, ways: Sequence[Way]) -> RunSpec | None:
+    """The run with blocks cut in the first way that the budget allows; None if no way is possible.
+
+    Raises:
+        BudgetError: Some ways are possible, but the budget is too small for them.
+    """
     least: list[BudgetError] = []
-    for at, num_parts in enumerate(parts):
+    for at, way in enumerate(ways):
         try:
-            spec = _make(*arguments, num_parts)
+            spec = _make(*arguments, way)
         except BudgetError as error:
             least.append(error)
             continue
-        # If the largest part can't be cut, more parts only shorten its neighbours, once.
-        left = parts[at + 1 :] if spec.has_smaller_parts else parts[at + 1 : at + 2]
-        finer = functools.partial(make_run_spec, *arguments, left) if left else None
+        except UndividedError:
+            break  # then there are no more groups either
+        left = ways_after(way, ways[at + 1 :], spec.leaves, spec.has_smaller_parts)
+        finer = functools.partial(_first_of, arguments, left) if left else None
         return dataclasses.replace(spec, finer=finer)
+    if not least:
+        return None
     raise min(least, key=lambda error: error.smallest)
 
 
@@ -236,9 +254,10 @@ def _make(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    num_parts: int,
+    way: Way,
 ) -> RunSpec:
-    """The run with each block in `num_parts` parts; see `make_run_spec`."""
+    """The run with blocks cut in one way; see `make_run_spec`."""
+    num_parts, num_groups = way
     microbatches = options.microbatches
     assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
     # The only string is "minimum".
@@ -253,16 +272,18 @@ def _make(
         return *map(Same, objects), *dtypes, *numbers
 
     def trace() -> TracedLoss:
-        with naming_first_batch(sample_batch, microbatches):
+        with naming_first_batch(sample_batch, microbatches), experts_in_groups(num_groups):
             return _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
 
     # Blocks in any number of parts share the trace.
     def anew() -> tuple[TracedLoss, Cut]:
-        traced = remembered("traced loss", key, trace, _MOST_CUTS)
-        return traced, cut_run(adapted, traced, optimizer, options, num_parts)
+        traced = remembered("traced loss", lambda: (key(), num_groups), trace, _MOST_CUTS)
+        return traced, cut_run(adapted, traced, optimizer, options, num_parts, num_groups)
 
-    traced, cut = remembered("cut", lambda: (key(), num_parts), anew, _MOST_CUTS)
+    traced, cut = remembered("cut", lambda: (key(), way), anew, _MOST_CUTS)
     layouts = _layouts(cut, options)
+    if not ends_blocks_of_codes(cut, layouts):
+        raise UndividedError
     try:
         first = bind_step(
             (batch_key(sample_batch), True, loss_fn),
@@ -287,6 +308,7 @@ def _make(
         optimizer=cut.optimizer,
         first=first,
         num_parts=num_parts,
+        num_groups=num_groups,
         has_smaller_parts=cut.has_smaller_parts,
     )
 

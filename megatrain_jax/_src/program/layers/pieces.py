@@ -21,7 +21,13 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.program.layers import known
-from megatrain_jax._src.program.layers.index import Index, numbers, remaining, sliced_axes
+from megatrain_jax._src.program.layers.index import (
+    Index,
+    numbers,
+    range_of,
+    remaining,
+    sliced_axes,
+)
 
 # Binary operations that combine two slices in a reduction along a sliced axis.
 FOLDS = {
@@ -240,7 +246,23 @@ def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
     """The value with these slices, by index; a slice with index `()` is the value itself."""
     if () in slices:
         return slices[()]
-    axes = sliced_axes(next(iter(slices)))
+    one = next(iter(slices))
     rows = sorted(((numbers(i), v) for i, v in slices.items()), key=lambda row: row[0])
+    if (part := range_of(one)) is not None:
+        cells = [value for _, value in rows]
+        return Pieces(grid_of((len(cells),), cells), (0,), part.stop - part.start)
+    axes = sliced_axes(one)
     shape = [n + 1 for n in rows[-1][0]]
     return Pieces(grid_of(shape, [value for _, value in rows]), axes)
+
+
+def part_at(value: Value | Pieces, index: Index) -> Any:
+    """The part of a value at an index, as an array."""
+    if not index:
+        return stack(value).array
+    if (part := range_of(index)) is None:
+        return piece(value, sliced_axes(index), numbers(index)).array
+    run = part.stop - part.start
+    if isinstance(value, Pieces) and (value.axes, value.run) == ((0,), run):
+        return value.grid[part.start // run].array
+    return jax.lax.slice_in_dim(jax.numpy.asarray(stack(value).array), *part)

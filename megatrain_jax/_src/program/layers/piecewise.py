@@ -53,6 +53,8 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
         if name == "reshape" and isinstance(operand, Pieces):
             found = _regrouped(eqn, operand)
             return None if found is None else [found]
+        if name == "slice" and (found := _runs_within(eqn, operand)) is not None:
+            return [found]
         return _apart(eqn, ins)
     if is_elementwise(eqn):
         return _map(eqn, ins)
@@ -258,6 +260,26 @@ def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
         return None
     within = eqn.replace(params={**eqn.params, "new_sizes": after.shape(new)})
     return after.whole([_bound(within, [cell])[0] for cell in operand.grid.flat])
+
+
+def _runs_within(eqn, operand: Value | Pieces) -> Value | Pieces | None:
+    """The runs that a slice takes whole, if it begins and ends between runs."""
+    assert isinstance(operand, Pieces)
+    axis, run, params = operand.axes[0], operand.run, eqn.params
+    start, stop = params["start_indices"][axis], params["limit_indices"][axis]
+    if start % run or stop % run or set(params["strides"] or (1,)) != {1}:
+        return None
+    starts, stops = list(params["start_indices"]), list(params["limit_indices"])
+    starts[axis], stops[axis] = 0, run
+    within = eqn.replace(
+        params={**params, "start_indices": tuple(starts), "limit_indices": tuple(stops)}
+    )
+    taken = operand.grid[start // run : stop // run]
+    shape = list(eqn.invars[0].aval.shape)
+    shape[axis] = run
+    is_whole = stops == shape and not any(starts)
+    cells = [cell if is_whole else _bound(within, [cell])[0] for cell in taken]
+    return cells[0] if len(cells) == 1 else Pieces(grid_of((len(cells),), cells), (axis,), run)
 
 
 def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:

@@ -38,7 +38,7 @@ class _Cuts:
 
     Attributes:
         leaves: Positions of the leaves among the stage's.
-        sizes: Bytes of each of them.
+        sizes: Bytes of each of them, weighted.
         handed: Bytes that a cut before each leaf hands on, and one behind the last; 0 at the
             stage's own borders, None where there can be no cut.
     """
@@ -48,7 +48,9 @@ class _Cuts:
     handed: tuple[int | None, ...]
 
 
-def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[Leaf, ...]:
+def in_parts(
+    leaves: Sequence[Leaf], program: Program, num_parts: int, weight: int = 1
+) -> tuple[Leaf, ...]:
     """The leaves, with each block cut into so many parts, or as many as it can be cut into.
 
     Args:
@@ -56,6 +58,8 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
         program: The program, with each `remat` opened, or a block in one would have no place to
             be cut at.
         num_parts: Number of parts of a block.
+        weight: Bytes on the device for each byte of a leaf, with its state and gradient, relative
+            to those of a value that is handed on.
     """
     block_of: dict[int, ModelPath] = {}
     cut: set[ModelPath] = set()
@@ -68,7 +72,7 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
         done.add(block)
         assert block is not None
         own = [at for at, i in enumerate(stage.leaves) if leaves[i].block == block]
-        parts = _parts(_cuts(stage, own), num_parts)
+        parts = _parts(_cuts(stage, own, weight), num_parts)
         if len(parts) > 1:
             cut.add(block)
             for number, part in enumerate(parts, 1):
@@ -95,20 +99,13 @@ def whole_block(block: ModelPath) -> ModelPath:
     return block[:-1] if str(block[-1]).startswith(_PART) else block
 
 
-def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
+def _cuts(stage: Stage, own: Sequence[int], weight: int) -> _Cuts:
     """The places to cut a stage between leaves of its own."""
     jaxpr, first = stage.jaxpr, len(stage.consts)
     variables = jaxpr.invars[first : first + len(stage.leaves)]
-    # Casts and transposes of leaves alone are no reads: each part repeats its own.
-    reads: dict[Any, frozenset[int]] = {v: frozenset() for v in jaxpr.invars[:first]}
-    reads |= {v: frozenset((at,)) for at, v in enumerate(variables)}
+    reads, reading = reads_of(stage)
     events: dict[int, list[int]] = {at: [] for at in own}
-    for p, eqn in enumerate(jaxpr.eqns):
-        ins = jx.variables(eqn.invars)
-        found = frozenset().union(*(reads.get(v, ()) for v in ins))
-        if all(v in reads for v in ins):
-            reads.update(dict.fromkeys(eqn.outvars, found))
-            continue
+    for p, found in reading:
         for at in found & events.keys():
             events[at].append(p)
     order = sorted((at for at in own if events[at]), key=lambda at: (events[at][0], at))
@@ -120,9 +117,33 @@ def _cuts(stage: Stage, own: Sequence[int]) -> _Cuts:
         handed.append(min((alive[p] for p in places), default=None))
     return _Cuts(
         leaves=tuple(order),
-        sizes=tuple(jx.num_bytes(variables[at].aval) for at in order),
+        sizes=tuple(weight * jx.num_bytes(variables[at].aval) for at in order),
         handed=(*handed, 0),
     )
+
+
+def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, frozenset[int]]]]:
+    """Finds the equations of a stage that read its leaves.
+
+    Casts and transposes of leaves alone are no reads: each part repeats its own.
+
+    Returns:
+        The leaves behind each variable made from leaves alone; the position of each equation that
+        reads leaves, with these leaves. Leaves are positions among the stage's.
+    """
+    jaxpr, first = stage.jaxpr, len(stage.consts)
+    reads: dict[Any, frozenset[int]] = {v: frozenset() for v in jaxpr.invars[:first]}
+    own = jaxpr.invars[first : first + len(stage.leaves)]
+    reads |= {v: frozenset((at,)) for at, v in enumerate(own)}
+    events: list[tuple[int, frozenset[int]]] = []
+    for p, eqn in enumerate(jaxpr.eqns):
+        ins = jx.variables(eqn.invars)
+        found = frozenset().union(*(reads.get(v, ()) for v in ins))
+        if all(v in reads for v in ins):
+            reads.update(dict.fromkeys(eqn.outvars, found))
+        elif found:
+            events.append((p, found))
+    return reads, events
 
 
 def _alive(jaxpr: Any, reads: Any) -> list[int]:

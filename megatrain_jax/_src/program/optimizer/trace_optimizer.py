@@ -30,11 +30,12 @@ from megatrain_jax._src.program.layers.index import (
     Index,
     index_of,
     numbers,
+    range_of,
     remaining,
     shown,
     sliced_axes,
 )
-from megatrain_jax._src.program.layers.pieces import Pieces, Value, piece, stack, stacked
+from megatrain_jax._src.program.layers.pieces import Pieces, Value, part_at, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -240,27 +241,26 @@ class LeafMap:
         self.group_of = tuple(group_of)
         self.groups = jx.members(group_of, num_groups)
         groups: list[dict[tuple[int, ...], int]] = [{} for _ in traced.param_shapes]
-        axes: list[tuple[int, ...]] = [()] * len(traced.param_shapes)
+        indices: list[list[Index]] = [[] for _ in traced.param_shapes]
         for leaf, group in zip(leaves, group_of, strict=True):
             groups[leaf.parameter][numbers(leaf.index)] = group
-            axes[leaf.parameter] = sliced_axes(leaf.index)
+            indices[leaf.parameter].append(leaf.index)
         self.tokens: list[StateLeaf] = []
         self.likely: list[int | None] = []
         for j, shape in enumerate(traced.state_shapes):
             p = traced.state_of[j]
-            found = None
-            if p is not None and axes[p]:
-                found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
-            own = found or ()
-            mirrors = p if p is not None and traced.param_shapes[p] == shape.shape else None
-            # Without axes there is one position, `()`: the whole leaf is one token.
-            for at in np.ndindex(*(shape.shape[a] for a in own)):
-                index = index_of(own, at)
+            whole = None if p is None else traced.param_shapes[p]
+            cuts: list[Index] = [()]
+            if p is not None and whole is not None:
+                cuts = _cuts_of_state(whole, indices[p], shape.shape)
+            mirrors = p if whole == shape.shape else None
+            for index in cuts:
                 name = traced.state_names[j] + shown(index)
                 self.tokens.append(
-                    StateLeaf(name=name, leaf=j, index=index, shape=remaining(shape.shape, own),
+                    StateLeaf(name=name, leaf=j, index=index, shape=_part(shape.shape, index),
                               dtype=shape.dtype, mirrors=mirrors)
                 )  # fmt: skip
+                at = numbers(index)
                 self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
 
     @staticmethod
@@ -283,7 +283,7 @@ class LeafMap:
 
     def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
         """One array per leaf, from whole parameters: the inverse of `params`."""
-        return [_take(params[leaf.parameter], leaf.index) for leaf in self.leaves]
+        return [part_at(params[leaf.parameter], leaf.index) for leaf in self.leaves]
 
     def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
         """Whole flat state, from one array per token."""
@@ -294,7 +294,31 @@ class LeafMap:
 
     def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
         """One array per token, from whole flat state: the inverse of `state`."""
-        return [_take(state[token.leaf], token.index) for token in self.tokens]
+        return [part_at(state[token.leaf], token.index) for token in self.tokens]
+
+
+def _cuts_of_state(
+    whole: tuple[int, ...], indices: Sequence[Index], shape: tuple[int, ...]
+) -> list[Index]:
+    """The indices of the arrays in which a parameter's state is stored; `()` if it is whole.
+
+    Args:
+        whole: Shape of the parameter.
+        indices: The indices of its leaves.
+        shape: Shape of its state.
+    """
+    if range_of(indices[0]) is not None:
+        return list(indices) if _axes_within(whole, (0,), shape) == (0,) else [()]
+    axes = sliced_axes(indices[0])
+    own = axes and _axes_within(whole, axes, shape) or ()
+    return [index_of(own, at) for at in np.ndindex(*(shape[a] for a in own))]
+
+
+def _part(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """The shape of the part of an array at an index."""
+    if (part := range_of(index)) is not None:
+        return (part.stop - part.start, *shape[1:])
+    return remaining(shape, sliced_axes(index))
 
 
 def _axes_within(
@@ -312,9 +336,3 @@ def _axes_within(
         if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
             return tuple(kept.index(a) for a in axes)
     return None
-
-
-def _take(value: Value | Pieces, index: Index) -> Any:
-    if not index:
-        return stack(value).array
-    return piece(value, sliced_axes(index), numbers(index)).array

@@ -1,0 +1,247 @@
+"""Experts divided into groups where one layer's don't fit: by need only, and as exact as ever."""
+
+import dataclasses
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import megatrain_jax as mt
+from inside import spec_of
+from megatrain_jax._src.common.dividing_experts import experts_in_groups
+from megatrain_jax._src.models.expert_blocks import mix
+from megatrain_jax._src.models.expert_functions import gated
+from megatrain_jax._src.program.loop_kernels import count_loops
+from megatrain_jax._src.program.loss.expert_leaves import num_groups
+from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.spec import run_spec
+from megatrain_jax._src.spec.block_ways import Way
+from megatrain_jax.models import Decoder
+from optimizers import OPTIMIZERS
+from oracle import train_plain
+from runs import check_close, check_same_bits, make_spec, make_trainer, train
+from test_models_training import EXPERTS, SMALL, batch, packed_loss, plain_loss
+from zoo_case import Case
+
+
+@cache
+def decoder(num: int = 8, per_token: int = 2, tokens: int = 12, loss_fn=packed_loss) -> Case:
+    """A decoder in which experts are most of a layer."""
+    layers = (0, 1)
+    experts = dataclasses.replace(
+        EXPERTS, num=num, per_token=per_token, intermediate_size=64, layers=layers
+    )
+    config = dataclasses.replace(SMALL, hidden_size=32, num_layers=2, experts=experts)
+    return Case(
+        name="experts",
+        build=lambda: lambda: Decoder(config, rngs=nnx.Rngs(0)),
+        loss_fn=loss_fn,
+        blocks=2,
+        templates=1,
+        batch=lambda seed: batch(seed, tokens, 2),
+    )
+
+
+def only(monkeypatch, *ways: Way) -> None:
+    """Lets runs cut blocks in these ways alone; each way takes seconds to plan."""
+    monkeypatch.setattr(run_spec, "WAYS", ways)
+
+
+def least_of(spec):
+    return spec.first.schedule.smallest_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_training_by_groups_agrees_with_plain_jax(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    num, per_token, tokens = (int(rng.integers(*ends)) for ends in ((3, 6), (1, 4), (9, 30)))
+    # Microbatches with equally many labels that count.
+    case = decoder(2 * num, per_token, tokens, plain_loss)
+    name = str(rng.choice(["clip_adamw", "adamw_schedule", "adafactor"]))
+    only(monkeypatch, Way(1), Way(3), Way(3, 2), Way(5, 4))
+    options = {"microbatches": int(rng.choice([1, 2]))}
+    make = OPTIMIZERS[name]
+    with pytest.raises(BudgetError) as refused:
+        make_spec(case, make, device_budget=1024, **options)
+    trainer = make_trainer(case, make, budget=refused.value.smallest, **options)
+    assert num_groups(spec_of(trainer).leaves) > 1
+    batches = [case.batch(seed) for seed in range(3)]
+    run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
+    check_close(run.params, plain.params, 2e-5, "parameter")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+
+
+def foreign(takes_all: bool) -> Case:
+    """A tree of arrays with experts as an axis of each product, or in one ragged product."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), jnp.float32)
+
+    def block():
+        return {
+            "proj": normal(16, 16),
+            "experts": {"up": normal(4, 16, 64), "bias": normal(4, 64), "down": normal(4, 64, 16)},
+            "router": normal(16, 4),
+        }
+
+    model = {
+        "embed": normal(40, 16),
+        "blocks": [block() for _ in range(2)],
+        "head": normal(16, 40),
+    }
+
+    def mixed(p, x):
+        shares = jax.nn.softmax(x @ p["router"])
+        up, bias, down = (p["experts"][name] for name in ("up", "bias", "down"))
+        if takes_all:
+            rows = jnp.tile(x, (4, 1))
+            sizes = jnp.full(4, len(x), jnp.int32)
+            hidden = jax.lax.ragged_dot(rows, up, sizes) + jnp.repeat(bias, len(x), 0)
+            out = jax.lax.ragged_dot(jnp.tanh(hidden), down, sizes).reshape(4, *x.shape)
+        else:
+            hidden = jnp.einsum("td,edf->etf", x, up) + bias[:, None]
+            out = jnp.einsum("etf,efd->etd", jnp.tanh(hidden), down)
+        return jnp.einsum("te,etd->td", shares, out)
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["inputs"]].reshape(-1, 16)
+        for p in params["blocks"]:
+            x = x + jnp.tanh(x @ p["proj"])
+            x = x + mixed(p, x)
+        logits = x @ params["head"]
+        labels = batch["targets"].reshape(-1)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return Case(
+        name="foreign",
+        build=lambda: model,
+        loss_fn=loss_fn,
+        blocks=2,
+        templates=1,
+        batch=lambda seed: {k: v for k, v in batch(seed, 6, 2).items() if k != "segments"},
+    )
+
+
+def test_products_with_the_experts_as_an_axis_are_divided_in_any_model(monkeypatch):
+    case, make = foreign(False), OPTIMIZERS["clip_adamw"]
+    only(monkeypatch, Way(1), Way(8), Way(3, 2))
+    with pytest.raises(BudgetError) as refused:
+        make_spec(case, make, device_budget=1024)
+    trainer = make_trainer(case, make, budget=refused.value.smallest)
+    assert num_groups(spec_of(trainer).leaves) == 2
+    batches = [case.batch(seed) for seed in range(2)]
+    run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
+    check_close(run.params, plain.params, 2e-5, "parameter")
+
+
+def test_experts_that_one_operation_takes_stay_together(monkeypatch):
+    only(monkeypatch, Way(1), Way(8), Way(3, 2))
+    with pytest.raises(BudgetError) as refused:
+        make_spec(foreign(True), OPTIMIZERS["clip_adamw"], device_budget=1024)
+    said = r"no cut divides blocks/0/experts/\w+, with 48.00 KiB"
+    assert re.search(said, str(refused.value)), refused.value
+
+
+def test_experts_are_divided_only_where_no_parts_fit_and_into_the_fewest_groups(monkeypatch):
+    only(monkeypatch, Way(1), Way(3), Way(3, 2), Way(5, 4))
+    case, make = decoder(), OPTIMIZERS["clip_adamw"]
+    specs = {}
+    spec = make_spec(case, make)
+    while spec is not None:
+        specs[spec.num_parts, num_groups(spec.leaves)] = spec
+        spec = spec.finer and spec.finer()
+    assert list(specs) == [(1, 1), (3, 1), (3, 2), (5, 4)]
+    least = [least_of(spec) for spec in specs.values()]
+    assert least == sorted(least, reverse=True) and least[3] < 0.7 * least[1]
+    for spec, bytes_ in zip(specs.values(), least, strict=True):
+        plan = make_plan(make_spec(case, make, device_budget=bytes_))
+        groups = num_groups(spec.leaves)
+        assert (plan.num_parts, plan.num_expert_groups) == (spec.num_parts, groups)
+        assert plan.device_state_bytes <= bytes_
+        said = f"blocks cut into {spec.num_parts} parts, experts into {groups} groups to fit;"
+        assert (said in str(plan)) == (groups > 1)
+    with pytest.raises(BudgetError, match=str(least[3])):
+        make_spec(case, make, device_budget=least[3] - 1)
+
+
+def test_a_group_is_estimated_by_its_own_share(monkeypatch):
+    case, loops = decoder(), {}
+    for way in (Way(3), Way(5, 4)):
+        only(monkeypatch, way)
+        spec = make_spec(case, OPTIMIZERS["adamw_schedule"])
+        stages = spec.first.program.stages
+        loops[way] = [n for n in (count_loops(s.jaxpr) for s in stages) if n.flops]
+    (whole, _), groups = loops[Way(3)], loops[Way(5, 4)]
+    assert len(groups) == 8
+    for group in groups:
+        # Turns of a quarter of the bytes, so blocks that only fill a turn up are fewer.
+        assert 0.2 * whole.flops < group.flops <= 0.25 * whole.flops
+        assert 0.2 * whole.copied < group.copied < 0.35 * whole.copied
+
+
+@pytest.mark.parametrize("num", [3, 6])
+def test_groups_of_a_mixture_give_the_bits_of_all_experts(num):
+    """Routing leaves an expert without tokens, and gives another one most of them."""
+    rng = np.random.default_rng(num)
+    tokens, width, inside = 70, 16, 24
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 4, jnp.bfloat16)
+
+    weights = normal(num, inside, width), normal(num, inside, width), normal(num, width, inside)
+    x, cotangent = normal(tokens, width), normal(tokens, width)
+    chosen = jnp.asarray(np.where(rng.random((tokens, 1)) < 0.6, num - 1, num - 3), jnp.int32)
+    shares = jnp.asarray(rng.random((tokens, 1)), jnp.float32)
+
+    @partial(jax.jit, static_argnames="wanted")
+    def gradients(x, shares, weights, wanted):
+        with experts_in_groups(wanted):
+            out, transposed = jax.vjp(
+                lambda x, shares, weights: mix(x, chosen, shares, weights, gated(jax.nn.silu)),
+                x, shares, weights,
+            )  # fmt: skip
+            return out, transposed(cotangent)
+
+    whole = gradients(x, shares, weights, 1)
+    check_same_bits(gradients(x, shares, weights, 3), whole)
+    assert all(jnp.any(a != 0) for a in jax.tree.leaves(whole))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
+    compact, tmp_path, monkeypatch
+):
+    case, make = decoder(), OPTIMIZERS["adamw_schedule"]
+    precision = mt.Precision.compact() if compact else mt.Precision(compute=jnp.float32)
+    batches = [case.batch(seed) for seed in range(2)]
+    trainers = []
+    for way in (Way(1), Way(3, 2)):
+        only(monkeypatch, way)
+        built, sample = case.build(), case.batch(0)
+        trainers.append(mt.Trainer(built, case.loss_fn, make(None), sample, precision=precision))
+    whole, groups = trainers
+    assert num_groups(spec_of(groups).leaves) == 2
+    for first, second in ((whole, groups), (groups, whole)):
+        train(first, batches[:1], gradients=False)
+        first.save(tmp_path / str(first is whole))
+        second.restore(tmp_path / str(first is whole))
+        check_same_bits(second.params, first.params)
+        check_same_bits(second.opt_state, first.opt_state)
+
+
+def test_devices_share_groups_of_experts(monkeypatch):
+    only(monkeypatch, Way(3, 2))
+    case, make = decoder(), OPTIMIZERS["clip_adamw"]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    batches = [case.batch(seed) for seed in range(2)]
+    run = train(make_trainer(case, make, mesh=mesh), batches, gradients=False)
+    assert num_groups(spec_of(run.trainer).leaves) == 2
+    check_close(run.params, train_plain(case, make, batches).params, 2e-5, "parameter")
