@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import contrib
 
 import megatrain_jax as mt
 from inside import on_one_device
@@ -95,8 +96,8 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
     jax.tree.map(np.testing.assert_array_equal, dropped, tuple(args[:2]))
 
 
-def test_an_update_needs_room_for_one_matrix(monkeypatch):
-    """Beside its state, a block of 16 matrices needs a few times one of them; see `_TOGETHER`."""
+def update_of_matrices(optimizer):
+    """A kernel that updates a block of 16 matrices, and the bytes of a matrix and of the block."""
     layer = {name: np.zeros((64, 64), np.float32) for name in "abcdefghijklmnop"}
 
     def loss_fn(params, x):
@@ -105,26 +106,42 @@ def test_an_update_needs_room_for_one_matrix(monkeypatch):
                 x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     batch = np.ones((4, 64), np.float32)
     spec = make_run_spec(
         adapt({"layers": [layer] * 2}, loss_fn, batch, 0)[0], loss_fn, optimizer, batch, Options()
     )
     group = max(range(len(spec.layouts)), key=lambda g: len(spec.layouts[g].master.shapes))
-    matrix, slab = 4 * 64 * 64, spec.layouts[group].master.num_bytes
 
     def kernel():
         return updates.update(
             spec.optimizer, spec.layouts[group], group, "float32", on_one_device()
         )
 
+    return kernel, 4 * 64 * 64, spec.layouts[group].master.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "matrices"),
+    # Muon's iteration has a matrix, its products with itself and a sum of these.
+    [(optax.adafactor(1e-3, min_dim_size_to_factor=8), 3), (contrib.muon(1e-3), 6)],
+    ids=["adafactor", "muon"],
+)
+def test_an_update_needs_room_for_one_matrix(optimizer, matrices, monkeypatch):
+    """Beside its state, a block of 16 matrices needs a few times one of them; see `_TOGETHER`."""
+    kernel, matrix, slab = update_of_matrices(optimizer)
     cache = KernelCache()
     assert (needed := cache.estimate([kernel()])) > slab
     # Equal kernels of different steps run beside different bytes.
     assert cache.estimate([replace(kernel(), beside_bytes=64)]) == needed + 64
     monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
     monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
-    assert KernelCache().estimate([kernel()]) < 3 * matrix
+    assert KernelCache().estimate([kernel()]) < matrices * matrix
+
+
+def test_matrices_are_updated_one_after_another(monkeypatch):
+    kernel, matrix, slab = update_of_matrices(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
+    monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
     # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler
     # may compute all turns at once.
     takes = kernel().takes

@@ -275,6 +275,7 @@ RATIOS = {
     "of_ours": "megatrain-jax.json",
     "of_plain": "{model}-jax.jit-and-optax.json",
     "of_one_gpu": "1-gpu-{update}.json",
+    "of_whole_card": "70b-{sizes[num_layers]}-layers-compact.json",
     "of_zero_3": "../peers/deepspeed-zero-3-offload.json",
     "of_twin_flow": "../peers/deepspeed-zero-3-twin-flow.json",
     "of_zero_3_beside": "deepspeed-zero-3-offload.json",
