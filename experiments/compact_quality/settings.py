@@ -83,6 +83,11 @@ SETTINGS |= {
     "float8 products, bf16 masters, int8 state": Setting(
         held={**_BF16, "state": _INT8, "products": _FLOAT8}, yardstick="bf16 masters, int8 state"
     ),
+    "float8 products, adafactor, bf16 masters": Setting(
+        held={**_BF16, "products": _FLOAT8},
+        optimizer="adafactor",
+        yardstick="adafactor, bf16 masters",
+    ),
 }
 
 SETTINGS |= {
