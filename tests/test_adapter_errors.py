@@ -238,6 +238,7 @@ def test_precision_checks_its_dtypes():
     ):
         Precision(sums="bf16")
     # 64-bit types are no advice where the dtype is refused with them, too.
+    wide: Any
     for wide in ({"sums": "float64"}, {"state": "float64"}, {"master": {"*": "float64"}}):
         with pytest.raises(ValueError, match=r"float64\S* must be one of bfloat16, float32"):
             Precision(**wide)

@@ -212,6 +212,7 @@ def test_the_likely_cause_of_unlike_arrays_comes_with_its_remedy(tmp_path):
     narrow = mlp_trainer()
     narrow.save(tmp_path / "all")
     remedy = f"from its parameters: params='{tmp_path / 'all'}', with another `checkpoint_dir`"
+    other: Any
     for other in ({"optimizer": optax.sgd(0.1, momentum=0.9)}, {"trainable": "0/w"}):
         with pytest.raises(CheckpointError, match=r"another `optimizer`, or .*`trainable`") as said:
             mlp_trainer(**other).restore(tmp_path / "all")

@@ -152,6 +152,8 @@ def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     config = config_of(str(tmp_path))
     planner = Planner(PlanSettings(gpu="H100", length=512, **settings))
+    few: Any
+    whole: Any
     with remembering():
         few, whole = (planner.plan(of, 1, 512, least=True) for of in (shallow(config), config))
     beside = few.host_process_bytes - few.host_pool_bytes

@@ -174,7 +174,8 @@ def test_a_later_batch_that_microbatches_do_not_divide_is_named_with_its_step(tm
     with pytest.raises(ValueError, match=words.format(4)) as caught:
         fit(build, squared_error, good + bad, adam(), **given)
     assert "This was batch 4 of `data` (counted from 1)." in caught.value.__notes__
-    trainer = caught.value.result.trainer
+    error: Any = caught.value
+    trainer = error.result.trainer
     with pytest.raises(ValueError, match=words.format(4)):
         trainer.step(bad[0])
 

@@ -51,7 +51,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
             # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
             # layers, and these tell how much of the host its state takes at least.
             few, host = planned(shallow(config)), other.host_bytes or math.inf
-            may_fit = few.fits_device and least_host_bytes(few, config) <= host
+            may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
             return may_fit and fits(planned(config))
 
         _announce_search()

@@ -102,8 +102,7 @@ def num_bytes(name: str, value: Any, *words: str, least: int = 2**20) -> int | s
         try:
             return bytes_of(name, value)
         except ValueError as error:
-            other = f"; it may also be {listed.rstrip(', ')}" if words else ""
-            raise ValueError(f"{error}{other}") from None
+            raise ValueError(f"{error}; it may also be {listed}or None") from None
     number = integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
     if number < least:
         raise ValueError(f'`{name}`={number} would be {number} bytes: write "{number} GiB"')
