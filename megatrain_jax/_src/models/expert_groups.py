@@ -57,7 +57,7 @@ def mixed_in_groups(
             weights,
         )
         given = rows, rows_shares, own, places.experts - start
-        of_group = _of_group(expert, num_groups, *given)
+        of_group: Any = _of_group(expert, num_groups, *given)
         # Each row is of one group, and zero in all remaining groups.
         out = of_group if out is None else out + of_group
     return _weighted(x.dtype, out, shares, places)
