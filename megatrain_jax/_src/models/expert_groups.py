@@ -3,7 +3,8 @@
 A run divides experts where those of one layer don't fit on its device (`dividing_experts.py`). Rows
 are sorted by expert, so a group computes only the turns that have blocks of its experts, and leaves
 the rows of all remaining experts zero. Sums over groups add zeros, so results have the same bits as
-with all experts at once.
+with all experts at once. Turns are smaller, so that they take less memory beside a group's weights,
+and the terms of an expert's gradients are added in another order.
 
 Example: four experts in two groups, turns of three blocks, and the expert of each block::
 
@@ -56,7 +57,7 @@ def mixed_in_groups(
             weights,
         )
         given = rows, rows_shares, own, places.experts - start
-        of_group = _of_group(expert, num_groups, *given)
+        of_group: Any = _of_group(expert, num_groups, *given)
         # Each row is of one group, and zero in all remaining groups.
         out = of_group if out is None else out + of_group
     return _weighted(x.dtype, out, shares, places)
@@ -138,8 +139,8 @@ def _of_group(
     blocks = of_blocks(expert)
 
     def turn(t, out):
-        found = blocks(_at(rows, t, own), weights_of(weights, numbers[t]))
-        return out.at[t].set(_where(own[t], found))
+        found = blocks(_own_rows(rows, t, own), weights_of(weights, _at(numbers, t)))
+        return _set(out, t, _where(_at(own, t), found))
 
     like = jax.eval_shape(blocks, rows[0], weights_of(weights, numbers[0]))
     zeros = jnp.zeros((len(rows), *like.shape), like.dtype)
@@ -158,12 +159,15 @@ def _backward(expert, num_groups, saved, cotangents):
 
     def turn(t, carry):
         sums, drows, dshares = carry
-        out, transposed = jax.vjp(blocks, _at(rows, t, own), weights_of(weights, numbers[t]))
-        cotangent = _at(cotangents, t, own).astype(jnp.float32)
+        copied = weights_of(weights, _at(numbers, t))
+        out, transposed = jax.vjp(blocks, _own_rows(rows, t, own), copied)
+        cotangent = _own_rows(cotangents, t, own).astype(jnp.float32)
         found = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
-        of_rows, dweights = transposed((cotangent * rows_shares[t][..., None]).astype(out.dtype))
-        sums = jax.tree.map(partial(added, experts[t]), sums, dweights)
-        return sums, drows.at[t].set(of_rows), dshares.at[t].set(found)
+        of_rows, dweights = transposed(
+            (cotangent * _at(rows_shares, t)[..., None]).astype(out.dtype)
+        )
+        sums = jax.tree.map(partial(added, _at(experts, t)), sums, dweights)
+        return sums, _set(drows, t, of_rows), _set(dshares, t, found)
 
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     start = sums, jnp.zeros_like(rows), jnp.zeros(rows.shape[:3], jnp.float32)
@@ -183,11 +187,22 @@ def _own(
     return (0 <= experts) & (experts < size), jnp.clip(experts, 0, size - 1)
 
 
-def _at(
-    values: Float[Array, "turns blocks ..."], t: Int[Array, ""], own: Bool[Array, "turns blocks"]
-) -> Float[Array, "blocks ..."]:
+def _at(values: Array, t: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(values, t, keepdims=False)
+
+
+def _set(values: Array, t: Int[Array, ""], new: Array) -> Array:
+    # In place within a loop, as a scatter may not be.
+    return jax.lax.dynamic_update_index_in_dim(values, new, t, 0)
+
+
+def _own_rows(
+    values: Float[Array, "turns blocks rows width"],
+    t: Int[Array, ""],
+    own: Bool[Array, "turns blocks"],
+) -> Float[Array, "blocks rows width"]:
     """The group's rows of one turn; all remaining ones are zero."""
-    return _where(own[t], values[t])
+    return _where(_at(own, t), _at(values, t))
 
 
 def _where(

@@ -110,7 +110,7 @@ def _faster_in_parts(
     if whole.options.device_budget is not None or schedule.kept or has_more or not able:
         return whole
     finer = _finer(whole)
-    # Experts are divided by need only: parts of them pass on rows, which residuals don't pay for.
+    # Experts are divided by need only: their groups pass on the rows of all tokens.
     if finer is None or finer.num_groups > whole.num_groups:
         return whole
     trial = fitted(finer)

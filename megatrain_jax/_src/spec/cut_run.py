@@ -32,8 +32,8 @@ from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, Optimiz
 from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.state.groups import Grouping, group_leaves
 
-# Experts are divided where their state is what doesn't fit: in fp32, parameters, gradients and two
-# moments. Borders between them hand on the rows of all tokens, which are less.
+# Experts are divided if their state doesn't fit: in fp32, parameters, gradients and two moments. A
+# border between groups hands on the rows of all tokens, usually fewer bytes.
 _WEIGHT_OF_EXPERTS = 4
 
 

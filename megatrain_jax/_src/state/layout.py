@@ -165,7 +165,7 @@ class Layout:
             own = draw if len(runs) == 1 else part_of(draw, at)
             shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
             first = segment.start - run[0].start + jnp.asarray(start, jnp.uint32)
-            numbers = shard * (run[-1].stop - run[0].start) + first + at
+            numbers = shard * jnp.uint32((run[-1].stop - run[0].start) & 0xFFFFFFFF) + first + at
             draws = own, numbers.reshape(-1)
         return segment.codec.encode(rows.reshape(-1), draws)
 
