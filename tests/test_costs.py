@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.spec.costs import find_costs
-from megatrain_jax._src.spec.traffic import stage_traffic
+from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
+from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.cards import H100
 from optimizers import OPTIMIZERS
 from runs import make_spec
@@ -142,6 +144,16 @@ def test_a_product_is_in_float32_by_its_operands(left, right, sums, is_wide):
         jaxpr = jax.make_jaxpr(product)(*args)
     counted = [count_flops(jaxpr, is_float32_product), count_flops(jaxpr)]
     assert counted == [24 * is_wide, 24]
+
+
+def test_convolutions_without_matrix_units_take_longer_than_their_operations():
+    nothing = Work(flops=0, attention=0)
+    aligned, slow = Traffic(outside=1e9), Traffic(outside=1e9, unaligned=1e12)
+    one = seconds_beside(nothing, slow, H100, 1) - seconds_beside(nothing, aligned, H100, 1)
+    # At least ten times as long as with the matrix units.
+    assert one > 10 * 1e12 / H100.flops_per_s
+    both = seconds_beside(nothing, slow, H100, 2)
+    assert both == pytest.approx(seconds_beside(nothing, slow, H100, 1) / 2)
 
 
 def test_memory_traffic_takes_its_time_beside_products():

@@ -69,6 +69,39 @@ def test_operations_hide_the_bytes_of_a_large_product():
     assert traffic_of(lambda x, w: x @ w, row, w).outside > 0.95 * 1024 * 1024 * 2
 
 
+@pytest.mark.parametrize(
+    ("examples", "channels", "dtype", "is_slow"),
+    [
+        (32, 3, jnp.bfloat16, True),
+        (32, 4, jnp.bfloat16, True),
+        (32, 8, jnp.bfloat16, False),
+        (3, 8, jnp.bfloat16, False),  # examples need no alignment
+        (32, 4, jnp.float32, False),
+        (32, 3, jnp.float32, True),
+    ],
+)
+def test_convolutions_of_few_channels_don_t_use_the_matrix_units(
+    examples, channels, dtype, is_slow
+):
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, w, (16, 16), "VALID")
+
+    def of_weights(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        return jax.vjp(lambda w: convolved(x, w), w)[1](dy)
+
+    x = jax.ShapeDtypeStruct((examples, channels, 64, 64), dtype)
+    w = jax.ShapeDtypeStruct((128, channels, 16, 16), dtype)
+    dy = jax.eval_shape(convolved, x, w)
+    flops = is_slow * 2 * dy.size * channels * 16 * 16
+    assert traffic_of(convolved, x, w).unaligned == flops
+    assert traffic_of(of_weights, x, w, dy).unaligned == flops  # not computed again
+
+    def looped(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: convolved(x, w), jnp.stack([x, x]))
+
+    assert traffic_of(looped, x, w).unaligned == 2 * flops
+
+
 def test_a_loop_moves_its_bytes_in_each_iteration_and_a_branch_once():
     rows = jax.ShapeDtypeStruct((16, *X.shape), X.dtype)
 

@@ -16,8 +16,13 @@ Example: attention written out, with scores of 1 GiB in bfloat16::
 Softmax moves 4 GiB. A product counts the bytes that take longer than its arithmetic.
 Products of many matrices need these one after another in memory: operands with heads behind the
 tokens are copied first.
+
+A convolution computes with the matrix units only if its channels are whole vectors of 16 bytes. XLA
+does not pad them, so images with 3 channels are convolved by much slower kernels, whose operations
+are counted apart.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +35,8 @@ from megatrain_jax._src.program.primitives import PRODUCTS
 # Operations per byte of memory traffic at which a product's both take equally long: 150 to 230
 # on A100, H100, H200 and RTX 4090.
 _BALANCED = 200
+# Bytes that the matrix units read at a time, of channels that lie one after another.
+_VECTOR = 16
 # Kernels with bytes of their own. Sums of products are written by the products.
 _KERNELS = (*KERNELS, "pallas_call")
 
@@ -40,10 +47,16 @@ class Traffic(NamedTuple):
     Attributes:
         outside: Bytes outside loops.
         in_loops: Bytes in loops, of all their iterations.
+        unaligned: Operations of convolutions that can't use the matrix units.
     """
 
     outside: float = 0.0
     in_loops: float = 0.0
+    unaligned: float = 0.0
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """The traffic of both."""
+        return Traffic(*map(operator.add, self, other))
 
     @property
     def total(self) -> float:
@@ -61,25 +74,43 @@ def count_traffic(jaxpr: Any) -> Traffic:
         jaxpr: A jaxpr, open or closed.
     """
     function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False)
-    outside = in_loops = 0.0
+    found = Traffic()
     for node in function.nodes:
         eqn = node.eqn
         if eqn.name in _KERNELS:
             continue
         if eqn.name in ("scan", "while"):
             times = eqn.params["length"] if eqn.name == "scan" else 1
-            in_loops += times * count_traffic(jx.loop_body(eqn).jaxpr).total
+            body = count_traffic(jx.loop_body(eqn).jaxpr)
+            found = found.plus(Traffic(0.0, times * body.total, times * body.unaligned))
         elif eqn.name == "cond":
-            found = max(
-                (count_traffic(body.jaxpr) for body in jx.branches(eqn)), key=lambda row: row.total
-            )
-            outside, in_loops = outside + found.outside, in_loops + found.in_loops
+            branches = (count_traffic(body.jaxpr) for body in jx.branches(eqn))
+            found = found.plus(max(branches, key=lambda row: row.total))
         elif eqn.name in PRODUCTS:
-            outside += max(0.0, sum(function.moved(node)) - equation_flops(eqn) / _BALANCED)
-            outside += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
+            flops = equation_flops(eqn)
+            moved = max(0.0, sum(function.moved(node)) - flops / _BALANCED)
+            moved += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
+            found = found.plus(Traffic(moved, unaligned=flops if _is_unaligned(eqn) else 0.0))
         elif not node.multiplies:
-            outside += sum(function.moved(node))
-    return Traffic(outside, in_loops)
+            found = found.plus(Traffic(sum(function.moved(node))))
+    return found
+
+
+def _is_unaligned(eqn: Any) -> bool:
+    """Whether an equation is a convolution with channels that are no whole vectors.
+
+    Convolutions of groups of channels have kernels of their own.
+    """
+    if eqn.name != "conv_general_dilated" or eqn.params["feature_group_count"] > 1:
+        return False
+    left, right = (v.aval for v in eqn.invars[:2])
+    numbers = eqn.params["dimension_numbers"]
+    examples, channels = numbers.lhs_spec[:2]
+    # A gradient of weights sums over the examples, the first axis, and has channels of the image
+    # in their place.
+    of_image = examples if channels == 0 else channels
+    sizes = left.shape[of_image], right.shape[numbers.rhs_spec[0]]
+    return any(size * left.dtype.itemsize % _VECTOR for size in sizes)
 
 
 def _rearranged(eqn: Any, made_by: Mapping[Any, Any]) -> list[Any]:
