@@ -146,6 +146,20 @@ def test_a_product_is_in_float32_by_its_operands(left, right, sums, is_wide):
     assert counted == [24 * is_wide, 24]
 
 
+def test_each_pass_casts_masters_that_products_read():
+    def traffic(master: str) -> list[tuple[Traffic, Traffic]]:
+        precision = mt.Precision(compute=jnp.bfloat16, master=master)
+        spec = make_spec(CASES["equinox"], OPTIMIZERS["adam"], precision=precision)
+        return stage_traffic(spec.first.stages)
+
+    for wide, narrow in zip(traffic("float32"), traffic("bfloat16"), strict=True):
+        for cast, plain in zip(wide, narrow, strict=True):
+            assert cast.outside >= plain.outside
+    assert sum(f.total + b.total for f, b in traffic("float32")) > sum(
+        f.total + b.total for f, b in traffic("bfloat16")
+    )
+
+
 def test_convolutions_without_matrix_units_take_longer_than_their_operations():
     nothing = Work(flops=0, attention=0)
     aligned, slow = Traffic(outside=1e9), Traffic(outside=1e9, unaligned=1e12)

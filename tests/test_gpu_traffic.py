@@ -102,6 +102,18 @@ def test_convolutions_of_few_channels_don_t_use_the_matrix_units(
     assert traffic_of(looped, x, w).unaligned == 2 * flops
 
 
+def test_a_product_has_its_stored_weights_cast_first():
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    product = jax.make_jaxpr(lambda x, w: x @ w)(X, w)
+    # Read in fp32, or as codes of a byte, and written in bfloat16; products read the copy.
+    assert count_traffic(product, (None, "float32")).outside == (4 + 2) * w.size
+    assert count_traffic(product, (None, "int8")).outside == (1 + 2) * w.size
+    assert count_traffic(product, (None, None)).outside == 0
+    # The kernel of another operation casts by itself.
+    scaled = jax.make_jaxpr(lambda x, y: x * y)(X, X)
+    assert count_traffic(scaled, (None, "float32")).outside == 4 * SIZE
+
+
 def test_a_loop_moves_its_bytes_in_each_iteration_and_a_branch_once():
     rows = jax.ShapeDtypeStruct((16, *X.shape), X.dtype)
 

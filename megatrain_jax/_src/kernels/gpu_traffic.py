@@ -23,7 +23,7 @@ are counted apart.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.kernels.gpu_memory import GpuFunction
@@ -64,7 +64,7 @@ class Traffic(NamedTuple):
         return self.outside + self.in_loops
 
 
-def count_traffic(jaxpr: Any) -> Traffic:
+def count_traffic(jaxpr: Any, stored: Sequence[Any] = ()) -> Traffic:
     """Counts the bytes of one evaluation of a jaxpr, of all devices together.
 
     The trip count of a `while` is unknown; its body counts once. A `cond` counts its costliest
@@ -72,8 +72,9 @@ def count_traffic(jaxpr: Any) -> Traffic:
 
     Args:
         jaxpr: A jaxpr, open or closed.
+        stored: For each input, the dtype that it is cast from first; None if it isn't cast.
     """
-    function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False)
+    function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False, stored=stored)
     found = Traffic()
     for node in function.nodes:
         eqn = node.eqn

@@ -20,25 +20,37 @@ _WITHOUT_MATRIX_UNITS = 0.018
 def stage_traffic(bound: Sequence[BoundStage]) -> list[tuple[Traffic, Traffic]]:
     """The traffic of each stage's forward and backward of one microbatch, over all devices.
 
-    A backward counts with its recomputed forward, as traced. Stages of one template are traced
-    once.
+    Both cast the masters that products read. A backward counts with its recomputed forward, as
+    traced. Stages of one template are traced once.
     """
     known: dict[Hashable, Traffic] = {}
     found = []
     for b in bound:
-        stage, mode = b.stage, b.mode
-        if stage.key not in known:
-            known[stage.key] = count_traffic(stage.jaxpr)
+        stage, mode, stored = b.stage, b.mode, _stored(b)
+        consts = (None,) * len(stage.consts)
+        own: Hashable = stage.key, stored
+        if own not in known:
+            known[own] = count_traffic(stage.jaxpr, (*consts, *stored))
         backward = Traffic()
         if mode is not None:
-            flags = stage.is_trainable, stage.active, mode.arriving, mode.give_outputs
-            like = stage.key, flags
+            like = own, stage.is_trainable, stage.active, mode.arriving, mode.give_outputs
             if like not in known:
                 traced = traced_pullback(stage, mode.arriving, mode.give_outputs)
-                known[like] = count_traffic(traced.jaxpr)
+                before = (None,) * (len(traced.consts) + sum(mode.arriving))
+                known[like] = count_traffic(traced.jaxpr, (*before, *stored))
             backward = known[like]
-        found.append((known[stage.key], backward))
+        found.append((known[own], backward))
     return found
+
+
+def _stored(bound: BoundStage) -> tuple[str | None, ...]:
+    """For each leaf of a stage, the dtype of its stored numbers or codes if it is another one."""
+    rows = zip(bound.binding.slots, bound.stage.leaf_dtypes, strict=True)
+    found = []
+    for slot, dtype in rows:
+        stored = bound.binding.layouts[slot.slab].parts(slot.leaf)[0].dtype
+        found.append(None if stored == dtype else str(stored))
+    return tuple(found)
 
 
 def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices: int) -> float:
