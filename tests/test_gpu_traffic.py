@@ -80,9 +80,7 @@ def test_operations_hide_the_bytes_of_a_large_product():
         (32, 3, jnp.float32, True),
     ],
 )
-def test_convolutions_of_few_channels_don_t_use_the_matrix_units(
-    examples, channels, dtype, is_slow
-):
+def test_convolutions_of_few_channels_are_counted_apart(examples, channels, dtype, is_slow):
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(x, w, (16, 16), "VALID")
 
@@ -100,6 +98,32 @@ def test_convolutions_of_few_channels_don_t_use_the_matrix_units(
         return jax.lax.map(lambda x: convolved(x, w), jnp.stack([x, x]))
 
     assert traffic_of(looped, x, w).unaligned == 2 * flops
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "summands", "times"),
+    [
+        (256, 128, 64, 1),
+        (257, 257, 104, 384 * 384 * 128 / (257 * 257 * 104)),
+        (257, 104, 257, 384 * 128 * 320 / (257 * 104 * 257)),
+        (128, 64, 64, 1),  # narrow tiles for narrow matrices
+        (100, 8, 100, 1),  # no tiles of these shapes
+    ],
+)
+def test_products_of_many_matrices_are_computed_in_whole_tiles(rows, columns, summands, times):
+    left = jax.ShapeDtypeStruct((16, rows, summands), jnp.bfloat16)
+    right = jax.ShapeDtypeStruct((16, summands, columns), jnp.bfloat16)
+    flops = 2 * 16 * rows * columns * summands
+    padding = traffic_of(jnp.matmul, left, right).padding
+    assert padding == pytest.approx((times - 1) * flops)
+    one = jax.ShapeDtypeStruct(left.shape[1:], jnp.bfloat16)
+    other = jax.ShapeDtypeStruct(right.shape[1:], jnp.bfloat16)
+    assert traffic_of(jnp.matmul, one, other).padding == 0
+
+    def looped(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: jnp.matmul(x, right), jnp.stack([left, left]))
+
+    assert traffic_of(looped, left, right).padding == pytest.approx(2 * padding)
 
 
 def test_a_product_has_its_stored_weights_cast_first():

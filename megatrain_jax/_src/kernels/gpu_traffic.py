@@ -17,11 +17,14 @@ Softmax moves 4 GiB. A product counts the bytes that take longer than its arithm
 Products of many matrices need these one after another in memory: operands with heads behind the
 tokens are copied first.
 
-A convolution computes with the matrix units only if its channels are whole vectors of 16 bytes. XLA
-does not pad them, so images with 3 channels are convolved by much slower kernels, whose operations
-are counted apart.
+A convolution is fast only if its channels are whole vectors of 16 bytes. XLA does not pad them, so
+images with 3 channels are convolved by slower kernels, whose operations are counted apart.
+
+A GPU multiplies in tiles of 128 x 128 results and 64 summands. Attention written out has many small
+matrices: of 257 x 257 scores with 104 summands each, tiles compute 2.75 times as many operations.
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,8 +38,10 @@ from megatrain_jax._src.program.primitives import PRODUCTS
 # Operations per byte of memory traffic at which a product's both take equally long: 150 to 230
 # on A100, H100, H200 and RTX 4090.
 _BALANCED = 200
-# Bytes that the matrix units read at a time, of channels that lie one after another.
+# Bytes that fast convolutions read at a time, of channels that lie one after another.
 _VECTOR = 16
+# Rows and columns of a tile of a matrix product, and its summands at a time.
+_TILE, _SUMMANDS = 128, 64
 # Kernels with bytes of their own. Sums of products are written by the products.
 _KERNELS = (*KERNELS, "pallas_call")
 
@@ -47,12 +52,14 @@ class Traffic(NamedTuple):
     Attributes:
         outside: Bytes outside loops.
         in_loops: Bytes in loops, of all their iterations.
-        unaligned: Operations of convolutions that can't use the matrix units.
+        unaligned: Operations of convolutions with channels that are no whole vectors.
+        padding: Operations on the padding of tiles, in products of many matrices.
     """
 
     outside: float = 0.0
     in_loops: float = 0.0
     unaligned: float = 0.0
+    padding: float = 0.0
 
     def plus(self, other: "Traffic") -> "Traffic":
         """The traffic of both."""
@@ -83,7 +90,8 @@ def count_traffic(jaxpr: Any, stored: Sequence[Any] = ()) -> Traffic:
         if eqn.name in ("scan", "while"):
             times = eqn.params["length"] if eqn.name == "scan" else 1
             body = count_traffic(jx.loop_body(eqn).jaxpr)
-            found = found.plus(Traffic(0.0, times * body.total, times * body.unaligned))
+            more = Traffic(0.0, times * body.total, times * body.unaligned, times * body.padding)
+            found = found.plus(more)
         elif eqn.name == "cond":
             branches = (count_traffic(body.jaxpr) for body in jx.branches(eqn))
             found = found.plus(max(branches, key=lambda row: row.total))
@@ -91,7 +99,8 @@ def count_traffic(jaxpr: Any, stored: Sequence[Any] = ()) -> Traffic:
             flops = equation_flops(eqn)
             moved = max(0.0, sum(function.moved(node)) - flops / _BALANCED)
             moved += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
-            found = found.plus(Traffic(moved, unaligned=flops if _is_unaligned(eqn) else 0.0))
+            unaligned = flops if _is_unaligned(eqn) else 0.0
+            found = found.plus(Traffic(moved, unaligned=unaligned, padding=_padding(eqn, flops)))
         elif not node.multiplies:
             found = found.plus(Traffic(sum(function.moved(node))))
     return found
@@ -112,6 +121,26 @@ def _is_unaligned(eqn: Any) -> bool:
     of_image = examples if channels == 0 else channels
     sizes = left.shape[of_image], right.shape[numbers.rhs_spec[0]]
     return any(size * left.dtype.itemsize % _VECTOR for size in sizes)
+
+
+def _padding(eqn: Any, flops: int) -> float:
+    """The operations on the padding of tiles, if an equation multiplies many matrices."""
+    if eqn.name != "dot_general":
+        return 0.0
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    summands, number = (math.prod(left[axis] for axis in axes) for axes in (contracted, batch))
+    own = summands * number
+    sizes = math.prod(left) // max(1, own), math.prod(right) // max(1, own), summands
+    # Tiles have other shapes for narrow matrices, and hardly pad large ones.
+    if number == 1 or min(sizes) < _SUMMANDS:
+        return 0.0
+    tiles = _TILE, _TILE, _SUMMANDS
+    padded = (
+        -(-size // tile) * tile if size > _SUMMANDS else _SUMMANDS
+        for size, tile in zip(sizes, tiles, strict=True)
+    )
+    return flops * (math.prod(padded) / math.prod(sizes) - 1)
 
 
 def _rearranged(eqn: Any, made_by: Mapping[Any, Any]) -> list[Any]:
