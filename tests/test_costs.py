@@ -5,14 +5,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
-from megatrain_jax._src.spec.costs import find_costs
-from megatrain_jax._src.spec.traffic import stage_traffic
+from megatrain_jax._src.spec.costs import batch_seconds, find_costs
+from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
+from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.cards import H100
 from optimizers import OPTIMIZERS
 from runs import make_spec
@@ -142,6 +145,45 @@ def test_a_product_is_in_float32_by_its_operands(left, right, sums, is_wide):
         jaxpr = jax.make_jaxpr(product)(*args)
     counted = [count_flops(jaxpr, is_float32_product), count_flops(jaxpr)]
     assert counted == [24 * is_wide, 24]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_arrives_by_its_bytes(microbatches):
+    case = CASES["equinox"]
+    spec = make_spec(case, OPTIMIZERS["adam"], microbatches=microbatches)
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(case.batch(0)))
+    found = batch_seconds(spec.first.program, microbatches, 1)
+    assert spec.first.workload.costs.batch == found
+    assert found == pytest.approx(size / 3.8e9)
+    assert batch_seconds(spec.first.program, microbatches, 2) == found / 2
+
+
+def test_each_pass_casts_masters_that_products_read():
+    def traffic(master: str) -> list[tuple[Traffic, Traffic]]:
+        precision = mt.Precision(compute=jnp.bfloat16, master=master)
+        spec = make_spec(CASES["equinox"], OPTIMIZERS["adam"], precision=precision)
+        return stage_traffic(spec.first.stages)
+
+    for wide, narrow in zip(traffic("float32"), traffic("bfloat16"), strict=True):
+        for cast, plain in zip(wide, narrow, strict=True):
+            assert cast.outside >= plain.outside
+    assert sum(f.total + b.total for f, b in traffic("float32")) > sum(
+        f.total + b.total for f, b in traffic("bfloat16")
+    )
+
+
+def test_convolutions_of_few_channels_take_longer_than_their_operations():
+    nothing = Work(flops=0, attention=0)
+    aligned, slow = Traffic(outside=1e9), Traffic(outside=1e9, unaligned=1e12)
+    one = seconds_beside(nothing, slow, H100, 1) - seconds_beside(nothing, aligned, H100, 1)
+    # Ten times as long as others, or more.
+    assert one > 10 * 1e12 / H100.flops_per_s
+    padded = slow._replace(padding=H100.sustained * H100.flops_per_s)
+    assert seconds_beside(nothing, padded, H100, 1) == pytest.approx(
+        1 + seconds_beside(nothing, slow, H100, 1)
+    )
+    both = seconds_beside(nothing, slow, H100, 2)
+    assert both == pytest.approx(seconds_beside(nothing, slow, H100, 1) / 2)
 
 
 def test_memory_traffic_takes_its_time_beside_products():

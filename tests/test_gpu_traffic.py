@@ -69,6 +69,75 @@ def test_operations_hide_the_bytes_of_a_large_product():
     assert traffic_of(lambda x, w: x @ w, row, w).outside > 0.95 * 1024 * 1024 * 2
 
 
+@pytest.mark.parametrize(
+    ("examples", "channels", "dtype", "is_slow"),
+    [
+        (32, 3, jnp.bfloat16, True),
+        (32, 4, jnp.bfloat16, True),
+        (32, 8, jnp.bfloat16, False),
+        (3, 8, jnp.bfloat16, False),  # examples need no alignment
+        (32, 4, jnp.float32, False),
+        (32, 3, jnp.float32, True),
+    ],
+)
+def test_convolutions_of_few_channels_are_counted_apart(examples, channels, dtype, is_slow):
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, w, (16, 16), "VALID")
+
+    def of_weights(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        return jax.vjp(lambda w: convolved(x, w), w)[1](dy)
+
+    x = jax.ShapeDtypeStruct((examples, channels, 64, 64), dtype)
+    w = jax.ShapeDtypeStruct((128, channels, 16, 16), dtype)
+    dy = jax.eval_shape(convolved, x, w)
+    flops = is_slow * 2 * dy.size * channels * 16 * 16
+    assert traffic_of(convolved, x, w).unaligned == flops
+    assert traffic_of(of_weights, x, w, dy).unaligned == flops  # not computed again
+
+    def looped(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: convolved(x, w), jnp.stack([x, x]))
+
+    assert traffic_of(looped, x, w).unaligned == 2 * flops
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "summands", "times"),
+    [
+        (256, 128, 64, 1),
+        (257, 257, 104, 384 * 384 * 128 / (257 * 257 * 104)),
+        (257, 104, 257, 384 * 128 * 320 / (257 * 104 * 257)),
+        (128, 64, 64, 1),  # narrow tiles for narrow matrices
+        (100, 8, 100, 1),  # no tiles of these shapes
+    ],
+)
+def test_products_of_many_matrices_are_computed_in_whole_tiles(rows, columns, summands, times):
+    left = jax.ShapeDtypeStruct((16, rows, summands), jnp.bfloat16)
+    right = jax.ShapeDtypeStruct((16, summands, columns), jnp.bfloat16)
+    flops = 2 * 16 * rows * columns * summands
+    padding = traffic_of(jnp.matmul, left, right).padding
+    assert padding == pytest.approx((times - 1) * flops)
+    one = jax.ShapeDtypeStruct(left.shape[1:], jnp.bfloat16)
+    other = jax.ShapeDtypeStruct(right.shape[1:], jnp.bfloat16)
+    assert traffic_of(jnp.matmul, one, other).padding == 0
+
+    def looped(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda x: jnp.matmul(x, right), jnp.stack([left, left]))
+
+    assert traffic_of(looped, left, right).padding == pytest.approx(2 * padding)
+
+
+def test_a_product_has_its_stored_weights_cast_first():
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    product = jax.make_jaxpr(lambda x, w: x @ w)(X, w)
+    # Read in fp32, or as codes of a byte, and written in bfloat16; products read the copy.
+    assert count_traffic(product, (None, "float32")).outside == (4 + 2) * w.size
+    assert count_traffic(product, (None, "int8")).outside == (1 + 2) * w.size
+    assert count_traffic(product, (None, None)).outside == 0
+    # The kernel of another operation casts by itself.
+    scaled = jax.make_jaxpr(lambda x, y: x * y)(X, X)
+    assert count_traffic(scaled, (None, "float32")).outside == 4 * SIZE
+
+
 def test_a_loop_moves_its_bytes_in_each_iteration_and_a_branch_once():
     rows = jax.ShapeDtypeStruct((16, *X.shape), X.dtype)
 

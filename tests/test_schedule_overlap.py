@@ -9,6 +9,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.timeline import timeline
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
 from workloads import MOVES, all_resident_bytes, bytes_moved, costs, decoder, host, random_workload
@@ -45,6 +46,21 @@ def test_streaming_hides_behind_computing():
     assert smallest.seconds < 1.15 * busy_seconds(workload)
     roomier = find_schedule(workload, 2 * smallest.smallest_bytes)
     assert roomier.seconds == pytest.approx(busy_seconds(workload), rel=1e-9)
+
+
+def test_a_step_waits_for_its_batch_unless_it_arrives_behind_the_last_tasks():
+    def seconds(batch: float) -> float:
+        given = costs(20, 20, forward=(6.0,) * 20, backward=(18.0,) * 20, batch=batch)
+        workload = decoder(costs=given)
+        schedule = find_schedule(workload, all_resident_bytes(workload))
+        end = max(s.end for s in timeline(workload, schedule) if s.lane == "compute")
+        assert end == pytest.approx(schedule.seconds)
+        return schedule.seconds
+
+    # The driver begins a step while the last two tasks of the step before it compute: 36 seconds.
+    assert seconds(17.0) == seconds(0.0)
+    assert seconds(36.0 + 5.0) >= seconds(0.0) + 5.0
+    assert seconds(100.0) == pytest.approx(seconds(200.0) - 100.0)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

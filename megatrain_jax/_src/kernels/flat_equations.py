@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, REMAT
 
+_CAST = SimpleNamespace(name="convert_element_type")
 _RESHAPE = SimpleNamespace(name="reshape")
 _SLICE = SimpleNamespace(name="slice")
 _SUMS = ("add", "add_any")
@@ -58,13 +59,23 @@ class FlatEquations:
         outvars: The results: values or literals.
     """
 
-    def __init__(self, jaxpr: Any):
-        """Opens a jaxpr, closed or not."""
+    def __init__(self, jaxpr: Any, stored: Sequence[Any] = ()):
+        """Opens a jaxpr, closed or not.
+
+        Args:
+            jaxpr: The jaxpr.
+            stored: For each input, the dtype that it is cast from first; None if it isn't cast.
+        """
         jaxpr = jx.opened(jaxpr)
         self.eqns: list[Equation] = []
         self._zeros: set[FlatValue] = set()
-        self.invars = [FlatValue(v.aval) for v in jaxpr.invars]
-        self.outvars = self._run(jaxpr, self.invars)
+        values = [FlatValue(v.aval) for v in jaxpr.invars]
+        self.invars = list(values)
+        for i, dtype in enumerate(stored):
+            if dtype is not None:
+                self.invars[i] = FlatValue(values[i].aval.update(dtype=dtype))
+                self.eqns.append(Equation(_CAST, {}, [self.invars[i]], [values[i]]))
+        self.outvars = self._run(jaxpr, values)
         needed, kept = set(jx.variables(self.outvars)), []
         for eqn in reversed(self.eqns):
             if eqn.effects or not needed.isdisjoint(eqn.outvars):

@@ -25,7 +25,7 @@ Example, with arrays of 4 bytes::
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatrain_jax._src.kernels.division import (
@@ -88,7 +88,15 @@ class GpuFunction:
         made_by: The equation of each value that is no input.
     """
 
-    def __init__(self, jaxpr: Any, axes: Divided, num_devices: int, *, in_loop: bool):
+    def __init__(
+        self,
+        jaxpr: Any,
+        axes: Divided,
+        num_devices: int,
+        *,
+        in_loop: bool,
+        stored: Sequence[Any] = (),
+    ):
         """Opens a jaxpr, and decides which of its values are arrays.
 
         Args:
@@ -96,8 +104,9 @@ class GpuFunction:
             axes: For each input that devices divide, the divided axis.
             num_devices: Number of devices.
             in_loop: Whether it is the body of a loop, which writes its carry in place.
+            stored: See `FlatEquations`.
         """
-        flat = FlatEquations(jaxpr)
+        flat = FlatEquations(jaxpr, stored)
         pairs = zip(flat.invars, jaxpr.invars, strict=True)
         given = {v: axes[own] for v, own in pairs if own in axes}
         self._axes = divided_axes(flat, given, num_devices) if given else {}

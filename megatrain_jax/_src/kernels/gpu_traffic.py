@@ -16,9 +16,17 @@ Example: attention written out, with scores of 1 GiB in bfloat16::
 Softmax moves 4 GiB. A product counts the bytes that take longer than its arithmetic.
 Products of many matrices need these one after another in memory: operands with heads behind the
 tokens are copied first.
+
+A convolution is fast only if its channels are whole vectors of 16 bytes. XLA does not pad them, so
+images with 3 channels are convolved by slower kernels, whose operations are counted apart.
+
+A GPU multiplies in tiles of 128 x 128 results and 64 summands. Attention written out has many small
+matrices: of 257 x 257 scores with 104 summands each, tiles compute 2.75 times as many operations.
 """
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.kernels.gpu_memory import GpuFunction
@@ -30,6 +38,10 @@ from megatrain_jax._src.program.primitives import PRODUCTS
 # Operations per byte of memory traffic at which a product's both take equally long: 150 to 230
 # on A100, H100, H200 and RTX 4090.
 _BALANCED = 200
+# Bytes that fast convolutions read at a time, of channels that lie one after another.
+_VECTOR = 16
+# Rows and columns of a tile of a matrix product, and its summands at a time.
+_TILE, _SUMMANDS = 128, 64
 # Kernels with bytes of their own. Sums of products are written by the products.
 _KERNELS = (*KERNELS, "pallas_call")
 
@@ -40,10 +52,18 @@ class Traffic(NamedTuple):
     Attributes:
         outside: Bytes outside loops.
         in_loops: Bytes in loops, of all their iterations.
+        unaligned: Operations of convolutions with channels that are no whole vectors.
+        padding: Operations on the padding of tiles, in products of many matrices.
     """
 
     outside: float = 0.0
     in_loops: float = 0.0
+    unaligned: float = 0.0
+    padding: float = 0.0
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """The traffic of both."""
+        return Traffic(*map(operator.add, self, other))
 
     @property
     def total(self) -> float:
@@ -51,7 +71,7 @@ class Traffic(NamedTuple):
         return self.outside + self.in_loops
 
 
-def count_traffic(jaxpr: Any) -> Traffic:
+def count_traffic(jaxpr: Any, stored: Sequence[Any] = ()) -> Traffic:
     """Counts the bytes of one evaluation of a jaxpr, of all devices together.
 
     The trip count of a `while` is unknown; its body counts once. A `cond` counts its costliest
@@ -59,27 +79,68 @@ def count_traffic(jaxpr: Any) -> Traffic:
 
     Args:
         jaxpr: A jaxpr, open or closed.
+        stored: For each input, the dtype that it is cast from first; None if it isn't cast.
     """
-    function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False)
-    outside = in_loops = 0.0
+    function = GpuFunction(jx.opened(jaxpr), {}, 1, in_loop=False, stored=stored)
+    found = Traffic()
     for node in function.nodes:
         eqn = node.eqn
         if eqn.name in _KERNELS:
             continue
         if eqn.name in ("scan", "while"):
             times = eqn.params["length"] if eqn.name == "scan" else 1
-            in_loops += times * count_traffic(jx.loop_body(eqn).jaxpr).total
+            body = count_traffic(jx.loop_body(eqn).jaxpr)
+            more = Traffic(0.0, times * body.total, times * body.unaligned, times * body.padding)
+            found = found.plus(more)
         elif eqn.name == "cond":
-            found = max(
-                (count_traffic(body.jaxpr) for body in jx.branches(eqn)), key=lambda row: row.total
-            )
-            outside, in_loops = outside + found.outside, in_loops + found.in_loops
+            branches = (count_traffic(body.jaxpr) for body in jx.branches(eqn))
+            found = found.plus(max(branches, key=lambda row: row.total))
         elif eqn.name in PRODUCTS:
-            outside += max(0.0, sum(function.moved(node)) - equation_flops(eqn) / _BALANCED)
-            outside += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
+            flops = equation_flops(eqn)
+            moved = max(0.0, sum(function.moved(node)) - flops / _BALANCED)
+            moved += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
+            unaligned = flops if _is_unaligned(eqn) else 0.0
+            found = found.plus(Traffic(moved, unaligned=unaligned, padding=_padding(eqn, flops)))
         elif not node.multiplies:
-            outside += sum(function.moved(node))
-    return Traffic(outside, in_loops)
+            found = found.plus(Traffic(sum(function.moved(node))))
+    return found
+
+
+def _is_unaligned(eqn: Any) -> bool:
+    """Whether an equation is a convolution with channels that are no whole vectors.
+
+    Convolutions of groups of channels have kernels of their own.
+    """
+    if eqn.name != "conv_general_dilated" or eqn.params["feature_group_count"] > 1:
+        return False
+    left, right = (v.aval for v in eqn.invars[:2])
+    numbers = eqn.params["dimension_numbers"]
+    examples, channels = numbers.lhs_spec[:2]
+    # A gradient of weights sums over the examples, the first axis, and has channels of the image
+    # in their place.
+    of_image = examples if channels == 0 else channels
+    sizes = left.shape[of_image], right.shape[numbers.rhs_spec[0]]
+    return any(size * left.dtype.itemsize % _VECTOR for size in sizes)
+
+
+def _padding(eqn: Any, flops: int) -> float:
+    """The operations on the padding of tiles, if an equation multiplies many matrices."""
+    if eqn.name != "dot_general":
+        return 0.0
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    summands, number = (math.prod(left[axis] for axis in axes) for axes in (contracted, batch))
+    own = summands * number
+    sizes = math.prod(left) // max(1, own), math.prod(right) // max(1, own), summands
+    # Tiles have other shapes for narrow matrices, and hardly pad large ones.
+    if number == 1 or min(sizes) < _SUMMANDS:
+        return 0.0
+    tiles = _TILE, _TILE, _SUMMANDS
+    padded = (
+        -(-size // tile) * tile if size > _SUMMANDS else _SUMMANDS
+        for size, tile in zip(sizes, tiles, strict=True)
+    )
+    return flops * (math.prod(padded) / math.prod(sizes) - 1)
 
 
 def _rearranged(eqn: Any, made_by: Mapping[Any, Any]) -> list[Any]:

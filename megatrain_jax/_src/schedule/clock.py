@@ -109,9 +109,11 @@ class Clock:
         """A copy of this clock for the step that follows one of `num_tasks` tasks.
 
         Tasks are numbered from the start of their step; the last task of the previous step is -1.
+        The device waits for the new step's batch.
         """
         return replace(
             self,
+            device=max(self.device, self.driver + self.costs.batch),
             inward=dict(self.inward),
             outward=dict(self.outward),
             shared=dict(self.shared),

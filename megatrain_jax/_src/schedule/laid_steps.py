@@ -124,7 +124,8 @@ def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
         steady = begin.next_step(0, boundary)
         steady.run(lists.steady, lists.steady, boundary)
         end = steady.next_step(num_tasks, boundary)
-        seconds = steady.clock.device - begin.clock.device + _left_out(lists, steady)
+        # The wait for a step's batch is part of the step before it.
+        seconds = end.clock.device - begin.clock.device + _left_out(lists, steady)
         most = begin.joined(end)
         covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
         begin = most

@@ -79,8 +79,8 @@ def _steady(workload: Workload, schedule: Schedule) -> tuple[list[Span], list[fl
     spans, times = _run(clock, workload, schedule.cold, lists.cold)
     began = 0.0
     for _ in range(_STEADY_STEPS):
-        clock = clock.next_step(schedule.num_tasks)
         began = clock.device
+        clock = clock.next_step(schedule.num_tasks)
         spans, times = _run(clock, workload, schedule.steady, lists.steady)
     return spans, times, began
 

@@ -48,6 +48,8 @@ class Costs:
             that were called alone do not.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
+        batch: Arrival of a step's batch on the device, after the driver has dispatched the step
+            before it. All computations of the step wait for it.
     """
 
     forward: tuple[float, ...]
@@ -61,6 +63,7 @@ class Costs:
     delay: float = 0.0
     link: Link
     dispatch: float = 0.0
+    batch: float = 0.0
 
     def times(self, factor: float) -> "Costs":
         """The costs with `factor` times the microbatches."""

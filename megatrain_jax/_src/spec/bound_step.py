@@ -36,6 +36,7 @@ from megatrain_jax._src.spec.activations import (
     last_read_by_task,
 )
 from megatrain_jax._src.spec.costs import (
+    batch_seconds,
     collective_bytes,
     find_costs,
     rounding_seconds,
@@ -187,6 +188,7 @@ def bind_step(
     sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
     costs = find_costs(bound, sizes, updating, collectives, microbatches, num_devices, hardware)
+    costs = dataclasses.replace(costs, batch=batch_seconds(program, microbatches, num_devices))
     if narrow_sums:
         costs = dataclasses.replace(costs, rounding=rounding_seconds(bound, num_devices, hardware))
     activations, makes, reads = counted_activations(program, microbatches, num_devices)

@@ -12,33 +12,51 @@ from megatrain_jax._src.program.loss.gradients import traced_pullback
 from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.hardware import Hardware
 
+# Share of the matrix units' rate that convolutions of few channels reach, measured on an H200: 3
+# channels of 32 images, in patches of 14 x 14, take 0.71 ms in forward and gradient of weights.
+_OF_FEW_CHANNELS = 0.062
+
 
 def stage_traffic(bound: Sequence[BoundStage]) -> list[tuple[Traffic, Traffic]]:
     """The traffic of each stage's forward and backward of one microbatch, over all devices.
 
-    A backward counts with its recomputed forward, as traced. Stages of one template are traced
-    once.
+    Both cast the masters that products read. A backward counts with its recomputed forward, as
+    traced. Stages of one template are traced once.
     """
     known: dict[Hashable, Traffic] = {}
     found = []
     for b in bound:
-        stage, mode = b.stage, b.mode
-        if stage.key not in known:
-            known[stage.key] = count_traffic(stage.jaxpr)
+        stage, mode, stored = b.stage, b.mode, _stored(b)
+        consts = (None,) * len(stage.consts)
+        own: Hashable = stage.key, stored
+        if own not in known:
+            known[own] = count_traffic(stage.jaxpr, (*consts, *stored))
         backward = Traffic()
         if mode is not None:
-            flags = stage.is_trainable, stage.active, mode.arriving, mode.give_outputs
-            like = stage.key, flags
+            like = own, stage.is_trainable, stage.active, mode.arriving, mode.give_outputs
             if like not in known:
                 traced = traced_pullback(stage, mode.arriving, mode.give_outputs)
-                known[like] = count_traffic(traced.jaxpr)
+                before = (None,) * (len(traced.consts) + sum(mode.arriving))
+                known[like] = count_traffic(traced.jaxpr, (*before, *stored))
             backward = known[like]
-        found.append((known[stage.key], backward))
+        found.append((known[own], backward))
     return found
+
+
+def _stored(bound: BoundStage) -> tuple[str | None, ...]:
+    """For each leaf of a stage, the dtype of its stored numbers or codes if it is another one."""
+    rows = zip(bound.binding.slots, bound.stage.leaf_dtypes, strict=True)
+    found = []
+    for slot, dtype in rows:
+        stored = bound.binding.layouts[slot.slab].parts(slot.leaf)[0].dtype
+        found.append(None if stored == dtype else str(stored))
+    return tuple(found)
 
 
 def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices: int) -> float:
     """Seconds of memory traffic that the estimate of a stage's operations doesn't contain.
+
+    Convolutions of few channels also take longer than this estimate, and products in tiles.
 
     Args:
         work: Operations of the stage; it counts copies in loops, and the bytes of float8 codes.
@@ -47,8 +65,9 @@ def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices
         num_devices: Number of devices that share the bytes.
     """
     per_second = hardware.memory_bytes_per_s * num_devices
-    outside = max(0.0, traffic.outside - work.coded) / per_second
-    in_loops = traffic.in_loops / per_second
-    return outside + max(
-        0.0, in_loops - work.loop_seconds(hardware, hardware.sustained, num_devices)
-    )
+    found = max(0.0, traffic.outside - work.coded) / per_second
+    looping = work.loop_seconds(hardware, hardware.sustained, num_devices)
+    found += max(0.0, traffic.in_loops / per_second - looping)
+    flops_per_second = hardware.flops_per_s * num_devices
+    found += traffic.unaligned / (_OF_FEW_CHANNELS * flops_per_second)
+    return found + traffic.padding / (hardware.sustained * flops_per_second)
