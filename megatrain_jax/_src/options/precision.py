@@ -262,10 +262,8 @@ def precision_of(name: str, value: Any) -> Precision:
         raise TypeError(refused(name, allowed, value, hint))
     if value in ("compact", "two_bytes"):
         return getattr(Precision, value)()
-    if value in ("float32", "bfloat16", "float16"):
-        return Precision(compute=value)
-    if value == "auto":
-        return Precision()
+    if value in ("auto", "float32", "bfloat16", "float16"):
+        return Precision() if value == "auto" else Precision(compute=value)
     hint = _FLOAT8_HINT if value.lower() in _FLOAT8 else hint
     raise ValueError(refused(name, allowed, value, hint))
 
