@@ -50,9 +50,10 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
             # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
             # layers, and these tell how much of the host its state takes at least.
-            few, host = planned(shallow(config)), other.host_bytes or math.inf
+            small, host = shallow(config), other.host_bytes or math.inf
+            few = planned(small)
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
-            return may_fit and fits(planned(config))
+            return may_fit and fits(few if small == config else planned(config))
 
         _announce_search()
         print(f"It does not fit: {advice(plan, settings, fits_with)}")
