@@ -211,7 +211,8 @@ def test_groups_of_a_mixture_give_the_bits_of_all_experts(num, at_once, monkeypa
 
     weights = normal(num, inside, width), normal(num, inside, width), normal(num, width, inside)
     x, cotangent = normal(tokens, width), normal(tokens, width)
-    chosen = jnp.asarray(np.where(rng.random((tokens, 1)) < 0.6, num - 1, num - 3), jnp.int32)
+    others = rng.integers(0, num - 2, (tokens, 1))
+    chosen = jnp.asarray(np.where(rng.random((tokens, 1)) < 0.6, num - 1, others), jnp.int32)
     shares = jnp.asarray(rng.random((tokens, 1)), jnp.float32)
 
     @partial(jax.jit, static_argnames="wanted")

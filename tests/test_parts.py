@@ -79,7 +79,7 @@ def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
 def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
     """With more parts, only its neighbours become smaller; each number takes seconds to plan."""
     spec, largest = make_spec(CASES["moe"], OPTIMIZERS["adamw_schedule"]), {}
-    while spec is not None:
+    while spec is not None and spec.num_groups == 1:  # then experts are divided, too
         largest[spec.num_parts] = largest_block(spec.leaves)
         spec = spec.finer and spec.finer()
     sizes = list(largest.values())
