@@ -188,7 +188,6 @@ def bind_step(
     sizes = tuple(map(GroupLayout.sizes, layouts, waiting))
     collectives = collective_bytes(bound, microbatches, num_devices)
     costs = find_costs(bound, sizes, updating, collectives, microbatches, num_devices, hardware)
-    costs = dataclasses.replace(costs, batch=batch_seconds(program, microbatches, num_devices))
     if narrow_sums:
         costs = dataclasses.replace(costs, rounding=rounding_seconds(bound, num_devices, hardware))
     activations, makes, reads = counted_activations(program, microbatches, num_devices)
@@ -206,7 +205,7 @@ def bind_step(
         deferred=cut.optimizer.deferred,
         accumulate=microbatches > 1,
         reduce_reads=cut.optimizer.reduce_reads,
-        costs=costs,
+        costs=dataclasses.replace(costs, batch=batch_seconds(program, microbatches, num_devices)),
     )
     lean = None
     # The search chooses between workloads: all residuals of some stages, or the costliest of many.

@@ -44,7 +44,7 @@ def stage_traffic(bound: Sequence[BoundStage]) -> list[tuple[Traffic, Traffic]]:
 
 
 def _stored(bound: BoundStage) -> tuple[str | None, ...]:
-    """For each leaf of a stage, the dtype of its stored numbers or codes if it is another one."""
+    """The dtype of each leaf's stored numbers or codes; None if it is the one in the equations."""
     rows = zip(bound.binding.slots, bound.stage.leaf_dtypes, strict=True)
     found = []
     for slot, dtype in rows:
