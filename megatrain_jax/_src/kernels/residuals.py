@@ -33,6 +33,14 @@ from megatrain_jax._src.program.loss.stages import Stage
 Keeps = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether to save the results of a primitive."""
 
+# The equations from an array to the scale of its float8 codes.
+_OF_SCALES = frozenset(
+    """
+    abs add and bitcast_convert_type convert_element_type is_finite max reduce_max reduce_min
+    reduce_precision reshape select_n sub
+    """.split()
+)
+
 
 def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether a primitive's results are worth saving if there is memory for all of them.
@@ -51,11 +59,11 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _is_one_number(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Whether a result is the largest number of a whole array, as a float8 operand's scale needs.
+    """Whether a result is the largest number of a whole array, as a float8 operand's scale is.
 
     It is four bytes, and its recomputation reads the array once more.
     """
-    return primitive.name == "reduce_max" and len(params["axes"]) == avals[0].ndim
+    return primitive.name in ("reduce_max", "reduce_min") and len(params["axes"]) == avals[0].ndim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,22 +172,28 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
 
 
 def _alike(jaxpr: Any) -> Callable[[Any], Any]:
-    """A function from an output to the first one that is equal, for largest magnitudes of arrays.
+    """A function from an output to the first one that is equal, for scales of arrays.
 
-    Products with the same operand compute its largest magnitude each, which the compiler only sees
-    if they are one array in the backward.
+    Products with the same operand compute its scale each, which the compiler only sees if they are
+    one array in the backward.
     """
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     first: dict[Any, Any] = {}
 
-    def alike(atom: Any) -> Any:
-        v = atom
+    def origin(atom: Any) -> Any:
+        """The equations that compute a number, up to the array whose magnitude it tells."""
+        makes = None if jx.is_literal(atom) else makers.get(atom)
+        if makes is None or makes.primitive.name not in _OF_SCALES:
+            return str(atom) if jx.is_literal(atom) else atom
+        if makes.primitive.name == "abs":
+            return makes.invars[0]
+        origins = tuple(map(origin, makes.invars))
         # `jax.checkpoint` rounds the values that it saves to their own dtype.
-        for name in ("reduce_precision", "reduce_max", "abs"):
-            makes = None if jx.is_literal(v) else makers.get(v)
-            if makes is None or makes.primitive.name != name:
-                return atom
-            v = makes.invars[0]
-        return first.setdefault(v, atom) if not atom.aval.shape else atom
+        if makes.primitive.name == "reduce_precision":
+            return origins[0]
+        return makes.primitive.name, str(makes.params), origins
+
+    def alike(atom: Any) -> Any:
+        return first.setdefault(origin(atom), atom) if not atom.aval.shape else atom
 
     return alike
