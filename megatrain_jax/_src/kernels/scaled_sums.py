@@ -8,7 +8,7 @@ rounded to bfloat16 before. The codes are never expanded in memory.
 Example, with codes c and d, and their scales::
 
     t = dot c d               # bfloat16
-    u = bfloat16 (mul (mul (float32 t) s_c) s_d)
+    u = mul (mul t s_c) s_d
     sum + float32 u
     # becomes
     sum + dot (c * s_c) (d * s_d)    # float32
@@ -26,13 +26,11 @@ _REORDERING = ("reshape", "transpose")
 
 
 class _ScaledProduct(NamedTuple):
-    """A product of codes, and the equations that cast its result, scale it twice, and round it."""
+    """A product of codes, and the two equations that scale its result."""
 
     product: Any
-    cast: Any
     first: Any
     second: Any
-    rounded: Any
 
 
 def with_scaled_sums(function: Callable) -> Callable:
@@ -47,8 +45,8 @@ def with_scaled_sums(function: Callable) -> Callable:
         found = _scaled_products(traced.jaxpr)
         if not found or traced.jaxpr.effects:
             return function(*args)
-        left_out = {id(eqn) for one in found for eqn in one[:-1]}
-        scaled = {id(one.rounded): one for one in found}
+        left_out = {id(eqn) for one in found for eqn in (one.product, one.first)}
+        scaled = {id(one.second): one for one in found}
 
         def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any] | None:
             if id(eqn) in left_out:
@@ -83,27 +81,19 @@ def _scaled_products(jaxpr: Any) -> list[_ScaledProduct]:
             return False
         return eqn.invars[0] is of.outvars[0] and not eqn.invars[1].aval.shape
 
-    def is_cast(eqn: Any, dtype: Any) -> bool:
-        if eqn is None or eqn.primitive.name != "convert_element_type":
-            return False
-        return eqn.outvars[0].aval.dtype == jnp.dtype(dtype)
-
     found = []
     for product in filter(is_float8_product, jaxpr.eqns):
-        if not is_cast(cast := only_reader(product), jnp.float32):
-            continue
-        if not is_scaling(first := only_reader(cast), cast):
+        if not is_scaling(first := only_reader(product), product):
             continue
         if not is_scaling(second := only_reader(first), first):
             continue
-        if not is_cast(rounded := only_reader(second), jnp.bfloat16):
-            continue
-        last = only_reader(rounded)
+        last = only_reader(second)
         while last is not None and last.primitive.name in _REORDERING:
             last = only_reader(last)
-        if not is_cast(last, jnp.float32):
+        if last is None or last.primitive.name != "convert_element_type":
             continue
         adds = only_reader(last)
-        if adds is not None and adds.primitive.name == "add":
-            found.append(_ScaledProduct(product, cast, first, second, rounded))
+        is_wide = last.outvars[0].aval.dtype == jnp.dtype(jnp.float32)
+        if is_wide and adds is not None and adds.primitive.name == "add":
+            found.append(_ScaledProduct(product, first, second))
     return found

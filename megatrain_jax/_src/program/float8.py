@@ -33,7 +33,7 @@ CODE = jnp.dtype(jnp.float8_e4m3fn)
 _PARTS = 2048
 
 Codes = tuple[jax.Array, jax.Array]
-"""An operand's codes, and its scale in fp32."""
+"""An operand's codes, and its scale: in bfloat16 if the operand is, else in fp32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,11 @@ def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits = jax.lax.bitcast_convert_type(scales, jnp.int32)
     # Differences of exponents. If a scale is not finite, they are any number.
     inverses = jax.lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
+    # In the dtype in which results are scaled, because XLA casts one number in a kernel of its own.
+    dtype = x.dtype if x.dtype == jnp.dtype(jnp.bfloat16) else jnp.float32
     axes = tuple(range(scales.ndim))
-    return jax.lax.reduce_max(scales, axes=axes), jax.lax.reduce_min(inverses, axes=axes)
+    scale = jax.lax.reduce_max(scales.astype(dtype), axes=axes)
+    return scale, jax.lax.reduce_min(inverses, axes=axes)
 
 
 def _scales(largest: jax.Array) -> jax.Array:
@@ -212,9 +215,8 @@ def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | Non
 
 def _of_codes(left: Codes, right: Codes, contracted: Any, batch: Any, dtype: Any) -> jax.Array:
     """The product of two coded arrays."""
-    # bf16 has fp32's range, and rounds the same sums; float16 would overflow.
-    kept = dtype if dtype == jnp.dtype(jnp.bfloat16) else jnp.float32
-    sums = jax.lax.dot_general(left[0], right[0], (contracted, batch), preferred_element_type=kept)
-    # In fp32, as scales are: XLA casts one number in a kernel of its own. One scale at a time,
-    # because the product of two small scales could be 0.
-    return (sums.astype(jnp.float32) * left[1] * right[1]).astype(dtype)
+    # bf16 has fp32's range, and powers of two multiply exactly in it; float16 would overflow.
+    wide = dtype if dtype == jnp.dtype(jnp.bfloat16) else jnp.float32
+    sums = jax.lax.dot_general(left[0], right[0], (contracted, batch), preferred_element_type=wide)
+    # One scale at a time, because the product of two small scales could be 0.
+    return (sums * left[1].astype(wide) * right[1].astype(wide)).astype(dtype)
