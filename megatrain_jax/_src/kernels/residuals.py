@@ -174,26 +174,33 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
 def _alike(jaxpr: Any) -> Callable[[Any], Any]:
     """A function from an output to the first one that is equal, for scales of arrays.
 
-    Products with the same operand compute its scale each, which the compiler only sees if they are
-    one array in the backward.
+    Products with the same operand compute its scale each. The compiler only sees that these are
+    equal if the backward gets one array.
     """
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    numbers: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
     first: dict[Any, Any] = {}
 
     def origin(atom: Any) -> Any:
-        """The equations that compute a number, up to the array whose magnitude it tells."""
-        makes = None if jx.is_literal(atom) else makers.get(atom)
-        if makes is None or makes.primitive.name not in _OF_SCALES:
-            return str(atom) if jx.is_literal(atom) else atom
-        if makes.primitive.name == "abs":
-            return makes.invars[0]
-        origins = tuple(map(origin, makes.invars))
-        # `jax.checkpoint` rounds the values that it saves to their own dtype.
-        if makes.primitive.name == "reduce_precision":
-            return origins[0]
-        return makes.primitive.name, str(makes.params), origins
+        return str(atom) if jx.is_literal(atom) else known.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _OF_SCALES:
+            operands = tuple(map(origin, eqn.invars))
+            made = eqn.primitive.name, str(eqn.params), operands
+            number = operands[0] if _is_saving(eqn) else numbers.setdefault(made, len(numbers))
+            known[eqn.outvars[0]] = number
 
     def alike(atom: Any) -> Any:
         return first.setdefault(origin(atom), atom) if not atom.aval.shape else atom
 
     return alike
+
+
+def _is_saving(eqn: Any) -> bool:
+    """Whether an equation rounds a value to its own dtype, as `jax.checkpoint` does to save it."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    own = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
+    return eqn.params == own
