@@ -105,6 +105,22 @@ def test_the_largest_number_keeps_three_bits_and_does_not_overflow(largest):
     np.testing.assert_allclose(of(x, jnp.eye(3)), x, rtol=1 / 16)
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 3), (2048, 3), (3, 4096, 2), (7, 5, 999, 2, 1)])
+@pytest.mark.parametrize("exponent", [-100, 0, 9, 119, 127])
+def test_scales_and_codes_are_those_of_the_whole_array(shape, exponent):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x = np.ldexp(x / np.abs(x).max(), exponent)
+    # The largest number's row is the last one, the first one, and one between.
+    for shift in (0, 1, x.size // 2):
+        moved = np.roll(x.ravel(), -shift - np.abs(x).argmax()).reshape(shape)
+        codes, scale = float8.coded(jnp.asarray(moved))
+        largest = np.abs(moved).max().astype(np.float64)
+        expected = max(2.0 ** np.ceil(np.log2(largest / 448)), 2.0**-126)
+        assert float(scale) == expected
+        exact = np.float64(moved) / expected
+        np.testing.assert_array_equal(codes, exact.astype(np.float32).astype(codes.dtype))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 1])
 def test_what_is_not_finite_stays_so(bad, at):

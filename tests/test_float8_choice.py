@@ -320,5 +320,5 @@ def twice(model, batch):
 def test_scales_of_forward_are_saved_for_a_backward_that_keeps_products():
     residuals = find_residuals(block_of(spec_with(case_of(twice, head=HEAD), "float8")))
     assert residuals is not None
-    # Largest magnitudes of the operands of `up` and `down`, and of both weights.
-    assert sum(not aval.shape for aval in residuals.avals) == 4
+    # Scales of the operands of `up` and `down`, and of both weights, and the scales' inverses.
+    assert sum(not aval.shape for aval in residuals.avals) == 8

@@ -33,6 +33,14 @@ from megatrain_jax._src.program.loss.stages import Stage
 Keeps = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether to save the results of a primitive."""
 
+# The equations from an array to the scale of its float8 codes.
+_OF_SCALES = frozenset(
+    """
+    abs add and bitcast_convert_type convert_element_type is_finite max reduce_max reduce_min
+    reduce_precision reshape select_n sub
+    """.split()
+)
+
 
 def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether a primitive's results are worth saving if there is memory for all of them.
@@ -51,11 +59,11 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _is_one_number(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Whether a result is the largest number of a whole array, as a float8 operand's scale needs.
+    """Whether a result is the largest number of a whole array, as a float8 operand's scale is.
 
     It is four bytes, and its recomputation reads the array once more.
     """
-    return primitive.name == "reduce_max" and len(params["axes"]) == avals[0].ndim
+    return primitive.name in ("reduce_max", "reduce_min") and len(params["axes"]) == avals[0].ndim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,22 +172,35 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
 
 
 def _alike(jaxpr: Any) -> Callable[[Any], Any]:
-    """A function from an output to the first one that is equal, for largest magnitudes of arrays.
+    """A function from an output to the first one that is equal, for scales of arrays.
 
-    Products with the same operand compute its largest magnitude each, which the compiler only sees
-    if they are one array in the backward.
+    Products with the same operand compute its scale each. The compiler only sees that these are
+    equal if the backward gets one array.
     """
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    numbers: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
     first: dict[Any, Any] = {}
 
+    def origin(atom: Any) -> Any:
+        return str(atom) if jx.is_literal(atom) else known.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _OF_SCALES:
+            operands = tuple(map(origin, eqn.invars))
+            made = eqn.primitive.name, str(eqn.params), operands
+            number = operands[0] if _is_saving(eqn) else numbers.setdefault(made, len(numbers))
+            known[eqn.outvars[0]] = number
+
     def alike(atom: Any) -> Any:
-        v = atom
-        # `jax.checkpoint` rounds the values that it saves to their own dtype.
-        for name in ("reduce_precision", "reduce_max", "abs"):
-            makes = None if jx.is_literal(v) else makers.get(v)
-            if makes is None or makes.primitive.name != name:
-                return atom
-            v = makes.invars[0]
-        return first.setdefault(v, atom) if not atom.aval.shape else atom
+        return first.setdefault(origin(atom), atom) if not atom.aval.shape else atom
 
     return alike
+
+
+def _is_saving(eqn: Any) -> bool:
+    """Whether an equation rounds a value to its own dtype, as `jax.checkpoint` does to save it."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    own = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
+    return eqn.params == own

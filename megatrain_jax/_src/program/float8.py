@@ -18,6 +18,9 @@ CPU it computes the same sums of the codes' products in fp32.
 
 import dataclasses
 import functools
+import itertools
+import math
+import operator
 from typing import Any
 
 import jax
@@ -26,9 +29,11 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 
 CODE = jnp.dtype(jnp.float8_e4m3fn)
+# Parts of a large array, about, whose largest magnitudes are found side by side.
+_PARTS = 2048
 
 Codes = tuple[jax.Array, jax.Array]
-"""An operand's codes, and its scale in fp32."""
+"""An operand's codes, and its scale: in bfloat16 if the operand is, else in fp32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,28 +87,50 @@ def coded(x: jax.Array) -> Codes:
     Zeros have a scale above 0. If a number is not finite, the scale isn't either, and the product
     becomes NaN.
     """
-    largest = jax.lax.reduce_max(jnp.abs(x), axes=tuple(range(x.ndim)))
-    scale = _scale(largest.astype(jnp.float32))
-    # The inverse of a power of two is exact, and a product takes fewer instructions.
-    codes = (x.astype(jnp.float32) * (1 / scale)).astype(CODE)
+    scale, inverse = _scale(x)
+    # A power of two has an exact inverse, and a product takes fewer instructions than a division.
+    codes = (x.astype(jnp.float32) * inverse).astype(CODE)
     # Transposes then read finished codes, for which XLA's kernels for a GPU are twice as fast.
     return jax.lax.optimization_barrier(codes), scale
 
 
-def _scale(largest: jax.Array) -> jax.Array:
-    """The smallest power of two that divides a number above 0 to at most 448, or the number itself.
+def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The smallest power of two that divides an array to at most 448 in magnitude, and its inverse.
 
-    It is the number itself if that is not finite. Powers of two divide and multiply exactly, so
+    The array's scale is the largest one of its parts. XLA computes the scales of parts in the
+    kernel that finds the largest, but the scale of one number in a kernel of its own.
+    """
+    sizes, axes = jnp.abs(x), tuple(range(x.ndim))
+    for axis, parts in enumerate(itertools.accumulate(x.shape[:-1], operator.mul)):
+        if parts >= _PARTS:
+            each = math.gcd(x.shape[axis], parts // _PARTS)
+            sizes = sizes.reshape(*x.shape[:axis], -1, each, *x.shape[axis + 1 :])
+            axes = tuple(range(axis + 1, sizes.ndim))
+            break
+    largest = jax.lax.reduce_max(sizes, axes=axes)
+    scales = _scales(largest.astype(jnp.float32))
+    bits = jax.lax.bitcast_convert_type(scales, jnp.int32)
+    # Differences of exponents. If a scale is not finite, they are any number.
+    inverses = jax.lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
+    # In the dtype in which results are scaled, because XLA casts one number in a kernel of its own.
+    dtype = x.dtype if x.dtype == jnp.dtype(jnp.bfloat16) else jnp.float32
+    axes = tuple(range(scales.ndim))
+    scale = jax.lax.reduce_max(scales.astype(dtype), axes=axes)
+    return scale, jax.lax.reduce_min(inverses, axes=axes)
+
+
+def _scales(largest: jax.Array) -> jax.Array:
+    """The smallest powers of two that divide positive numbers to at most 448, or the numbers.
+
+    They are the numbers where these are not finite. Powers of two divide and multiply exactly, so
     that codes do not depend on how the compiler arranges a division.
     """
-    bits = jax.lax.bitcast_convert_type(largest, jnp.uint32)
-    exponent, mantissa = (bits >> 23).astype(jnp.int32), bits & 0x7FFFFF
-    # 448 is 1.75 * 2**8: a number with a larger mantissa needs one power more.
-    exponent = exponent - 8 + (mantissa > 0x600000).astype(jnp.int32)
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    # 448 is 1.75 * 2**8: a larger mantissa carries to the exponent in this sum.
+    powers = ((bits + 0x1FFFFF) & ~0x7FFFFF) - (8 << 23)
     # 2**-126 at least: a GPU takes smaller numbers as 0.
-    bits = jnp.maximum(exponent, 1).astype(jnp.uint32) << 23
-    scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(largest), scale, largest)
+    scales = jax.lax.bitcast_convert_type(jax.lax.max(powers, jnp.int32(1 << 23)), jnp.float32)
+    return jax.lax.select(jax.lax.is_finite(largest), scales, largest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
