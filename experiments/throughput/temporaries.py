@@ -150,7 +150,7 @@ def kernels(case: Case, placement: Placement | None = None) -> Iterator[Kernel]:
     with attention_kernel.planned_for(128):
         model = adapt(lambda: models.Decoder(config, rngs=nnx.Rngs(0)), loss_fn, batch, 0)[0]
         optimizer = _OPTIMIZERS[case.optimizer]()
-        spec = make_run_spec(model, loss_fn, optimizer, batch, options, parts=(1,))
+        spec = make_run_spec(model, loss_fn, optimizer, batch, options)
         placement = placement or placed_on(AbstractMesh((1,), ("data",)))
         found = {}
         for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, placement):

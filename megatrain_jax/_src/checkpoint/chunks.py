@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatrain_jax._src.program.layers.index import Index, range_of, remaining, sliced_axes
+from megatrain_jax._src.program.layers.index import Index, Range, range_of, remaining, sliced_axes
 
 # Maximum bytes of a chunk; several are written in parallel.
 MOST_BYTES = 512 << 20
@@ -99,8 +99,9 @@ class Grid:
             rows[0] = range(part.start // self.chunk[0], -(-part.stop // self.chunk[0]))
             start = (rows[0][0] * self.chunk[0] - part.start) * math.prod(self.shape[1:])
         else:
-            for axis in sliced:
-                rows[axis] = (index[axis],)  # pyright: ignore[reportArgumentType]
+            for axis, number in enumerate(index):
+                if number is not None and not isinstance(number, Range):
+                    rows[axis] = (number,)
         for at in itertools.product(*rows):
             box = self._box(at)
             size = math.prod(part.stop - part.start for part in box)

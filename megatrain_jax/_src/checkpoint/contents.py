@@ -180,9 +180,8 @@ def _parts(
             if range_of(slices[0][0]) is not None:
                 # Blocks of codes end where ranges end, so the parts of all ranges are one array's.
                 whole = (len(slices) * own_shape[0],)
-                rows = [
-                    ((range_of(index).of(shape[0], whole[0]),), place) for index, place in slices
-                ]
+                ranges = [(range_of(index), place) for index, place in slices]
+                rows = [((of.of(shape[0], whole[0]),), place) for of, place in ranges if of]
         own = (*path, part.name) if part.name else path
         entry = _entry(own, whole, jnp.dtype(part.dtype), rows)
         cuts = tuple(sorted((index for index, _ in slices), key=numbers))

@@ -234,7 +234,7 @@ def _first_of(arguments: Any, ways: Sequence[Way]) -> RunSpec | None:
     least: list[BudgetError] = []
     for at, way in enumerate(ways):
         try:
-            spec = _make(*arguments, way)
+            spec = _make(*arguments, way=way)
         except BudgetError as error:
             least.append(error)
             continue
