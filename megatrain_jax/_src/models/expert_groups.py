@@ -2,9 +2,9 @@
 
 A run divides experts where those of one layer don't fit on its device (`dividing_experts.py`). Rows
 are sorted by expert, so a group computes only the turns that have blocks of its experts, and leaves
-the rows of all remaining experts zero. Sums over groups add zeros, so results have the same bits as
-with all experts at once. Turns are smaller, so that they take less memory beside a group's weights,
-and the terms of an expert's gradients are added in another order.
+the rows of all remaining experts zero. Sums over groups add zeros, which rounds nothing. Turns are
+smaller, so that they take less memory beside a group's weights. So products have other sizes, which
+may round differently, and the terms of an expert's gradients are added in another order.
 
 Example: four experts in two groups, turns of three blocks, and the expert of each block::
 
