@@ -1,6 +1,7 @@
 """Residuals in a schedule: which stages save them, and where they wait."""
 
 import math
+import random
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
 from schedule_machine import run_everything
 from workloads import COPIES, all_resident_bytes, chain, costs, host, random_workload
 
@@ -102,6 +103,32 @@ def test_residuals_of_stages_that_are_no_neighbours_wait_in_the_host_where_few_c
     assert all(stage + 1 not in schedule.kept for stage in schedule.kept)
     left = {i.key for i in schedule.steady if i.op is Op.OFFLOAD and i.key}
     assert {key.owner for key in left if key.kind is Kind.RESIDUALS} == schedule.kept
+
+
+@pytest.mark.parametrize(
+    "seeds", [(62, 74, 80, 107, 120), pytest.param(range(400), marks=pytest.mark.long)]
+)
+def test_waves_keep_no_more_residuals_on_the_device_than_fit(seeds):
+    """Of two choices that were tried, the larger one may let its residuals wait in the host."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        num, size = rng.randint(6, 34), rng.choice([5, 10, 20, 40, 80])
+        workload = chain(
+            num,
+            residuals=(*((size,) * (num - 1)), 0),
+            may_travel=True,
+            accumulate=True,
+            waves=rng.choice([2, 3, 4]),
+            costs=costs(num, num, recompute=(3.0,) * num, link=host(10 ** rng.uniform(-2.5, 0))),
+        )
+        smallest = find_schedule(workload, None).smallest_bytes
+        budget = smallest + rng.choice([0, 1, 2, 3, 5]) * size + rng.randint(0, size)
+        saved = tuple(n // 2 for n in workload.residuals)
+        lean = rng.choice([None, replace(workload, residuals=saved, lean=True)])
+        schedule = find_schedule(workload, budget, lean)
+        assert schedule.peak_bytes <= budget
+        workload = lean if schedule.lean else workload
+        run_everything(workload, whole_schedule(workload, schedule))
 
 
 def test_no_more_residuals_wait_in_the_host_than_may_beside_those_that_the_device_holds():

@@ -262,14 +262,15 @@ def _with_more_kept(
         room: Bytes available.
     """
     kept = len(steps.workload.kept)
-    more = [choice for choice in choices if choice.num_kept > kept]
-    more = [choice for choice in more if choice.lists.workload.lean == workload.lean]
-    above = min(more, key=lambda choice: choice.num_kept, default=None)
+    alike = [choice for choice in choices if choice.lists.workload.lean == workload.lean]
+    above = min((c for c in alike if c.num_kept > kept), key=lambda c: c.num_kept, default=None)
     while above is not None and above.num_kept > kept + 1:
         count = (kept + above.num_kept) // 2
         choice = keeping_residuals(workload, count)
         choice = dataclasses.replace(choice, spares_host=above.spares_host)
-        found = _best([steps, _with_residents(choice, room)], room)
+        # These residuals stay on the device, where those of the choice above may have left it.
+        fits = choice.least_bytes(0) <= room.device
+        found = _best([steps, _with_residents(choice, room)], room) if fits else steps
         if found is steps:
             above = choice
         else:
