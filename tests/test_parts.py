@@ -4,20 +4,16 @@ import re
 from bisect import bisect_left
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.search import BudgetError
-from megatrain_jax._src.spec import budget
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import default_mesh, placed_on
@@ -163,35 +159,6 @@ def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_
     with pytest.raises(MemoryError, match=r"function; at least .* in \d parts.*\. Nothing was"):
         check_device(unfit, 1000)
     assert "at least" not in str(replace(unfit, hardware=replace(H200, host_bytes=2**40)))
-
-
-@pytest.mark.parametrize(("width", "is_once"), [(4096, True), (64, False)])
-def test_parts_are_tried_once_where_a_stage_outside_of_blocks_needs_too_much(width, is_once):
-    """The head is too large for any number of parts, or the matrices of the blocks are."""
-    shapes = {"up": (512, 512), "mid": (512, 512), "down": (512, 512)}
-    layers = [{k: jnp.ones(shape) for k, shape in shapes.items()} for _ in range(3)]
-    params = {"layers": layers, "head": jnp.ones((512, width))}
-
-    def loss_fn(params, batch):
-        x = batch
-        for layer in params["layers"]:
-            for name in shapes:
-                x = jnp.tanh(x @ layer[name])
-        return (x @ params["head"]).mean()
-
-    batch = jnp.ones((4, 512), jnp.bfloat16)
-    machine = replace(H200, device_bytes=3 * 2**20, device_share=1.0)
-    asked = []
-
-    def finer(spec):
-        asked.append(spec.num_parts)
-        return budget_finer(spec)
-
-    budget_finer = budget._finer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "_finer", finer)
-        plan = mt.plan(params, loss_fn, optax.adam(1e-3), batch, hardware=machine)
-    assert plan.fits_device is False and (len(asked) == 1) == is_once
 
 
 def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():

@@ -231,6 +231,9 @@ def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
         def lists(self) -> Any:
             return SimpleNamespace(workload=SimpleNamespace(lean=False))
 
+        def least_bytes(self, count: int) -> int:
+            return 0
+
     monkeypatch.setattr(search, "keeping_residuals", lambda workload, count: Keeping(count))
     monkeypatch.setattr(search, "_with_residents", lambda choice, room: steps(choice.num_kept))
     workload, room = SimpleNamespace(lean=False), search._Room(device=0, host=math.inf)

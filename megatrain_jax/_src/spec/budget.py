@@ -27,9 +27,7 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.room import least_bytes
 from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule
-from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import step_kernels
@@ -80,16 +78,12 @@ def fit_to_machine(
         return whole
     if (left := device_bytes - least_device_bytes(whole)) >= 0:
         return _faster_in_parts(whole, lambda spec: fitted(spec, left), device_bytes)
-    # Then no number of parts fits, and the first one is enough to tell how much is needed.
-    is_hopeless = _least_beside_blocks(whole) > device_bytes
     while (finer := _finer(finer)) is not None:
         if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
             finer = fitted(finer)
             if least_device_bytes(finer) <= device_bytes:
                 return finer
         smallest = min(smallest, finer, key=least_device_bytes)
-        if is_hopeless:
-            break
     # Parts that don't fit either would only pass more activations to each other.
     return dataclasses.replace(whole, smallest=smallest)
 
@@ -125,15 +119,6 @@ def _finer(spec: RunSpec) -> RunSpec | None:
         return spec.finer and spec.finer()
     except BudgetError:  # more parts pass more activations to each other
         return None
-
-
-def _least_beside_blocks(spec: RunSpec) -> int:
-    """The fewest device bytes for a run's state if its blocks had no parameters."""
-    workload = spec.first.workload
-    in_blocks = {g for b in spec.first.stages if b.stage.is_block for g in b.groups}
-    sizes = [dict.fromkeys(of, 0) if g in in_blocks else of for g, of in enumerate(workload.sizes)]
-    small = dataclasses.replace(workload, sizes=tuple(sizes))
-    return least_bytes(build_task_lists(small, few_waves=True), frozenset())
 
 
 def least_device_bytes(spec: RunSpec) -> int:
