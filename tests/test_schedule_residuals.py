@@ -127,7 +127,7 @@ def test_waves_keep_no_more_residuals_on_the_device_than_fit(seeds):
         lean = rng.choice([None, replace(workload, residuals=saved, lean=True)])
         schedule = find_schedule(workload, budget, lean)
         assert schedule.peak_bytes <= budget
-        workload = lean if schedule.lean else workload
+        workload = lean if lean and schedule.lean else workload
         run_everything(workload, whole_schedule(workload, schedule))
 
 
