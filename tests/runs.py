@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -159,6 +160,19 @@ def check_same_bits(actual: Any, expected: Any) -> None:
         if jnp.issubdtype(e.dtype, jax.dtypes.prng_key):
             a, e = jax.random.key_data(a), jax.random.key_data(e)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def check_each_continues_the_other(
+    one: mt.Trainer, other: mt.Trainer, batch: Any, folder: Path
+) -> None:
+    """Trains, saves and restores in both directions, between runs that store state differently."""
+    for first, second in ((one, other), (other, one)):
+        train(first, [batch], gradients=False)
+        path = folder / str(first is one)
+        first.save(path)
+        second.restore(path)
+        check_same_bits(second.params, first.params)
+        check_same_bits(second.opt_state, first.opt_state)
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, np.ndarray]]:

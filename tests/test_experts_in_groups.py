@@ -30,7 +30,14 @@ from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax.models import Decoder
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from runs import check_close, check_same_bits, make_spec, make_trainer, train
+from runs import (
+    check_close,
+    check_each_continues_the_other,
+    check_same_bits,
+    make_spec,
+    make_trainer,
+    train,
+)
 from test_models_training import EXPERTS, SMALL, batch, packed_loss, plain_loss
 from zoo_case import Case
 
@@ -239,7 +246,6 @@ def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
 ):
     case, make = decoder(), OPTIMIZERS["adamw_schedule"]
     precision = mt.Precision.compact() if compact else mt.Precision(compute=jnp.float32)
-    batches = [case.batch(seed) for seed in range(2)]
     trainers = []
     for way in (Way(1), Way(3, 2)):
         only(monkeypatch, way)
@@ -247,12 +253,7 @@ def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
         trainers.append(mt.Trainer(built, case.loss_fn, make(None), sample, precision=precision))
     whole, groups = trainers
     assert num_groups(spec_of(groups).leaves) == 2
-    for first, second in ((whole, groups), (groups, whole)):
-        train(first, batches[:1], gradients=False)
-        first.save(tmp_path / str(first is whole))
-        second.restore(tmp_path / str(first is whole))
-        check_same_bits(second.params, first.params)
-        check_same_bits(second.opt_state, first.opt_state)
+    check_each_continues_the_other(whole, groups, case.batch(0), tmp_path)
 
 
 def test_devices_share_groups_of_experts(monkeypatch):

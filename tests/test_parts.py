@@ -19,7 +19,13 @@ from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from runs import check_close, check_same_bits, make_spec, make_trainer, train
+from runs import (
+    check_close,
+    check_each_continues_the_other,
+    make_spec,
+    make_trainer,
+    train,
+)
 from zoo import CASES
 
 
@@ -86,15 +92,9 @@ def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
 def test_a_checkpoint_is_restored_by_runs_that_cut_otherwise(tmp_path):
     case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
     least = least_of(make_spec(case, make))
-    batches = [case.batch(seed) for seed in range(3)]
     whole, parts = (make_trainer(case, make, budget=budget) for budget in (least, least - 1))
     assert spec_of(whole).num_parts < spec_of(parts).num_parts
-    for first, second in ((whole, parts), (parts, whole)):
-        train(first, batches[:1], gradients=False)
-        first.save(tmp_path / str(first is whole))
-        second.restore(tmp_path / str(first is whole))
-        check_same_bits(second.params, first.params)
-        check_same_bits(second.opt_state, first.opt_state)
+    check_each_continues_the_other(whole, parts, case.batch(0), tmp_path)
 
 
 def test_blocks_are_cut_for_a_device_that_has_no_room_for_one():

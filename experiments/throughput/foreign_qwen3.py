@@ -1,7 +1,7 @@
 """Steps of a Qwen3 by others in bfloat16 and in float8, with all state on one GPU.
 
-The model is the Qwen3 1.7B of https://github.com/jax-ml/bonsai as published, whose source is one
-file, which this repository does not have:
+The model is the Qwen3 1.7B of https://github.com/jax-ml/bonsai as published. Its source is one
+file, and not in this repository:
 
     python experiments/throughput/foreign_qwen3.py bonsai/models/qwen3/modeling.py
 """

@@ -172,16 +172,17 @@ def _parts(
     for p, part in enumerate(layout.parts(i)):
         rows, whole = slices, shape
         if part.per > 1:
-            # Such a part has none of the array's own axes; the sliced axes come first.
-            axes = sliced_axes(slices[0][0])
             own_shape = part_shape(layout, i, p)
-            whole = (*(shape[axis] for axis in axes), *own_shape)
-            rows = [(numbers(index), place) for index, place in slices]
-            if range_of(slices[0][0]) is not None:
+            ranges = [(of, place) for index, place in slices if (of := range_of(index))]
+            if ranges:
                 # Blocks of codes end where ranges end, so the parts of all ranges are one array's.
                 whole = (len(slices) * own_shape[0],)
-                ranges = [(range_of(index), place) for index, place in slices]
-                rows = [((of.of(shape[0], whole[0]),), place) for of, place in ranges if of]
+                rows = [((of.of(shape[0], whole[0]),), place) for of, place in ranges]
+            else:
+                # Such a part has none of the array's own axes; the sliced axes come first.
+                axes = sliced_axes(slices[0][0])
+                whole = (*(shape[axis] for axis in axes), *own_shape)
+                rows = [(numbers(index), place) for index, place in slices]
         own = (*path, part.name) if part.name else path
         entry = _entry(own, whole, jnp.dtype(part.dtype), rows)
         cuts = tuple(sorted((index for index, _ in slices), key=numbers))

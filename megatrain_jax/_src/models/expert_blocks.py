@@ -11,10 +11,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from megatrain_jax._src.common.dividing_experts import num_groups_of
+from megatrain_jax._src.common.tangents import no_tangents
 from megatrain_jax._src.models import expert_rows, kernel_checks
 from megatrain_jax._src.models.expert_functions import Expert, Weights
 from megatrain_jax._src.models.expert_groups import mixed_in_groups
@@ -125,8 +125,7 @@ def _backward(expert, saved, cotangents):
     dx = places.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
     dshares = places.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    dplaces = jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), places)
-    return dx, dshares, dweights, dplaces
+    return dx, dshares, dweights, no_tangents(places)
 
 
 _mixed.defvjp(_forward, _backward)

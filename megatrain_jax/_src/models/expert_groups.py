@@ -1,8 +1,8 @@
 """A mixture of experts in groups of experts: each group reads its own part of the weights.
 
 A run divides experts where those of one layer don't fit on its device (`dividing_experts.py`). Rows
-are sorted by expert, so a group computes only the turns that have blocks of its experts, and leaves
-the rows of all remaining experts zero. Sums over groups add zeros, which rounds nothing. Turns are
+are sorted by expert, so a group computes only the turns with blocks of its experts, and leaves the
+rows of all remaining experts zero. Sums over groups add zeros, without rounding. Turns are
 smaller, so that they take less memory beside a group's weights. So products have other sizes, which
 may round differently, and the terms of an expert's gradients are added in another order.
 
@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from megatrain_jax._src.common.tangents import no_tangents
 from megatrain_jax._src.models.expert_functions import Expert, Weights
 from megatrain_jax._src.models.expert_turns import Places, added, of_blocks, weights_of
 
@@ -80,7 +80,7 @@ def _spread_forward(each, values, places):
 def _spread_backward(each, saved, cotangent):
     like, places = saved
     dvalues = places.collected(cotangent, each).sum(1, dtype=jnp.float32)
-    return dvalues.astype(like.dtype), _no_tangent(places)
+    return dvalues.astype(like.dtype), no_tangents(places)
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
@@ -109,7 +109,7 @@ def _weighted_forward(dtype, out, shares, places):
 def _weighted_backward(dtype, saved, cotangents):
     like, shares, places = saved
     dout = places.blocks(cotangents, shares.shape[1]).astype(like.dtype)
-    return dout, jnp.zeros_like(shares), _no_tangent(places)
+    return dout, jnp.zeros_like(shares), no_tangents(places)
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)
@@ -173,7 +173,7 @@ def _backward(expert, num_groups, saved, cotangents):
     start = sums, jnp.zeros_like(rows), jnp.zeros(rows.shape[:3], jnp.float32)
     sums, drows, dshares = _in_turns(own, num_groups, turn, start)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return drows, dshares.astype(rows_shares.dtype), dweights, _no_tangent(experts)
+    return drows, dshares.astype(rows_shares.dtype), dweights, no_tangents(experts)
 
 
 _of_group.defvjp(_forward, _backward)
@@ -235,7 +235,3 @@ def _in_turns(
         return jax.lax.fori_loop(begin + first, begin + last, turn, carry), None
 
     return jax.lax.scan(trip, start, jnp.arange(num_trips, dtype=jnp.int32))[0]
-
-
-def _no_tangent(integers: Any) -> Any:
-    return jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), integers)

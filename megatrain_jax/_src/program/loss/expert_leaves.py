@@ -1,8 +1,8 @@
 """Experts in groups: arrays of a block's experts as several leaves, one for each group.
 
 Where a block doesn't fit in any number of parts, its experts are divided: an array with an expert
-at each position of its first axis becomes leaves with some experts each, which belong to different
-parts. That needs a loss that reads these leaves apart. The library's own mixtures of experts do, if
+at each position of its first axis becomes leaves with some experts each, in different parts. The
+loss must read these leaves apart. The library's own mixtures of experts do, if
 they are traced for groups (`dividing_experts.py`). A product with the experts as an axis, as in
 `einsum("td,edf->etf", x, w)`, is divided by its rule (`piecewise.py`). Where one operation reads
 several groups, as `jax.lax.ragged_dot` does, the array stays whole.
@@ -36,7 +36,7 @@ class UndividedError(Exception):
 
 
 def has_experts(leaves: Sequence[Leaf]) -> bool:
-    """Whether some arrays of blocks look like those of stacked experts."""
+    """Whether some arrays of blocks look like stacked experts."""
     return bool(_candidates(leaves))
 
 
@@ -117,7 +117,7 @@ def _divided(leaves: Sequence[Leaf], parameters: set[int], wanted: int) -> tuple
 
 
 def _read_together(leaves: Sequence[Leaf], program: Program) -> set[int]:
-    """The parameters of which some equation reads several leaves."""
+    """The parameters with several leaves that one equation reads."""
     found: set[int] = set()
     for stage in program.stages:
         for _, read in reads_of(stage)[1]:

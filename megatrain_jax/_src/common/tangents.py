@@ -1,0 +1,11 @@
+"""Tangents in derivative rules."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def no_tangents(integers: Any) -> Any:
+    """The cotangents of a tree of integer arrays, as a `jax.custom_vjp` has to return them."""
+    return jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), integers)
