@@ -139,6 +139,21 @@ def test_an_operand_of_many_arrays_is_made_once():
             assert sum(v.aval.ndim > 1 for v in eqn.invars) <= 2 * len(eqn.outvars)
 
 
+def narrow(params, x):
+    """An operand that takes fewer bytes than the arrays that it is computed from."""
+    a, b, c = (x @ (n * params["square"]) for n in (1.0, 2.0, 3.0))
+    y = product((a * b * c).astype(jnp.bfloat16), params["square"].astype(jnp.bfloat16))
+    return jnp.sum(y.astype(x.dtype), -1, keepdims=True)
+
+
+def test_no_pass_reads_more_bytes_than_its_operands_have():
+    args = arguments("float32")
+    made = jax.make_jaxpr(with_code_passes(gradients(narrow), interpret=True))(*args)
+    for eqn in made.eqns:
+        if eqn.primitive.name == "pallas_call":
+            assert sum(v.aval.dtype.itemsize for v in eqn.invars if v.aval.ndim > 1) < 3 * 4
+
+
 @pytest.mark.parametrize("sizes", [((2, 63), 128, 192), ((2, 64), 96, 100), ((3, 3), 8, 8)])
 def test_odd_sizes_stay_as_they_are(sizes):
     args = arguments("float32", *sizes)
