@@ -101,7 +101,7 @@ FALSE = [
     (README, "| 9.5 GiB |", "->", "| 9.5 s |"),
     (SPEED, "[121.7 GiB of the GPU and 94.7 GiB", "->", "[121.7 s of the GPU and 94.7 GiB"),
     (README, "[13,106 tokens/s]", "->", "[13,106 GiB]"),
-    (README, "measured at [0.264 s]", "->", "measured at [0.264 GiB]"),
+    (README, "measured at [0.262 s]", "->", "measured at [0.262 GiB]"),
     (MEMORY, "On an H200, on sources", "->", "On an H100, on sources"),
     (MEMORY, "[bf16, int8](", "<->", "[bf16 to nearest, fp32]("),
     (LONG, "[10.06 s in 72.2 GiB]", "->", "[10.06 GiB in 72.2 s]"),

@@ -298,6 +298,8 @@ def test_a_row_is_compared_with_its_yardstick_seed_by_seed(tmp_path, capsys):
         # With compact state, float8 is compared with the same state.
         if row["name"].startswith("float8 products, bf16"):
             yardstick = "bf16 masters, int8 state"
+        if row["name"].startswith("float8 products, adafactor"):
+            yardstick = "adafactor, bf16 masters"
         if row["name"].endswith("bf16 sums"):
             yardstick = "bf16 masters, int8 state, 4 waves"
         percent = [100 * (over[row["name"], s] / over[yardstick, s] - 1) for s in seeds]
