@@ -17,12 +17,11 @@ from megatrain_jax._src.cli.errors import AskedWronglyError, checking, in_option
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
-from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
-from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reward_functions import load_rewards
 from megatrain_jax._src.cli.run_data import called
 from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 
@@ -76,17 +75,8 @@ def _arguments(
     model = _model(settings, checkpoint)
     identity = folder.note("identity") or uuid.uuid4().hex
     logs = make_logs(settings, folder, identity)
-    rates = settings.warmup, settings.decay, settings.final_rate
-    schedule = schedule_of(settings.learning_rate, settings.steps, *rates)
-    optimizer = optimizer_of(
-        settings.optimizer,
-        schedule,
-        b1=settings.b1,
-        b2=settings.b2,
-        weight_decay=settings.weight_decay,
-        clip=settings.clip,
-        options=settings.optimizer_options,
-    )
+    schedule = schedule_of_run(settings, settings.steps)
+    optimizer = optimizer_of_run(settings, schedule)
     fingerprint = _fingerprint(rows)
     folder.check_data(fingerprint)
     # External logs identify a run that continues in a second process by its identity.
@@ -171,20 +161,11 @@ def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
     frozen = frozen_of(
         settings.frozen, settings.lora_rank is not None, pretrained.config.saved_dtype
     )
-    compute = settings.compute or ("float32" if here is None else None)
-    precision = precision_of(
-        settings.state,
-        settings.master,
-        frozen,
-        compute,
-        sums=settings.sums,
-        products=settings.products,
-    )
     return {
         "model": model,
         "params": params,
         "trainable": trainable,
-        "precision": precision,
+        "precision": precision_of_run(settings, frozen, here),
         "hardware": here,
     }
 

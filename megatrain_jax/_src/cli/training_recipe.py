@@ -18,13 +18,12 @@ from megatrain_jax._src.cli.errors import checking, in_options
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
-from megatrain_jax._src.cli.optimizers import optimizer_of
 from megatrain_jax._src.cli.progress_lines import Lines
 from megatrain_jax._src.cli.push import check_push, push
-from megatrain_jax._src.cli.recipe import precision_of, schedule_of
 from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
 from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
 # As in a shell: 128 plus the number of SIGINT.
@@ -77,7 +76,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
             folder.take_note(name, value)
     laps.lap("data")
     with checking():
-        schedule = _schedule(settings, batches.steps)
+        schedule = schedule_of_run(settings, batches.steps)
         reference = find_reference(folder, batches.datasets, job, options)
     if reference is not None:
         laps.lap("reference")
@@ -116,16 +115,8 @@ def _how(ending: Mapping[str, Any]) -> str:
 def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
     """The options that a plan and a run share."""
     here = mt.this_machine()
-    compute = settings.compute or ("float32" if here is None else None)
     return {
-        "precision": precision_of(
-            settings.state,
-            settings.master,
-            job.frozen,
-            compute,
-            sums=settings.sums,
-            products=settings.products,
-        ),
+        "precision": precision_of_run(settings, job.frozen, here),
         "trainable": job.trainable,
         "device_budget": settings.device_budget,
         "host_budget": settings.host_budget,
@@ -155,31 +146,13 @@ def _notes(
     return found | stamps
 
 
-def _optimizer(settings: TrainingSettings, schedule: optax.Schedule) -> Any:
-    return optimizer_of(
-        settings.optimizer,
-        schedule,
-        b1=settings.b1,
-        b2=settings.b2,
-        weight_decay=settings.weight_decay,
-        clip=settings.clip,
-        options=settings.optimizer_options,
-    )
-
-
-def _schedule(settings: TrainingSettings, steps: int) -> optax.Schedule:
-    return schedule_of(
-        settings.learning_rate, steps, settings.warmup, settings.decay, settings.final_rate
-    )
-
-
 def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> mt.Plan:
     number = options["microbatches"]
     return mt.plan(
         job.model,
         # The number only scales metrics, which a plan doesn't have.
         job.loss_of(1 if number == "auto" else number),
-        _optimizer(settings, _schedule(settings, settings.steps or 1)),
+        optimizer_of_run(settings, schedule_of_run(settings, settings.steps or 1)),
         job.shapes,
         num_gpus=num_gpus(),
         **options,
@@ -211,7 +184,7 @@ def _train(
         job.model,
         job.loss_of(options["microbatches"]),
         _with(reference, batches.train),
-        _optimizer(settings, schedule),
+        optimizer_of_run(settings, schedule),
         steps=ended["steps"] if ended else batches.steps,
         params=job.params,
         eval_data=_with(reference, batches.held_out),
