@@ -84,7 +84,6 @@ def largest_size(
 
     Returns:
         The size; None if nothing fits.
-        The size; None if nothing fits.
     """
     rows, length = planner.settings.least_rows, planner.settings.length
     if what == "model":

@@ -141,13 +141,10 @@ def available_bytes(
     return max(0, min(left, default=sys.maxsize))
 
 
-def resident_bytes(statistics: Path = Path("/proc/self/statm")) -> int:
-    """Returns the resident memory of this process, including pinned pages; 0 if unknown.
-
-    Args:
-        statistics: The kernel's file on the process, in pages; the second number is resident.
-    """
-    text = read_text(statistics)
+def resident_bytes() -> int:
+    """Returns the resident memory of this process, including pinned pages; 0 if unknown."""
+    # In pages; the second number is resident.
+    text = read_text(Path("/proc/self/statm"))
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 

@@ -102,9 +102,10 @@ def distillation(
         )
     chunk = checks.integer("chunk", chunk)
     cap = None if softcap is None else checks.number("softcap", softcap, above=0)
-    options = LossOptions(chunk, 0.0, cap, num_parts(labels.size), head.dtype.name)
+    parts = num_parts(labels.size)
+    options = LossOptions(chunk, 0.0, cap, parts, head.dtype.name, temperature)
     flat, size = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    logs: Array = _logs(options, temperature, flat, head, ids.reshape(-1, size))
+    logs: Array = _logs(options, flat, head, ids.reshape(-1, size))
     gaps = _divergence(logs.reshape(ids.shape), teacher / temperature, tail)
     counts = labels >= 0
     weights = counts if mask is None else counts * array_of("mask", mask, "real numbers", *REAL)
@@ -137,10 +138,9 @@ def _log_rest(logs: Float[Array, "*rows k"]) -> Float[Array, "*rows 1"]:
     return jnp.log(-jnp.expm1(jnp.minimum(total, -1e-7)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logs(
     options: LossOptions,
-    temperature: float,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocabulary width"],
     ids: Integer[Array, "tokens k"],
@@ -149,7 +149,7 @@ def _logs(
 
     def of_part(*arrays: Array) -> Array:
         def of_chunk(rows: Any) -> Array:
-            logits, _ = _logits(options, temperature, head, rows[0])
+            logits, _ = _logits(options, head, rows[0])
             found = jnp.take_along_axis(logits, rows[1], axis=1, mode="fill")
             return found - jax.nn.logsumexp(logits, axis=1, keepdims=True)
 
@@ -160,19 +160,19 @@ def _logs(
 
 
 def _logits(
-    options: LossOptions, temperature: float, head: Array, hidden: Array
+    options: LossOptions, head: Array, hidden: Array
 ) -> tuple[Float[Array, "chunk vocabulary"], Float[Array, "chunk vocabulary"] | float]:
-    """A chunk's logits at a temperature, and their derivative by the head's products."""
+    """A chunk's logits, and their derivative by the head's products."""
     no_labels = jnp.full(hidden.shape[:1], -1, jnp.int32)
     found = label_logits(options, head, hidden, no_labels)
-    return found.logits / temperature, found.slope / temperature
+    return found.logits, found.slope
 
 
-def _forward(options: LossOptions, temperature: float, hidden, head, ids):
-    return _logs(options, temperature, hidden, head, ids), (hidden, head, ids)
+def _forward(options: LossOptions, hidden, head, ids):
+    return _logs(options, hidden, head, ids), (hidden, head, ids)
 
 
-def _backward(options: LossOptions, temperature: float, saved, cotangent):
+def _backward(options: LossOptions, saved, cotangent):
     """The gradients, from logits that are computed again.
 
     The derivative of `log q[id]` by the logits is `one_hot(id) - q`.
@@ -182,7 +182,7 @@ def _backward(options: LossOptions, temperature: float, saved, cotangent):
     def of_part(*arrays: Array) -> tuple[Array, Array]:
         def add(total: Array, rows: Any) -> tuple[Array, Array]:
             own, chosen, weights = rows
-            logits, slope = _logits(options, temperature, head, own)
+            logits, slope = _logits(options, head, own)
             by_logits = -jax.nn.softmax(logits, axis=1) * weights.sum(axis=1, keepdims=True)
             numbers = jnp.arange(own.shape[0])[:, None]
             by_logits = (by_logits.at[numbers, chosen].add(weights) * slope).astype(own.dtype)
