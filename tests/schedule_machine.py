@@ -11,7 +11,7 @@ from typing import Any
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.passing import in_flight_bytes
-from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.workload import Workload
 from workloads import MOVES, WAITS
 

@@ -23,7 +23,7 @@ from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.expert_leaves import num_groups
 from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec import run_spec
 from megatrain_jax._src.spec.block_ways import Way
 from megatrain_jax._src.spec.run_spec import make_run_spec

@@ -13,7 +13,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import default_mesh, placed_on

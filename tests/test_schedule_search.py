@@ -16,11 +16,8 @@ from megatrain_jax._src.schedule.laid_steps import SLOWER, lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes
-from megatrain_jax._src.schedule.search import (
-    BudgetError,
-    find_schedule,
-    whole_schedule,
-)
+from megatrain_jax._src.schedule.schedule import BudgetError
+from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from schedule_machine import run_everything
 from workloads import (

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 import started
 from inside import divide, spec_of, steps_of
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.schedule import Schedule
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.budget import other_bytes
 from optimizers import OPTIMIZERS

@@ -7,7 +7,8 @@ from dataclasses import replace
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.room import least_bytes
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.schedule import Schedule
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 

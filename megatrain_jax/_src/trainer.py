@@ -39,7 +39,7 @@ from megatrain_jax._src.run_steps import RunSteps
 from megatrain_jax._src.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.training import StepMetrics
-from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.spec.run_spec import exact_dtypes
 from megatrain_jax._src.start import cut_here, on_this_machine, start
 from megatrain_jax._src.state.hardware import Hardware

@@ -11,7 +11,7 @@ from megatrain_jax._src.report.bound import Bound, Busy, bound_of, busy_resource
 from megatrain_jax._src.report.plan_html import as_html
 from megatrain_jax._src.report.plan_table import as_text, most_of_a_process
 from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
-from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200

@@ -23,7 +23,7 @@ from megatrain_jax._src.runtime.random_arguments import Draws
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
-from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.step_kernels import begin_kernel, group_kernel, stage_kernel
 

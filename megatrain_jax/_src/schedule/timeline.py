@@ -15,7 +15,7 @@ from typing import Literal
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.tasks import Computation, Task, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 

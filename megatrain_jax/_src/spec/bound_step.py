@@ -29,7 +29,8 @@ from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision, Rounding
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.schedule import Schedule
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.activations import (
     counted_activations,

@@ -27,7 +27,8 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.search import BudgetError, Schedule, find_schedule
+from megatrain_jax._src.schedule.schedule import BudgetError, Schedule
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import step_kernels

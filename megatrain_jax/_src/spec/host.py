@@ -30,7 +30,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep

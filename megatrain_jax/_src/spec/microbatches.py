@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_device
 from megatrain_jax._src.spec.cut_run import undivided_since
 from megatrain_jax._src.spec.run_spec import RunSpec

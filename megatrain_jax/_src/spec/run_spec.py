@@ -28,7 +28,7 @@ from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.expert_leaves import UndividedError
 from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec.block_ways import WAYS, Way, ends_blocks_of_codes, ways_after
 from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.spec.codecs import (

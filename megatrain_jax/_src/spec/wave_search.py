@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.least_time import least_seconds
-from megatrain_jax._src.schedule.search import BudgetError
+from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.budget import fits_device
 from megatrain_jax._src.spec.rescheduled import in_waves
