@@ -6,7 +6,12 @@ sorting, padding, gradients, choices and counts.
 
 import dataclasses
 import functools
-from types import SimpleNamespace
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +294,24 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
         assert not jax.jit(lambda: kernel_checks.has_grouped_products())()
     assert not kernel_checks.has_grouped_products()  # without a second check and warning
     kernel_checks._products_agree.cache_clear()
+
+
+def test_a_version_without_a_kernel_is_not_used_and_named(monkeypatch):
+    monkeypatch.setattr(hopper_kernels, "may_be_called", lambda: True)
+    kernel_checks._products_agree.cache_clear()
+    # As another version of the library, on a GPU: a module without the function.
+    other: Any = ModuleType("jla.ops.mosaic_gpu")
+    other.ragged_dot = SimpleNamespace(select_config=lambda k, n: None)
+    monkeypatch.setitem(sys.modules, "jla.ops.mosaic_gpu", other)
+    monkeypatch.setattr(kernel_checks, "grouped_product", grouped_products._product_on_gpu)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.2.0")
+    told = "fail on this machine .AttributeError: .*Version 0.2.0 is installed; 0.1.0 is the one to"
+    with pytest.warns(UserWarning, match=told):
+        assert not kernel_checks.has_grouped_products()
+    kernel_checks._products_agree.cache_clear()
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    (needed,) = extras["project"]["optional-dependencies"]["kernels"]
+    assert f"== {hopper_kernels.TESTED_VERSION};" in needed
 
 
 def test_products_count_what_their_rows_need(kernels):

@@ -8,12 +8,15 @@ made on another machine is traced as if the card and the library were there, and
 import importlib.util
 from contextlib import AbstractContextManager
 from functools import cache
+from importlib import metadata
 
 import jax
 
 from megatrain_jax._src.common.capability import capability_here
 from megatrain_jax._src.common.sharing import num_sharing
 
+# The version that the extra installs: the one that measurements and tests on a GPU used.
+TESTED_VERSION = "0.1.0"
 _HOPPER = 9.0
 _CARDS = ("H100", "H200")  # also parts of a GH200's name
 
@@ -44,3 +47,12 @@ def may_be_called() -> bool:
 def is_installed() -> bool:
     """Whether this environment has the library of kernels."""
     return importlib.util.find_spec("jla") is not None
+
+
+def untested_version() -> str | None:
+    """The installed version of the library; None if it is the tested one, or none is installed."""
+    try:
+        found = metadata.version("jax-linear-attention")
+    except metadata.PackageNotFoundError:
+        return None
+    return None if found == TESTED_VERSION else found

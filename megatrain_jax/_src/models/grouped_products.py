@@ -178,7 +178,8 @@ def _product_on_gpu(x, matrices, sizes, *, out_first):
 
     # The public function takes matrices as (in, out) only. The kernel behind it reads both, since
     # the gradient of one is the product of the other, and a copy of all matrices takes a fifth of
-    # a product's time.
+    # a product's time. Its gradient would call the same kernel, and lower two more for nothing. If
+    # another version has no such function, `kernel_checks` finds that and leaves these kernels.
     wide, out = (2, 1) if out_first else (1, 2)
     config = ragged_dot.select_config(matrices.shape[wide], matrices.shape[out])
     return ragged_dot._ragged_dot_kernel(x, matrices, sizes, transpose_rhs=out_first, cfg=config)

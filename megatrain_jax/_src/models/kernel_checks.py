@@ -63,9 +63,11 @@ def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bo
         if all(error <= most for error in errors):
             return True
         reason = f"give other results than JAX's operations (relative errors {errors})"
+    version, tested = hopper_kernels.untested_version(), hopper_kernels.TESTED_VERSION
+    hint = f". Version {version} is installed; {tested} is the one to install" if version else ""
     warnings.warn(
         f"The kernels for {purpose} of jax-linear-attention {reason}, so JAX's own operations "
-        "compute instead, more slowly",
+        f"compute instead, more slowly{hint}",
         stacklevel=2,
     )
     return False
