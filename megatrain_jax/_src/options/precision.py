@@ -5,34 +5,17 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Never, get_args
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.suggestions import near_or_meant, refuse_keywords, suggesting
+from megatrain_jax._src.options.precision_values import FLOAT8_HINT, FLOAT8_NAMES, canonical
 from megatrain_jax._src.state.hardware import Hardware
 
 Rounding = Literal["stochastic", "nearest"]
-_COMPUTING = ("bfloat16", "float16", "float32", "float64")
-_MASTERS = ("bfloat16", "float32", "float64", "int8")
-_FLOAT16, _FLOAT32 = jnp.dtype("float16"), jnp.dtype("float32")
-_SUMS = ("bfloat16", "float32")
-_STATES = ("bfloat16", "float32", "int8", "int4")
+_FLOAT32 = jnp.dtype("float32")
 Products = Literal["float8"] | None
-NF4 = "nf4"
-# The values of each attribute, in words.
-_ALLOWED = {
-    "master": '"float32", "bfloat16", "int8" or "float64"',
-    "compute": '"bfloat16", "float16", "float32" or "float64"',
-    "frozen": '"float32", "bfloat16", "float16", "int8" or "nf4"',
-    "state": '"float32", "bfloat16", "int8" or "int4"',
-    "sums": '"float32" or "bfloat16"',
-}
-_MEANT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_MEANT |= {"f32": "float32", "fp64": "float64"} | {name: name for name in (NF4, "int8", "int4")}
-_FLOAT8 = ("float8", "fp8", "f8", "float8_e4m3fn", "float8_e5m2")
-_FLOAT8_HINT = 'for matrix products in float8, write Precision(products="float8")'
 
 # Names in Flax and other libraries, with this library's name.
 _hint = near_or_meant(
@@ -47,7 +30,7 @@ _hint = near_or_meant(
         "gradients": "sums",
         "grad_dtype": "sums",
         "matmul": "products",
-        **dict.fromkeys(_FLOAT8, "products"),
+        **dict.fromkeys(FLOAT8_NAMES, "products"),
     }
 )
 
@@ -118,18 +101,16 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Checks the dtypes and stores them in their canonical form, mappings as pairs."""
-        state = None if self.state is None else _held("state", self.state, _STATES)
-        canonical = {
-            "master": _held("master", self.master, _MASTERS),
-            "compute": None if self.compute is None else _computing(self.compute),
-            "frozen": None if self.frozen is None else _frozen(self.frozen),
-            # Optimizer state of fp32 masters is fp32 anyway.
-            "state": None if state == _FLOAT32 else state,
-            "sums": _allowed("sums", "", _dtype("sums", self.sums), _SUMS),
-            "products": _products(self.products, self.compute),
-        }
+        values = canonical(
+            master=self.master,
+            compute=self.compute,
+            frozen=self.frozen,
+            state=self.state,
+            sums=self.sums,
+            products=self.products,
+        )
         # Pairs in place of mappings keep the record hashable, and the order of the patterns.
-        for name, value in canonical.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         allowed = get_args(Rounding)
         if not isinstance(self.rounding, str):
@@ -210,7 +191,7 @@ class Precision:
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled for its gradients, so that float16 can hold small ones."""
-        return self.compute == _FLOAT16
+        return self.compute == jnp.dtype("float16")
 
     @property
     def update(self) -> Any:
@@ -264,7 +245,7 @@ def precision_of(name: str, value: Any) -> Precision:
         return getattr(Precision, value)()
     if value in ("auto", "float32", "bfloat16", "float16"):
         return Precision() if value == "auto" else Precision(compute=value)
-    hint = _FLOAT8_HINT if value.lower() in _FLOAT8 else hint
+    hint = FLOAT8_HINT if value.lower() in FLOAT8_NAMES else hint
     raise ValueError(refused(name, allowed, value, hint))
 
 
@@ -273,128 +254,3 @@ def _chosen(given: Any, path: str) -> Any:
         return given
     fits = (dtype for pattern, dtype in given if fnmatchcase(path, pattern))
     return next(fits, _FLOAT32)
-
-
-def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
-    """The canonical form of a dtype or a mapping; a mapping becomes pairs.
-
-    Raises:
-        TypeError: A path is not a string.
-        ValueError: A dtype is not allowed, or a mapping is empty.
-    """
-    if isinstance(given, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in given):
-        given = dict(given)  # the canonical form itself
-    if not isinstance(given, Mapping):
-        return _allowed(name, str(given), _dtype(name, given), allowed)
-    if not given:
-        raise ValueError(f"Precision({name}={{}}) must name at least one path; '*' is any.")
-    pairs = []
-    for pattern, form in given.items():
-        if not isinstance(pattern, str):
-            raise TypeError(refused(name, "a mapping whose paths are strings", pattern))
-        shown = f"{{{pattern!r}: {form}}}"
-        if form is None or isinstance(form, Mapping | tuple):
-            raise ValueError(
-                f"Precision({name}={shown}) must map paths to dtypes; float32 is wide."
-            )
-        # Float64 is for all masters or none: the optimizer computes in one dtype.
-        in_mapping = tuple(x for x in allowed if x != "float64")
-        pairs.append((pattern, _allowed(name, shown, _dtype(name, form), in_mapping)))
-    return tuple(pairs)
-
-
-def _allowed(name: str, shown: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
-    if dtype.name in allowed:
-        return _enabled(name, dtype)
-    shown = shown if shown.startswith("{") else dtype.name
-    why = ""
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize:
-        why = (
-            ": it has fewer exponents than fp32, so that small numbers would be lost and large "
-            "ones overflow"
-        )
-    raise ValueError(f"Precision({name}={shown}) must be one of {', '.join(allowed)}{why}.")
-
-
-def _frozen(given: Any) -> Any:
-    if isinstance(given, str) and given == NF4:
-        return given  # JAX has no such dtype
-    dtype = _dtype("frozen", given)
-    if dtype == jnp.dtype("int8"):
-        return dtype
-    return _floating("frozen", dtype, ", int8 or nf4")
-
-
-def _products(given: Any, compute: Any) -> Any:
-    """The canonical form of `products`; a mapping becomes pairs.
-
-    Raises:
-        TypeError: A path is not a string.
-        ValueError: A form is unknown, a mapping is empty, or the computation is in float64.
-    """
-    if isinstance(given, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in given):
-        given = dict(given)  # the canonical form itself
-    pairs = given.items() if isinstance(given, Mapping) else [("*", given)]
-    if not pairs:
-        raise ValueError("Precision(products={}) must name at least one path; '*' is any.")
-    for pattern, form in pairs:
-        if not isinstance(pattern, str):
-            raise TypeError(refused("products", "a mapping whose paths are strings", pattern))
-        if form is not None and not (isinstance(form, str) and form == "float8"):
-            allowed = "'float8', None, or a mapping from paths to these"
-            raise ValueError(f"Precision(products={given!r}) must be {allowed}.")
-    is_wide = compute is not None and jnp.dtype(compute) == jnp.dtype("float64")
-    if any(form for _, form in pairs) and is_wide:
-        raise ValueError(
-            f"Precision(compute=float64, products={given!r}) contradicts itself: float8 has 3 bits "
-            "of mantissa. Compute in bfloat16 or float32."
-        )
-    return tuple(pairs) if isinstance(given, Mapping) else given
-
-
-def _computing(given: Any) -> Any:
-    dtype = _floating("compute", _dtype("compute", given))
-    # Gradients have the compute dtype, and 8 bits need a scale for each tensor, not one for all.
-    if dtype.name not in _COMPUTING:
-        raise ValueError(
-            f"Precision(compute={dtype.name}) is not supported: its range is too narrow for "
-            f"gradients, even with a scaled loss. Use bfloat16, float16 or float32; {_FLOAT8_HINT}."
-        )
-    return dtype
-
-
-def _floating(name: str, dtype: Any, other: str = "") -> Any:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return _enabled(name, dtype)
-    raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype{other}.")
-
-
-def _dtype(name: str, given: Any) -> Any:
-    """The canonical form of a dtype.
-
-    Raises:
-        ValueError: It is not a dtype.
-    """
-    try:
-        if given is None:
-            raise TypeError("NumPy takes None for float64")
-        dtype = jnp.dtype(given)
-    except Exception as error:  # NumPy reads strings of several kinds
-        meant = _MEANT.get(given.lower()) if isinstance(given, str) else None
-        meant = f'; did you mean "{meant}"?' if meant and f'"{meant}"' in _ALLOWED[name] else "."
-        meant = f"; {_FLOAT8_HINT}." if name == "compute" and given in _FLOAT8 else meant
-        raise ValueError(
-            f"Precision({name}={given!r}) is no dtype: give {_ALLOWED[name]}, or a dtype such as "
-            f"jnp.float32{meant}"
-        ) from error
-    return dtype
-
-
-def _enabled(name: str, dtype: Any) -> Any:
-    """Returns an allowed dtype, or raises a ValueError if JAX has it switched off."""
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"Precision({name}={dtype.name}) needs 64-bit types, which JAX has switched "
-            "off; set jax_enable_x64 or choose a smaller dtype."
-        )
-    return dtype

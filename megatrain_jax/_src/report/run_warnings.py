@@ -8,7 +8,7 @@ import numpy as np
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.users_line import warn_user
-from megatrain_jax._src.options.precision import NF4
+from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.spec.codecs import coded_differences, held_dtype

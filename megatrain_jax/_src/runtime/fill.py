@@ -15,7 +15,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_state, pack
 from megatrain_jax._src.kernels.kernel import Kernel
-from megatrain_jax._src.options.precision import NF4
+from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.index import range_of, selector
 from megatrain_jax._src.runtime.store import Store

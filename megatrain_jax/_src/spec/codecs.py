@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import path_name
-from megatrain_jax._src.options.precision import NF4, Precision
+from megatrain_jax._src.options.precision import Precision
+from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.trace_optimizer import StateLeaf
