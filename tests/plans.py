@@ -10,7 +10,8 @@ import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.report.plan import GroupRow, Plan
-from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state import cards
 from megatrain_jax._src.state.hardware import Hardware
 

@@ -16,7 +16,8 @@ from flax import linen, nnx
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.options.options import DeviceBudget, Options
-from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.cards import H200
 from oracle import PlainRun
 from zoo_case import Case

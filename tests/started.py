@@ -14,7 +14,8 @@ from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.search import find_schedule
-from megatrain_jax._src.spec.run_spec import RunSpec, batch_key, make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec, batch_key
 
 
 class Started:

@@ -30,7 +30,8 @@ from megatrain_jax._src.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
 from megatrain_jax._src.spec import bound_step, lean
-from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 
 GIB = 2**30

@@ -24,9 +24,8 @@ from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.expert_leaves import num_groups
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.schedule import BudgetError
-from megatrain_jax._src.spec import run_spec
 from megatrain_jax._src.spec.block_ways import Way
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax.models import Decoder
 from optimizers import OPTIMIZERS
 from oracle import train_plain
@@ -62,7 +61,7 @@ def decoder(num: int = 8, per_token: int = 2, tokens: int = 12, loss_fn=packed_l
 
 def only(monkeypatch, *ways: Way) -> None:
     """Lets runs cut blocks in these ways alone; each way takes seconds to plan."""
-    monkeypatch.setattr(run_spec, "WAYS", ways)
+    monkeypatch.setattr("megatrain_jax._src.spec.make_spec.WAYS", ways)
 
 
 def least_of(spec):

@@ -30,7 +30,7 @@ from megatrain_jax._src.kernels import update_pieces as pieces
 from megatrain_jax._src.kernels import updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.startup import allocator
 from oracle import train_plain
 from zoo import CASES, token_batch

@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels import leaf_updates, reducing, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES

@@ -18,7 +18,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from zoo import CASES
 

@@ -21,7 +21,7 @@ from megatrain_jax._src.spec import budget as budget_module
 from megatrain_jax._src.spec import host, rescheduled
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import fit_to_host, peak_bytes
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import placed_on

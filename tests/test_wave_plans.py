@@ -18,7 +18,8 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.spec import microbatches, wave_search
-from megatrain_jax._src.spec.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.wave_search import lowest
 from megatrain_jax._src.start import with_parts
 from optimizers import OPTIMIZERS

@@ -37,7 +37,7 @@ from megatrain_jax._src.common import attention_kernel
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.spec.run_spec import make_run_spec
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state.placement import Placement, placed_on
 

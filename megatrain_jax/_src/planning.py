@@ -32,10 +32,10 @@ from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import PlanWarning
 from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import fit_to_host
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times
 from megatrain_jax._src.spec.microbatches import fit_with_parts
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
-from megatrain_jax._src.spec.run_spec import make_run_spec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.start import compiled_here, cut_here, kernels_of, on_this_machine
 from megatrain_jax._src.state.hardware import Hardware

@@ -55,10 +55,11 @@ from megatrain_jax._src.spec.host import (
     peak_bytes,
     state_bytes,
 )
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuring
 from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
-from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts, make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
