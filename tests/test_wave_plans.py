@@ -243,7 +243,7 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
         def _cautious(self, spec):
             return sum(table[spec.first.microbatches][2:])
 
-    monkeypatch.setattr(microbatches, "fits_device", lambda spec, device_bytes: True)
+    monkeypatch.setattr(microbatches, "fits_machine", lambda spec, device_bytes: True)
     monkeypatch.setattr(microbatches, "least_seconds", lambda *_: 0.0)
     unused: Any = None
     run = Options(microbatches="auto")

@@ -12,7 +12,6 @@ Nothing else runs while memory is pinned but threads that find its pages: the ke
 that need more memory wait, as a compiler's would (see `page_threads.py`).
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
-
 """
 
 import contextlib

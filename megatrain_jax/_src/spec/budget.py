@@ -312,9 +312,9 @@ class _Fitting:
         return max(self._placement.processes.gather("compiling", needed))
 
 
-def fits_device(spec: RunSpec, device_bytes: int) -> bool:
-    """Whether a fitted run's schedule, values and functions fit into the free device memory."""
-    return _needed(spec) <= _room(spec, device_bytes)
+def fits_machine(spec: RunSpec, device_bytes: int) -> bool:
+    """Whether a fitted run fits in the host, and its parts on the device in the free memory."""
+    return spec.fits_host and _needed(spec) <= _room(spec, device_bytes)
 
 
 def _needed(spec: RunSpec) -> int:

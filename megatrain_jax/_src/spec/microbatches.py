@@ -27,7 +27,7 @@ from collections.abc import Callable
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.schedule import BudgetError
-from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_device
+from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_machine
 from megatrain_jax._src.spec.cut_run import undivided_since
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
@@ -131,7 +131,7 @@ class _Dividing:
             fitted: The run, fitted to its machine in waves.
             device_bytes: Free device memory.
         """
-        if self._run.device_budget == "minimum" or not _fits(fitted, device_bytes):
+        if self._run.device_budget == "minimum" or not fits_machine(fitted, device_bytes):
             return fitted
         while fewer := [n for n in self._numbers if n < fitted.first.microbatches]:
             spec, enough = self._divided(fewer[-1]), fitted.first.schedule.seconds
@@ -142,7 +142,9 @@ class _Dividing:
             if self._least_seconds(spec, device_bytes, fitted.host_room) > enough:
                 break
             trial = self._in_waves(spec, device_bytes)
-            if not _fits(trial, device_bytes) or self._cautious(trial) > self._cautious(fitted):
+            if not fits_machine(trial, device_bytes) or self._cautious(trial) > self._cautious(
+                fitted
+            ):
                 break
             fitted = trial
         return fitted
@@ -228,8 +230,3 @@ class _Dividing:
         first = spec.first
         workload = first.workload.in_waves(first.microbatches)
         return self._tiles.most(dataclasses.replace(first, workload=workload))
-
-
-def _fits(spec: RunSpec, device_bytes: int) -> bool:
-    """Whether a fitted run fits in its device and its host."""
-    return spec.fits_host and fits_device(spec, device_bytes)

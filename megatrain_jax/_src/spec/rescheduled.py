@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
 from megatrain_jax._src.schedule.workload import Costs, Workload
 from megatrain_jax._src.spec.activations import computed_again, last_read_by_task
@@ -47,12 +48,16 @@ def _rescheduled(
 ) -> BoundStep:
     """A training step with a new schedule for a new workload."""
     schedule = find_schedule(workload, device_budget, lean, host_room)
+    return _with_schedule(dataclasses.replace(step, workload=workload, lean=lean), schedule)
+
+
+def _with_schedule(step: BoundStep, schedule: Schedule, *, training: bool = True) -> BoundStep:
+    """A step with a schedule of its workload."""
     stages = [bound.stage for bound in step.stages]
     # Cold and steady steps have the same tasks, except for updates.
-    last_read = last_read_by_task(schedule.cold, stages, step.program)
-    return dataclasses.replace(
-        step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
-    )
+    instructions = schedule.cold if training else schedule.evaluation
+    last_read = last_read_by_task(instructions, stages, step.program)
+    return dataclasses.replace(step, schedule=schedule, last_read=last_read)
 
 
 def by_measured_seconds(
@@ -99,9 +104,7 @@ def by_measured_seconds(
     workload, lean = timed(step.workload), step.lean and timed(step.lean)
     found = dataclasses.replace(step, workload=workload, lean=lean)
     schedule = rearranged(found.scheduled, step.schedule, device_budget, host_room)
-    stages = [bound.stage for bound in step.stages]
-    last_read = last_read_by_task(schedule.cold, stages, step.program)
-    return dataclasses.replace(found, schedule=schedule, last_read=last_read)
+    return _with_schedule(found, schedule)
 
 
 def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
@@ -125,7 +128,4 @@ def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
     if not step.schedule.left_out:
         return step
     schedule = whole_schedule(step.scheduled, step.schedule)
-    stages = [bound.stage for bound in step.stages]
-    instructions = schedule.cold if training else schedule.evaluation
-    last_read = last_read_by_task(instructions, stages, step.program)
-    return dataclasses.replace(step, schedule=schedule, last_read=last_read)
+    return _with_schedule(step, schedule, training=training)

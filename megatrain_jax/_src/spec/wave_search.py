@@ -24,7 +24,7 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.workload import Workload
-from megatrain_jax._src.spec.budget import fits_device
+from megatrain_jax._src.spec.budget import fits_machine
 from megatrain_jax._src.spec.rescheduled import in_waves
 from megatrain_jax._src.spec.run_spec import RunSpec
 
@@ -64,7 +64,7 @@ def fit_in_waves(
             found = fitted(waves)
         except BudgetError:
             return math.inf
-        fits = found.fits_host and fits_device(found, device_bytes)
+        fits = fits_machine(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
     def bound(waves: int) -> float:
