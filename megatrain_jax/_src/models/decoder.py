@@ -18,7 +18,7 @@ from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_counts, check_ids
 from megatrain_jax._src.models.image_attention import ImageRows
-from megatrain_jax._src.models.layers import Embedding, Layer, Linear, make_norm
+from megatrain_jax._src.models.layers import Embedding, Layer, Linear, Tokens, make_norm
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import positions_in, rotation
@@ -122,9 +122,7 @@ class Decoder(nnx.Module):
         at = jnp.asarray(places)[:, None, None]
         return self.logits_of(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
 
-    def logits_of(
-        self, hidden: Float[Array, "rows length width"]
-    ) -> Float[Array, "rows length vocab_size"]:
+    def logits_of(self, hidden: Tokens) -> Float[Array, "rows length vocab_size"]:
         """Returns the logits for hidden states from `hidden`."""
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
         softcap = self.config.final_softcap
@@ -137,7 +135,7 @@ class Decoder(nnx.Module):
         segments: Integers | None = None,
         *,
         pixel_values: Pixels | None = None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, ""]]:
+    ) -> tuple[Tokens, Float[Array, ""]]:
         """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
         Args:
@@ -180,8 +178,8 @@ class Decoder(nnx.Module):
         return x, balance
 
     def _with_images(
-        self, x: Float[Array, "rows length width"], tokens: Integers, segments: Any, pixels: Pixels
-    ) -> tuple[Float[Array, "rows length width"], Any]:
+        self, x: Tokens, tokens: Integers, segments: Any, pixels: Pixels
+    ) -> tuple[Tokens, Any]:
         """Returns embeddings with the images' vectors, and what layers get as `segments`."""
         vision = self.config.vision
         if vision is None:
@@ -198,7 +196,7 @@ class Decoder(nnx.Module):
             segments = ImageRows(segments, numbers, vision.tokens_per_image)
         return x, segments
 
-    def embed(self, tokens: Integers) -> Float[Array, "rows length width"]:
+    def embed(self, tokens: Integers) -> Tokens:
         """Returns the hidden states that the first layer reads."""
         x = self.embed_tokens(tokens)
         scale = self.config.scale_embedding
@@ -210,9 +208,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(scale, x.dtype)
         return x
 
-    def finish(
-        self, x: Float[Array, "rows length width"], *handed: Any
-    ) -> Float[Array, "rows length width"]:
+    def finish(self, x: Tokens, *handed: Any) -> Tokens:
         """Returns the hidden states that the head reads; see `hidden`.
 
         Args:

@@ -24,6 +24,10 @@ from megatrain_jax._src.models.rotary import Rotation, rotate
 if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use layers
     from megatrain_jax._src.models.config import DecoderConfig
 
+Tokens = Float[Array, "rows length width"]
+"""Hidden states of rows of tokens."""
+Segments = Integer[Array, "rows length"] | None
+"""Number of each token's document in its row; None if each row is one document."""
 Heads = Float[Array, "rows length heads head_dim"]
 Projected = tuple[
     Float[Array, "rows length heads*head_dim"],
@@ -132,12 +136,7 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config, make)
             self.k_norm = RMSNorm(config.head_dim, config, make)
 
-    def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> Float[Array, "rows length width"]:
+    def __call__(self, x: Tokens, rotation: Rotation | None, segments: Segments) -> Tokens:
         """Computes attention within rows, or within documents if `segments` numbers them."""
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
@@ -147,9 +146,7 @@ class Attention(nnx.Module):
         mixed = self.attend(q, k, v, segments)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
-    def attend(
-        self, q: Heads, k: Heads, v: Heads, segments: Integer[Array, "rows length"] | None
-    ) -> Heads:
+    def attend(self, q: Heads, k: Heads, v: Heads, segments: Segments) -> Heads:
         """Returns for each query the mean of values, weighted by the match of their keys."""
         return attention(
             q,
@@ -168,7 +165,7 @@ class Attention(nnx.Module):
             q = q * rotation.query_scale[:, :, None, None].astype(q.dtype)
         return q, k
 
-    def project(self, x: Float[Array, "rows length width"]) -> Projected:
+    def project(self, x: Tokens) -> Projected:
         """Returns queries, keys and values, with all heads side by side in the last axis."""
         if self.fused:
             parts = [self.query_size, self.query_size + self.key_size]
@@ -265,9 +262,7 @@ class MixtureOfExperts(nnx.Module):
         self.gate = Linear(config.hidden_size, experts.num, make)
         self.experts = ExpertMatrices(experts, config.hidden_size, make)
 
-    def __call__(
-        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
+    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
         """Returns the experts' result for x, and a tally of their load (see `moe.tally`).
 
         Tokens in segment 0 are padding and don't count in the tally.
@@ -312,10 +307,8 @@ class Layer(nnx.Module):
             return make_norm(config.hidden_size, config, make)
 
         experts = config.experts
-        self.sparse, self.sandwich = (
-            bool(experts and layer in experts.layers),
-            config.sandwich_norms,
-        )
+        self.sparse = bool(experts and layer in experts.layers)
+        self.sandwich = config.sandwich_norms
         self.input_layernorm = norm()
         self.self_attn = self.attention(config, layer, make)
         self.post_attention_layernorm = norm()
@@ -328,11 +321,8 @@ class Layer(nnx.Module):
             self.mlp = (FusedMLP if config.fused else self.dense)(config, make)
 
     def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        self, x: Tokens, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.self_attn(self.input_layernorm(x), rotation, segments)
         if self.sandwich:
@@ -345,10 +335,8 @@ class Layer(nnx.Module):
         return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
 
     def feed_forward(
-        self,
-        x: Float[Array, "rows length width"],
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        self, x: Tokens, segments: Segments
+    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
         """Returns the result of the MLP or the experts, and the tally of the experts' load."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
@@ -366,11 +354,8 @@ class ParallelLayer(Layer):
         self.mlp = self.dense(config, make)
 
     def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], None]:
+        self, x: Tokens, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tokens, None]:
         """Returns the layer's result, and None: there are no experts to tally."""
         y = self.input_layernorm(x)
         return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None

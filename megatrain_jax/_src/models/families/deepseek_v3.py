@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.families import glm4_moe
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Linear, RMSNorm
+from megatrain_jax._src.models.layers import Linear, RMSNorm, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import Rotation, rotate
@@ -69,12 +69,7 @@ class LatentAttention(nnx.Module):
         )
         self.o_proj = Linear(heads * sizes.value_dim, wide, make, bias=bias)
 
-    def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> Float[Array, "rows length width"]:
+    def __call__(self, x: Tokens, rotation: Rotation, segments: Segments) -> Tokens:
         """Computes attention within rows, or within documents if `segments` numbers them."""
         sizes, (rows, length, _) = self.sizes, x.shape
         q = self.q_proj(x) if sizes.query_rank is None else self._queries(x)
@@ -98,7 +93,7 @@ class LatentAttention(nnx.Module):
         q_rotated: Float[Array, "rows length heads rotated_dim"],
         latent: Float[Array, "rows length latent_rank"],
         k_rotated: Float[Array, "rows length 1 rotated_dim"],
-        segments: Integer[Array, "rows length"] | None,
+        segments: Segments,
     ) -> Float[Array, "rows length heads value_dim"]:
         """Returns for each query the mean of the values that its head computes from latents."""
         sizes = self.sizes
@@ -113,7 +108,7 @@ class LatentAttention(nnx.Module):
         mixed = attention(q, k, v, segments=segments, scale=self.scale)
         return mixed[..., : sizes.value_dim]
 
-    def _queries(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length queries"]:
+    def _queries(self, x: Tokens) -> Float[Array, "rows length queries"]:
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
 

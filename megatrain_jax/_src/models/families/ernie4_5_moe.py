@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import ernie4_5
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts
+from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route_biased
 
@@ -52,9 +52,7 @@ class ErnieMixture(MixtureOfExperts):
         size = experts.shared_size
         self.shared_experts = None if size is None else MLP(config, make, size)
 
-    def __call__(
-        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
+    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
         """Returns the result of all experts for x, and a load tally of the routed ones."""
         mixed, tally = super().__call__(x, segments)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x), tally

@@ -15,10 +15,9 @@ from megatrain_jax._src.models.families.granitemoehybrid import (
     StateSpaceOptions,
     read_state_space,
 )
-from megatrain_jax._src.models.families.qwen3_next import Segments, Tokens
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Attention, make_norm
+from megatrain_jax._src.models.layers import MLP, Attention, Segments, Tokens, make_norm
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 

@@ -23,13 +23,11 @@ from megatrain_jax._src.models.families.gemma4_layers import (
     Gemma4Options,
     Memory,
     MemoryMaker,
-    Segments,
-    Tokens,
     lender_of,
 )
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Linear, RMSNorm
+from megatrain_jax._src.models.layers import MLP, Linear, RMSNorm, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 

@@ -25,6 +25,8 @@ from megatrain_jax._src.models.layers import (
     Layer,
     Linear,
     RMSNorm,
+    Segments,
+    Tokens,
 )
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, route
@@ -32,9 +34,6 @@ from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
-
-Tokens = Float[Array, "rows length width"]
-Segments = Integer[Array, "rows length"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +238,7 @@ class Gemma4Layer(Layer):
             self.post_feedforward_layernorm_2 = norm()
 
     def __call__(
-        self,
-        x: Tokens,
-        rotation: Rotation,
-        segments: Segments,
-        memory: Memory,
+        self, x: Tokens, rotation: Rotation, segments: Segments, memory: Memory
     ) -> tuple[Any, ...]:
         """Returns the result, None for the tally (no loss balances experts), and the memory."""
         kind = "local" if self.local else "full"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts
+from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed
 
@@ -64,9 +64,7 @@ class BiasedMixture(MixtureOfExperts):
         self.gate = self.router(config.hidden_size, experts.num, make)
         self.shared_experts = MLP(config, make, experts.shared_size)
 
-    def __call__(
-        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
-    ) -> tuple[Float[Array, "rows length width"], None]:
+    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, None]:
         """Returns the result of all experts for x, and None: no loss balances them."""
         mixed, _ = super().__call__(x, segments)
         return mixed + self.shared_experts(x), None

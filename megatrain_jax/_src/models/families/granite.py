@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Layer
+from megatrain_jax._src.models.layers import Layer, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
@@ -36,11 +36,8 @@ class GraniteLayer(Layer):
         self.residual_scale = config.options.residual_scale
 
     def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        self, x: Tokens, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.self_attn(self.input_layernorm(x), rotation, segments)
         x = x + y * self.residual_scale

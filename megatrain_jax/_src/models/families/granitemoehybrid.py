@@ -17,12 +17,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.expert_functions import Weights, gated_fused
-from megatrain_jax._src.models.families.qwen3_next import (
-    Convolution,
-    HybridLayer,
-    Segments,
-    Tokens,
-)
+from megatrain_jax._src.models.families.qwen3_next import Convolution, HybridLayer
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import (
@@ -31,6 +26,8 @@ from megatrain_jax._src.models.layers import (
     FusedMLP,
     Linear,
     MixtureOfExperts,
+    Segments,
+    Tokens,
 )
 from megatrain_jax._src.models.linear_attention import gated_delta_rule
 from megatrain_jax._src.models.maker import Maker

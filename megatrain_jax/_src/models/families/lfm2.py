@@ -8,15 +8,10 @@ from flax import nnx
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.families.qwen3_next import (
-    Convolution,
-    HybridLayer,
-    Segments,
-    Tokens,
-)
+from megatrain_jax._src.models.families.qwen3_next import Convolution, HybridLayer
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Linear
+from megatrain_jax._src.models.layers import Attention, Linear, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
@@ -27,6 +26,8 @@ from megatrain_jax._src.models.layers import (
     Layer,
     Linear,
     MixtureOfExperts,
+    Segments,
+    Tokens,
 )
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts
@@ -34,8 +35,6 @@ from megatrain_jax._src.models.rotary import Rotation, positions_in
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
-
-Segments = Integer[Array, "rows length"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +115,7 @@ class Llama4Mixture(MixtureOfExperts):
         self.experts = Llama4Experts(experts, config.hidden_size, make)
         self.shared_expert = MLP(config, make, experts.shared_size)
 
-    def __call__(
-        self, x: Float[Array, "rows length width"], segments: Segments
-    ) -> tuple[Float[Array, "rows length width"], None]:
+    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, None]:
         """Returns the result of all experts for x, and None: no loss balances them."""
         tokens = x.reshape(-1, x.shape[-1])
         logits, chosen = jax.lax.top_k(self.router(tokens), self.settings.per_token)

@@ -6,12 +6,18 @@ layers' differences from the usual ones, and the record that the registry lists.
 
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Array, Float, Integer
-
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Attention, Layer, Projected, RMSNorm
+from megatrain_jax._src.models.layers import (
+    MLP,
+    Attention,
+    Layer,
+    Projected,
+    RMSNorm,
+    Segments,
+    Tokens,
+)
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
@@ -28,7 +34,7 @@ class WideNormAttention(Attention):
         self.q_norm = RMSNorm(self.query_size, config, make)
         self.k_norm = RMSNorm(self.key_size, config, make)
 
-    def project(self, x: Float[Array, "rows length width"]) -> Projected:
+    def project(self, x: Tokens) -> Projected:
         """Returns normalised queries and keys, and values."""
         q, k, v = super().project(x)
         return self.q_norm(q), self.k_norm(k), v
@@ -52,11 +58,8 @@ class Olmo2Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)
 
     def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        rotation: Rotation | None,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], None]:
+        self, x: Tokens, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tokens, None]:
         """Returns the layer's result, and None: there are no experts to tally."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rotation, segments))
         return x + self.post_feedforward_layernorm(self.mlp(x)), None

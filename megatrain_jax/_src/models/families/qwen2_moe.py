@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Layer, Linear, MixtureOfExperts
+from megatrain_jax._src.models.layers import MLP, Layer, Linear, MixtureOfExperts, Segments, Tokens
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts
 
@@ -25,9 +25,7 @@ class GatedSharedMixture(MixtureOfExperts):
         self.shared_expert = MLP(config, make, experts.shared_size)
         self.shared_expert_gate = Linear(config.hidden_size, 1, make)
 
-    def __call__(
-        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
+    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
         """Returns the result of all experts for x, and a load tally of the routed ones."""
         mixed, tally = super().__call__(x, segments)
         return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x), tally

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
@@ -18,16 +18,13 @@ from megatrain_jax._src.models.delta_rule import short_convolution
 from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm
+from megatrain_jax._src.models.layers import Attention, Layer, Linear, Segments, Tokens, make_norm
 from megatrain_jax._src.models.linear_attention import gated_delta_rule
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
-
-Tokens = Float[Array, "rows length width"]
-Segments = Integer[Array, "rows length"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
