@@ -25,8 +25,8 @@ class Shell:
     """A model without its arrays: how to call it with arrays, and how to rebuild it around them.
 
     Attributes:
-        call: (loss_fn, arguments after the model, params tree, variables tree, rng, train) →
-            (result of loss_fn, new variables tree).
+        call: (loss_fn, tuple of arguments after the model, params tree, variables tree, rng key,
+            whether it trains) → (result of loss_fn, new variables tree).
         rebuild: (params tree, variables tree) → model.
     """
 
@@ -171,14 +171,7 @@ def _nnx_parts(model: Any) -> Parts:
     _check_values(variables)
     param_paths = flatten(params)[0]
 
-    def call(
-        loss_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        params: Any,
-        variables: Any,
-        rng: jax.Array,
-        train: bool,
-    ) -> tuple[Any, Any]:
+    def call(loss_fn, args, params, variables, rng, train):
         # Without a copy the variables belong to an outer trace and refuse to be changed.
         model = nnx.merge(graphdef, params, variables, copy=True)
         # Dropout and batch norm read this flag of NNX modules.
@@ -252,14 +245,7 @@ def linen_parts(
     }
     names = tuple(state)
 
-    def call(
-        loss_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        params: Any,
-        variables: Any,
-        rng: jax.Array,
-        train: bool,
-    ) -> tuple[Any, Any]:
+    def call(loss_fn, args, params, variables, rng, train):
         apply = linen.apply(loss_fn, module, mutable=flax.core.DenyList("params"))
         # If the stream that a module names is not given, Linen draws from "params".
         result, changed = apply({"params": params, **variables}, *args, rngs={"params": rng})
@@ -323,14 +309,7 @@ def _pytree_parts(model: Any) -> Parts:
         whole = [next(values) if t else next(states) if k else s for t, k, s in rows]
         return jax.tree.unflatten(treedef, whole)
 
-    def call(
-        loss_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        params: Any,
-        variables: Any,
-        rng: jax.Array,
-        train: bool,
-    ) -> tuple[Any, Any]:
+    def call(loss_fn, args, params, variables, rng, train):
         return loss_fn(rebuild(params, variables), *args), variables
 
     return only(trained), only(kept), Shell(call=call, rebuild=rebuild)
