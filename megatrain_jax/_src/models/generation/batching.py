@@ -12,7 +12,7 @@ import numpy as np
 
 from megatrain_jax._src.models.generation import programs
 from megatrain_jax._src.models.generation.caches import as_page, grown, on_device
-from megatrain_jax._src.models.generation.decoding import Decoding
+from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.programs import LENGTHENING, ModelForm, TextRows
 from megatrain_jax._src.models.generation.sampling import Dials, Warping
 
@@ -92,7 +92,13 @@ class WritingTask:
 class Batch:
     """Texts that are written side by side, each in a row of the caches."""
 
-    def __init__(self, form: ModelForm, decoding: Decoding, task: WritingTask, weights: Any):
+    def __init__(
+        self,
+        form: ModelForm,
+        decoding: ResidentDecoding | StreamedDecoding,
+        task: WritingTask,
+        weights: Any,
+    ):
         """Makes empty caches.
 
         Args:

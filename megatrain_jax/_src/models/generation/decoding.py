@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,34 +15,12 @@ from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose
 from megatrain_jax._src.models.generation.weight_source import WeightSource
 
 
-class Decoding(Protocol):
-    """A model that reads prompts and writes tokens.
+class ResidentDecoding:
+    """A decode with all weights on the device.
 
     Attributes:
-        steps: Maximum number of tokens of a row that one call writes.
+        steps: Maximum number of tokens of a row that one call of `write` writes.
     """
-
-    steps: int
-
-    def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
-        """Returns the caches of prompts; see `programs.read_prompts`."""
-        ...
-
-    def write(
-        self,
-        warping: Warping,
-        caches: list[Any],
-        rows: TextRows,
-        dials: Dials,
-        stops: Any,
-        steps: int,
-    ) -> tuple[list[Any], TextRows, Written]:
-        """Writes some tokens of each row; see `programs.write_tokens`."""
-        ...
-
-
-class ResidentDecoding:
-    """A decode with all weights on the device."""
 
     steps = programs.STEPS
 
@@ -59,7 +37,7 @@ class ResidentDecoding:
             jax.block_until_ready(self._layers[-1])
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
-        """See `Decoding`."""
+        """Returns the caches of prompts; see `programs.read_prompts`."""
         return self._read(self._ends, self._layers, tokens, lengths)
 
     def write(
@@ -71,7 +49,7 @@ class ResidentDecoding:
         stops: Any,
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
-        """See `Decoding`."""
+        """Writes some tokens of each row; see `programs.write_tokens`."""
         write = self._write(warping)
         return write(self._ends, self._layers, caches, rows, dials, stops, np.int32(steps))
 
@@ -101,7 +79,7 @@ class StreamedDecoding:
         self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
-        """See `Decoding`."""
+        """See `ResidentDecoding`."""
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         turns = self._turning(positions, lengths)
         x, handed = self._beginning(self._ends, tokens)
@@ -122,7 +100,7 @@ class StreamedDecoding:
         stops: Any,
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
-        """See `Decoding`; writes one token of each row."""
+        """See `ResidentDecoding`; writes one token of each row."""
         turns = self._turning(rows.positions[:, None], rows.positions + 1)
         x, handed = self._beginning(self._ends, rows.tokens[:, None])
         caches = [*caches, None]
