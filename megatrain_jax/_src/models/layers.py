@@ -23,6 +23,7 @@ from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use layers
     from megatrain_jax._src.models.config import DecoderConfig
+    from megatrain_jax._src.models.siglip import SiglipConfig
 
 Tokens = Float[Array, "rows length width"]
 """Hidden states of rows of tokens."""
@@ -204,6 +205,20 @@ class PlainMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Maps each row separately."""
         return self.down_proj(self.activation(self.up_proj(x)))
+
+
+class BiasedMLP(nnx.Module):
+    """Two products with biases and an activation between them, `fc1` and `fc2` in files."""
+
+    def __init__(self, config: "DecoderConfig | SiglipConfig", make: Maker):
+        """Makes the parameters."""
+        self.activation = ACTIVATIONS[config.activation]
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size, make, bias=True)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size, make, bias=True)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row separately."""
+        return self.fc2(self.activation(self.fc1(x)))
 
 
 class FusedMLP(nnx.Module):

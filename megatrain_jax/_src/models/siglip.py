@@ -12,10 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.image_attention import full_attention
-from megatrain_jax._src.models.layers import LayerNorm, Linear
+from megatrain_jax._src.models.layers import BiasedMLP, LayerNorm, Linear
 from megatrain_jax._src.models.maker import Maker
 
 if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use towers
@@ -156,20 +155,6 @@ class SiglipAttention(nnx.Module):
         return self.out_proj(full_attention(q, k, v).reshape(x.shape))
 
 
-class SiglipMLP(nnx.Module):
-    """Two products with an activation between them."""
-
-    def __init__(self, config: SiglipConfig, make: Maker):
-        """Makes the parameters."""
-        self.activation = ACTIVATIONS[config.activation]
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, make, bias=True)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, make, bias=True)
-
-    def __call__(self, x: Hidden) -> Hidden:
-        """Maps each patch separately."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
 class SiglipBlock(nnx.Module):
     """Attention, then an MLP, each after a norm and with a residual connection."""
 
@@ -178,7 +163,7 @@ class SiglipBlock(nnx.Module):
         self.layer_norm1 = LayerNorm(config.hidden_size, norms, make)
         self.self_attn = SiglipAttention(config, make)
         self.layer_norm2 = LayerNorm(config.hidden_size, norms, make)
-        self.mlp = SiglipMLP(config, make)
+        self.mlp = BiasedMLP(config, make)
 
     def __call__(self, x: Hidden) -> Hidden:
         """Returns the layer's result."""

@@ -22,12 +22,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.state.codec import Array, Draws, Part, Plain
+from megatrain_jax._src.state.codec import Array, Draws, Part, Plain, numpy_of
 from megatrain_jax._src.state.draws import random_bits
 
 Code = Literal["dynamic", "linear"]
@@ -83,7 +82,7 @@ class Blockwise(Plain):
 
     def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """Codes and scales of numbers of shape (n,); see `Plain.encode`."""
-        xp = _numpy_of(x)
+        xp = numpy_of(x)
         rows = x.astype(np.float32).reshape(-1, self.block)
         # Bits of positive floats have the same order as the numbers, with NaN above infinity. XLA's
         # maximum of floats may drop a NaN; a maximum of integers can't.
@@ -112,7 +111,7 @@ class Blockwise(Plain):
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
         """The numbers that codes and scales encode; see `Plain.decode`."""
         codes, scales = arrays
-        xp, levels = _numpy_of(codes), self.levels()
+        xp, levels = numpy_of(codes), self.levels()
         places = self._unpacked(codes).astype(np.int32) + (len(levels) // 2 if self.signed else 0)
         # Every code has a level, so that no index is out of bounds.
         if xp is np:
@@ -143,13 +142,9 @@ class Blockwise(Plain):
     def _unpacked(self, codes: Array) -> Array:
         if self.bits == 8:
             return codes
-        xp = _numpy_of(codes)
+        xp = numpy_of(codes)
         halves = xp.stack([codes & 15, codes >> 4], axis=1).reshape(-1).astype(np.int32)
         return xp.where(halves > 7, halves - 16, halves) if self.signed else halves
-
-
-def _numpy_of(x: Array) -> Any:
-    return jnp if isinstance(x, jax.Array) else np
 
 
 @functools.cache
@@ -162,7 +157,7 @@ def _nodes(code: Code, bits: int) -> tuple[tuple[float, int], ...]:
 
 def _place(x: Array, nodes: Sequence[tuple[float, int]]) -> Array:
     """The fractional level number of values from 0 to 1."""
-    xp, found = _numpy_of(x), None
+    xp, found = numpy_of(x), None
     for (top, number), (bottom, below) in zip(nodes, nodes[1:], strict=False):
         slope = np.float32((number - below) / (top - bottom))
         # Computed from the upper end, so that the value there gets exactly a whole number.

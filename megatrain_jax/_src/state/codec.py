@@ -27,6 +27,11 @@ Draws = tuple[Draw, Array]
 """A draw, and the numbers of the elements to draw bits for: uint32 of shape (n,)."""
 
 
+def numpy_of(x: Array) -> Any:
+    """The module that computes on an array: NumPy or `jax.numpy`."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """One of the arrays that encode the numbers of a leaf.

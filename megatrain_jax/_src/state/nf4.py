@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.state.codec import Array, Draws, Part, Plain
+from megatrain_jax._src.state.codec import Array, Draws, Part, Plain, numpy_of
 
 _BLOCK, _SCALES = 64, 256
 # The table in bitsandbytes; the last digits differ from the paper's.
@@ -94,7 +94,7 @@ class Nf4(Plain):
 
     def encode_leaf(self, x: Array) -> tuple[Array, ...]:
         """Codes and scales of one matrix, of shape (n,); whole blocks, of which the end is zero."""
-        xp, blocks = _numpy_of(x), -(-x.size // _BLOCK)
+        xp, blocks = numpy_of(x), -(-x.size // _BLOCK)
         flat = xp.pad(x.astype(np.float32), (0, -x.size % self.block))
         rows = flat.reshape(-1, _BLOCK)
         # As integers, whose maximum can't drop a NaN.
@@ -119,7 +119,7 @@ class Nf4(Plain):
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
         """The numbers that codes and scales encode; see `Plain.decode`."""
         codes, coarse, largest, means = arrays
-        xp = _numpy_of(codes)
+        xp = numpy_of(codes)
         # If a leaf is read alone, its last blocks may be cut off.
         rows = _in_rows(_table(_dynamic(), coarse), _SCALES)
         scales = (_product(rows, largest[:, None]) + means[:, None]).reshape(-1)
@@ -129,17 +129,13 @@ class Nf4(Plain):
         return numbers.reshape(-1)[: halves.size].astype(dtype)
 
 
-def _numpy_of(x: Array) -> Any:
-    return jnp if isinstance(x, jax.Array) else np
-
-
 def _product(x: Array, y: Array) -> Array:
     """A product that is rounded before it is used.
 
     Compilers fuse products with sums, which NumPy and bitsandbytes don't. A choice between two
     values stops them; barriers and `reduce_precision` don't.
     """
-    xp = _numpy_of(x)
+    xp = numpy_of(x)
     return xp.where(x == 0, np.float32(0), x * y)
 
 
@@ -151,12 +147,12 @@ def _table(levels: np.ndarray, places: Array) -> Array:
 
 
 def _in_rows(x: Array, width: int) -> Array:
-    return _numpy_of(x).pad(x, (0, -x.size % width)).reshape(-1, width)
+    return numpy_of(x).pad(x, (0, -x.size % width)).reshape(-1, width)
 
 
 def _sum(x: Array) -> Array:
     """The sum of fp32 numbers, added in one order by NumPy and XLA, over any number of devices."""
-    xp = _numpy_of(x)
+    xp = numpy_of(x)
     while x.size > 1:
         x = xp.pad(x, (0, x.size % 2))
         x = x[0::2] + x[1::2]

@@ -1,39 +1,17 @@
 """Phi 1, 1.5 and 2: attention and a plain MLP in parallel, layer norms, biases everywhere."""
 
-from typing import TYPE_CHECKING, Any
-
-from flax import nnx
-from jaxtyping import Array, Float
+from typing import Any
 
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Linear, ParallelLayer
-from megatrain_jax._src.models.maker import Maker
-
-if TYPE_CHECKING:
-    from megatrain_jax._src.models.config import DecoderConfig
-
-
-class PhiMLP(nnx.Module):
-    """Two products with an activation between them."""
-
-    def __init__(self, config: "DecoderConfig", make: Maker):
-        """Makes the parameters."""
-        self.activation = ACTIVATIONS[config.activation]
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, make, bias=True)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, make, bias=True)
-
-    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Maps each row separately."""
-        return self.fc2(self.activation(self.fc1(x)))
+from megatrain_jax._src.models.layers import BiasedMLP, ParallelLayer
 
 
 class PhiLayer(ParallelLayer):
-    """A layer with such an MLP beside attention."""
+    """A layer with a plain MLP beside attention."""
 
-    dense = PhiMLP
+    dense = BiasedMLP
 
 
 def _read(fields: Fields) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def grid_of(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
     return grid.reshape(shape)
 
 
-def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
+def value_of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
     """The value of a grid: its only slice if it has no sliced axis."""
     return Pieces(grid, axes) if axes else grid.item()
 
@@ -141,7 +141,7 @@ def first(value: Value | Pieces, i: int) -> Value | Pieces:
         return piece(value, (0,), (i,))
     if isinstance(value, Pieces) and value.axes[0] == 0:
         grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
-        return _of(grid, tuple(a - 1 for a in value.axes[1:]))
+        return value_of(grid, tuple(a - 1 for a in value.axes[1:]))
     if isinstance(value, Pieces):
         # Axis 0 lies within each slice, so every slice contributes a row.
         cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
@@ -164,7 +164,7 @@ def stack(value: Value | Pieces) -> Value:
         inner = axis - len(outer)
         expanded = [jax.lax.expand_dims(p.array, (inner,)) for p in row]
         parts.append(Value(jax.lax.concatenate(expanded, inner), join(row)))
-    return stack(_of(grid_of(value.grid.shape[:-1], parts), tuple(outer)))
+    return stack(value_of(grid_of(value.grid.shape[:-1], parts), tuple(outer)))
 
 
 @dataclasses.dataclass(frozen=True)

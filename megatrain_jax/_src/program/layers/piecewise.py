@@ -37,6 +37,7 @@ from megatrain_jax._src.program.layers.pieces import (
     piece,
     sliced,
     stack,
+    value_of,
 )
 from megatrain_jax._src.program.primitives import is_elementwise
 
@@ -75,18 +76,13 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
     if found is None:
         return _apart(eqn, ins)
     if found[0].params is None:
-        return [_of(m.grid, m.axes) for m in found]
+        return [value_of(m.grid, m.axes) for m in found]
     changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
     cells = [_bound(changed, [part, *taken]) for part in found[0].grid.flat]
     return [
-        _of(grid_of(m.grid.shape, column), m.axes)
+        value_of(grid_of(m.grid.shape, column), m.axes)
         for m, column in zip(found, zip(*cells, strict=True), strict=True)
     ]
-
-
-def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
-    """The value of a grid: its only slice if it has no sliced axis."""
-    return Pieces(grid, axes) if axes else grid.item()
 
 
 def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
@@ -132,7 +128,7 @@ def _fold(eqn, operand: Pieces) -> Value | Pieces:
             total = FOLDS[eqn.primitive.name](total, part.array)
         totals.append(Value(total, join(cells)))
     new = tuple(axes[k] - sum(d < axes[k] for d in reduced) for k in kept)
-    return _of(grid_of(shape, totals), new)
+    return value_of(grid_of(shape, totals), new)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
