@@ -3,9 +3,11 @@
 import functools
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -184,3 +186,10 @@ def write(path: Path, rows: list[Any]) -> Path:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+def assert_same_batches(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from chats import CHATML, conversations, openai, tokenizer, write
+from chats import CHATML, assert_same_batches, conversations, openai, tokenizer, write
 from megatrain_jax import data, fit
 from megatrain_jax._src.data.packing import draw_epoch, pack
 from megatrain_jax._src.options.precision import Precision
@@ -37,13 +37,6 @@ def load(path: Any, **options: Any) -> data.Dataset:
 def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
     made = tokenizer().apply_chat_template(messages, chat_template=CHATML, return_dict=False)
     return tuple(made)  # type: ignore[arg-type]
-
-
-def assert_same(ours: Batches, theirs: Batches) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
 
 
 def differ(ours: Batches, theirs: Batches) -> bool:
@@ -128,7 +121,7 @@ def test_epochs_follow_each_other_without_a_gap(chats_file: Path):
     assert Counter(found[:60]) == once
     assert len(dataset) == -(-3 * dataset.num_rows // 5)
     endless = load(chats_file, epochs=None, batch_size=5)
-    assert_same(islice(dataset, len(dataset) - 1), islice(endless, len(dataset) - 1))
+    assert_same_batches(islice(dataset, len(dataset) - 1), islice(endless, len(dataset) - 1))
     with pytest.raises(TypeError, match="`epochs`=None"):
         len(endless)
 
@@ -165,7 +158,7 @@ def test_no_row_of_the_last_batch_is_empty_if_there_are_documents_for_it(tmp_pat
 def test_shuffle_is_drawn_by_the_seed_anew_every_epoch(chats_file: Path):
     dataset = load(chats_file, epochs=2, batch_size=1, seed=3)
     batches = list(dataset)
-    assert_same(batches, load(chats_file, epochs=2, batch_size=1, seed=3))
+    assert_same_batches(batches, load(chats_file, epochs=2, batch_size=1, seed=3))
     half = dataset.num_rows
     assert differ(batches[:half], batches[half:])
     assert differ(batches, load(chats_file, epochs=2, batch_size=1, seed=4))
@@ -183,7 +176,7 @@ def test_without_shuffle_documents_keep_their_order_where_they_can(tmp_path: Pat
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_give_the_same_batches(chats_file: Path, workers: int):
-    assert_same(load(chats_file, epochs=3), load(chats_file, epochs=3, workers=workers))
+    assert_same_batches(load(chats_file, epochs=3), load(chats_file, epochs=3, workers=workers))
 
 
 # Resuming
@@ -199,7 +192,7 @@ def test_resumes_at_every_batch(chats_file: Path, workers: int):
         # In another process: nothing but the files and the state.
         resumed = iter(load(chats_file, epochs=2, workers=workers)) if count < 2 else iter(dataset)
         resumed.set_state(state)
-        assert_same(resumed, whole[count:])
+        assert_same_batches(resumed, whole[count:])
         next(iterator, None)
 
 
@@ -226,7 +219,7 @@ def test_its_grain_dataset_can_go_on_in_grain(chats_file: Path):
     dataset = load(chats_file)
     counts = dataset.grain().map(lambda batch: batch["mask"].sum())
     assert sum(counts) == dataset.summary.num_learned
-    assert_same(pickle.loads(pickle.dumps(dataset)), dataset)
+    assert_same_batches(pickle.loads(pickle.dumps(dataset)), dataset)
 
 
 # Held-out documents

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from chats import alpaca, conversations, openai, sharegpt, tokenizer, write
+from chats import alpaca, assert_same_batches, conversations, openai, sharegpt, tokenizer, write
 from megatrain_jax import data
 from megatrain_jax._src.data import reading
 from megatrain_jax._src.data.report import InvalidRow, Report
@@ -30,9 +30,7 @@ def load(path: Any, **options: Any) -> data.Dataset:
 
 def assert_same(ours: data.Dataset, theirs: data.Dataset) -> None:
     assert ours.num_documents == theirs.num_documents
-    for one, other in zip(ours, theirs, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    assert_same_batches(ours, theirs)
 
 
 def lines(path: Path, *rows: bytes | str | dict[str, Any]) -> Path:

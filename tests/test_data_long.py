@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from chats import tokenizer
+from chats import assert_same_batches, tokenizer
 from megatrain_jax import data
 from megatrain_jax._src.data import documents, reading, tokenise
 from megatrain_jax._src.data.corpus import CorpusBuilder
@@ -88,9 +88,7 @@ def test_a_long_text_of_a_row_is_tokenised_in_blocks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(documents, "_LONG", 1000)
     monkeypatch.setattr(documents, "_BLOCK", 250)
     monkeypatch.setattr(tokenise, "_CHARACTERS_AT_ONCE", 500)
-    for one, other in zip(data.text(rows, tokenizer(), **options), whole, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    assert_same_batches(data.text(rows, tokenizer(), **options), whole)
     assert sum(sizes) == sum(sum(map(len, row.values())) for row in rows)
     assert len(sizes) > 20 and max(sizes) < 500 + 250 + len(LINE)
 
@@ -130,7 +128,7 @@ def test_a_row_of_a_million_tokens_has_int32_positions_and_little_beside():
 
 MEASURED = """
 import json, sys
-from chats import tokenizer
+from chats import tokenizer, assert_same_batches
 from megatrain_jax import data
 
 def status(name):

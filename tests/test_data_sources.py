@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from chats import WORDS, conversations, openai, tokenizer, write
+from chats import WORDS, assert_same_batches, conversations, openai, tokenizer, write
 from megatrain_jax import data
 from megatrain_jax._src.data import reading
 from megatrain_jax._src.data.batches import counts
@@ -32,13 +31,6 @@ ROWS = [openai(messages) for messages in MESSAGES]
 def load(source: Any, **options: Any) -> data.Dataset:
     options = {"length": 256, "batch_size": 2, "progress": False, **options}
     return data.chat(source, tokenizer(), **options)
-
-
-def assert_same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
 
 
 def compressed(path: Path) -> Path:
@@ -114,7 +106,7 @@ def test_faulty_csv_is_named_with_its_line(tmp_path: Path):
 def test_compressed_files_give_the_same_batches(tmp_path: Path, kind: str):
     reference = load(write(tmp_path / "plain.jsonl", ROWS))
     path = compressed(write(tmp_path / f"a.{kind}", ROWS))
-    assert_same(load(path), reference)
+    assert_same_batches(load(path), reference)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(data.DataError, match=f"a.{kind}.gz can't be read as gzip"):
         load(path)
@@ -127,7 +119,9 @@ def test_compressed_text_gives_the_same_batches(tmp_path: Path):
     (tmp_path / "a.txt").write_text("the cat sat\non a mat\n" * 30)
     options: dict[str, Any] = {"length": 32, "batch_size": 2, "progress": False}
     reference = list(data.text(tmp_path / "a.txt", tokenizer(), **options))
-    assert_same(data.text(compressed(tmp_path / "a.txt"), tokenizer(), **options), reference)
+    assert_same_batches(
+        data.text(compressed(tmp_path / "a.txt"), tokenizer(), **options), reference
+    )
 
 
 def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
@@ -140,12 +134,12 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
     (tmp_path / "d" / "README.md").write_text("what it is")
     (tmp_path / "d" / "LICENSE.txt").write_text("yours")
     reference = load(write(tmp_path / "all.jsonl", ROWS))
-    assert_same(load(tmp_path / "d"), reference)
-    assert_same(load(str(tmp_path / "d" / "**" / "*.js*")), reference)
+    assert_same_batches(load(tmp_path / "d"), reference)
+    assert_same_batches(load(str(tmp_path / "d" / "**" / "*.js*")), reference)
     parts = [tmp_path / "d" / "a.json", str(tmp_path / "d" / "b*"), ROWS[16:]]
-    assert_same(load(parts), reference)
+    assert_same_batches(load(parts), reference)
     twice = (path for path in (tmp_path / "d", tmp_path / "d" / "a.json"))
-    assert_same(load(twice), load([*ROWS, *ROWS[:8]]))
+    assert_same_batches(load(twice), load([*ROWS, *ROWS[:8]]))
 
 
 # Columns
@@ -212,7 +206,7 @@ def test_columns_add_nothing_to_rows_with_other_fields(tmp_path: Path):
     for name, source in in_columns(tmp_path, CALLS).items():
         found = data.chat(source, tokenizer(CALLING), **options)
         assert found.summary.ignored == {}, name
-        assert_same(found, reference)
+        assert_same_batches(found, reference)
 
 
 def test_nulls_stay_where_no_column_added_them(tmp_path: Path):
@@ -262,14 +256,14 @@ def test_rows_that_are_given_resume_as_those_of_a_file(tmp_path: Path):
     whole = list(file)
     for name, source in given.items():
         dataset = load(source, epochs=2)
-        assert_same(dataset, whole)
+        assert_same_batches(dataset, whole)
         # A state of the file's batches goes on in these.
         count = len(name) % len(whole)
         iterator = iter(file)
         list(islice(iterator, count))
         resumed = iter(dataset)
         resumed.set_state(json.loads(json.dumps(iterator.get_state())))
-        assert_same(resumed, whole[count:])
+        assert_same_batches(resumed, whole[count:])
 
 
 def test_given_rows_are_named_by_argument_and_number_and_stay_as_they_are(tmp_path: Path):
@@ -353,7 +347,7 @@ def test_a_mixture_resumes_at_every_batch(workers: int):
         again = data.mix(three(epochs=2, too_long="cut", workers=workers), [0.1, 0.2, 0.3])
         resumed = iter(again if count < 2 else mixture)
         resumed.set_state(state)
-        assert_same(resumed, whole[count:])
+        assert_same_batches(resumed, whole[count:])
         next(iterator, None)
     with pytest.raises(ValueError, match="the state belongs to different batches"):
         iter(data.mix(three(epochs=2, too_long="cut"), [3, 2, 1])).set_state(state)

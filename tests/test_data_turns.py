@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import chats
-from chats import CHATML, alpaca, conversations, openai, sharegpt, tokenizer
+from chats import CHATML, alpaca, assert_same_batches, conversations, openai, sharegpt, tokenizer
 from megatrain_jax import data
 from megatrain_jax._src.data.report import InvalidRow
 from megatrain_jax._src.data.row_formats import to_conversation
@@ -67,9 +67,7 @@ FORMS = {
 def test_questions_and_answers_give_the_same_batches_as_messages(form: str):
     given = conversations(20, turns=1)
     expected = load([openai(messages) for messages in given])
-    for one, other in zip(load([FORMS[form](m) for m in given]), expected, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    assert_same_batches(load([FORMS[form](m) for m in given]), expected)
 
 
 def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():

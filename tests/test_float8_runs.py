@@ -24,7 +24,8 @@ from megatrain_jax._src.spec.work import forward_work
 from megatrain_jax._src.state import cards
 from optimizers import OPTIMIZERS
 from oracle import open_model, plain_jit, train_plain
-from runs import Run, check_close, check_same_bits, make_spec, make_trainer, recording, train
+from runs import Run, check_close, check_same_bits, make_trainer, recording, train
+from test_float8_choice import spec_with
 from zoo import CASES
 from zoo_case import Case
 
@@ -167,11 +168,6 @@ def layers(batch: int = 2, width: int = WIDE) -> Case:
     return Case(
         name="layers", build=lambda: build, loss_fn=loss_fn, blocks=2, templates=1, batch=rows
     )
-
-
-def spec_with(case: Case, products: Any, **options: Any) -> RunSpec:
-    precision = mt.Precision(products=products)
-    return make_spec(case, OPTIMIZERS["adam"], precision=precision, **options)
 
 
 def weights(spec: RunSpec) -> list[list[tuple[int, ...]]]:

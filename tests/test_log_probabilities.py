@@ -10,8 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
-from megatrain_jax._src.program import jaxpr as jx
-from test_losses import VOCAB, WIDTH, arrays
+from test_losses import VOCAB, WIDTH, arrays, sizes
 from test_models_training import SMALL
 
 
@@ -86,13 +85,6 @@ def test_their_sum_is_the_loss_of_next_tokens():
 def test_nothing_as_large_as_the_logits_exists():
     hidden, head, labels, _ = arrays((512,))
     gradient = jax.grad(lambda h, w: losses.log_probabilities(h, w, labels, chunk=32).sum(), (0, 1))
-
-    def sizes(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (jx.num_elements(v.aval) for v in eqn.outvars)
-            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from sizes(sub)
-
     traced = jax.make_jaxpr(gradient)(hidden, head)
     assert max(sizes(traced.jaxpr)) <= 32 * VOCAB + 512 * WIDTH
 

@@ -94,14 +94,15 @@ def test_nothing_as_large_as_the_logits_exists():
     hidden, head, labels, _ = arrays((512,))
     gradient = jax.grad(lambda h, w: losses.next_token(h, w, labels, chunk=32), (0, 1))
     traced = jax.make_jaxpr(gradient)(hidden, head)
-
-    def sizes(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield from (jx.num_elements(v.aval) for v in eqn.outvars)
-            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from sizes(sub)
-
     assert max(sizes(traced.jaxpr)) <= 32 * VOCAB + 512 * WIDTH
+
+
+def sizes(jaxpr):
+    """The number of elements of each result, also in inner jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield from (jx.num_elements(v.aval) for v in eqn.outvars)
+        for inner in jx.inner_jaxprs(eqn):
+            yield from sizes(inner)
 
 
 def test_tokens_that_do_not_count_change_nothing():

@@ -20,7 +20,7 @@ from megatrain_jax._src.state.host_leaves import encoded, part_shape, read_leaf,
 from megatrain_jax._src.state.nf4 import Nf4
 from megatrain_jax._src.state.offsets import layout_of
 from runs import check_same_bits
-from test_lora_peft import batches, make_trainer, pytestmark  # noqa: F401
+from test_lora_peft import batches, curves, make_trainer, pytestmark  # noqa: F401
 from test_models_quantised import BITSANDBYTES, WIDE
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -170,18 +170,7 @@ def test_adapters_beside_nf4_train_as_those_of_peft_and_bitsandbytes(tmp_path):
             np.testing.assert_allclose(at["weight"], decoded, rtol=1e-6, atol=1e-8, err_msg=name)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "fresh", is_trainable=True)
     theirs.train()  # otherwise bitsandbytes computes in bfloat16 on some CPUs
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, weight_decay=0.01)
-    curve, expected = [], []
-    for batch, _ in zip(batches(), range(6), strict=False):
-        logits = theirs(torch.tensor(batch["tokens"]).long()).logits
-        labels = torch.tensor(batch["labels"]).long()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-        curve.append(trainer.read(trainer.step(batch))["loss"])
+    curve, expected = curves(trainer, theirs, 6)
     np.testing.assert_allclose(curve, expected, rtol=4e-6)
     assert expected[-1] != expected[0]
 
