@@ -13,19 +13,11 @@ from flax import linen, nnx
 
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax.models import Decoder, DecoderConfig, Rope, next_token_loss
+from megatrain_jax.models import Decoder, next_token_loss
+from tiny_sizes import tiny_decoder
 
 VOCAB = 40
-CONFIG = DecoderConfig(
-    vocab_size=VOCAB,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=2,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    rope=Rope(dim=8),
-)
+CONFIG = tiny_decoder(vocab_size=VOCAB, num_layers=2)
 
 
 def build():

@@ -13,17 +13,9 @@ from megatrain_jax import models
 from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
 from megatrain_jax._src.cli.answers import Comparison
 from megatrain_jax._src.data.packing import with_counts
+from tiny_sizes import tiny_decoder
 
-SIZES = models.DecoderConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    rope=models.Rope(dim=8, base=1e4),
-)
+SIZES = tiny_decoder()
 
 
 def two_pairs_in_four_rows():

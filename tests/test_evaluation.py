@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax.models import Decoder, DecoderConfig, Rope, next_token_loss
+from megatrain_jax.models import Decoder, next_token_loss
+from tiny_sizes import tiny_decoder
 
 DIM, VOCAB, LENGTH = 4, 30, 12
 FP32 = mt.Precision(compute=jnp.float32)
@@ -176,17 +177,7 @@ def packed(rows, seed, per_row):
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_perplexity_is_that_of_all_labels(per_row):
-    config = DecoderConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        rope=Rope(dim=8),
-        init_std=0.5,
-    )
+    config = tiny_decoder(vocab_size=VOCAB, init_std=0.5)
     batches = [packed(rows, seed, per_row) for seed, rows in enumerate([4, 4, 3])]
     batches[1]["mask"][1:] = False  # few labels, as at the end of an epoch
     if per_row:

@@ -22,18 +22,10 @@ from megatrain_jax.models import (
     next_token_loss,
     save_pretrained,
 )
+from tiny_sizes import tiny_decoder
 
 NAN, INF = float("nan"), float("inf")
-SMALL = DecoderConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    rope=Rope(dim=8),
-)
+SMALL = tiny_decoder()
 EXPERTS: dict[str, Any] = {
     "num": 4,
     "per_token": 2,
