@@ -1,5 +1,6 @@
 """Host memory as control groups and the kernel tell it, from files of made-up machines."""
 
+import dataclasses
 import resource
 import sys
 
@@ -27,11 +28,9 @@ def machine(tmp_path, *, membership, total_gib=125, available_gib=120):
         f"MemTotal:       {total_gib * 2**20} kB\nMemFree:        12 kB\n"
         f"MemAvailable:   {available_gib * 2**20} kB\n"
     )
-    return {
-        "root": tmp_path / "fs",
-        "membership": tmp_path / "cgroup",
-        "meminfo": tmp_path / "meminfo",
-    }
+    return host_memory.KernelFiles(
+        root=tmp_path / "fs", membership=tmp_path / "cgroup", meminfo=tmp_path / "meminfo"
+    )
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -43,46 +42,47 @@ def test_limits_of_all_ancestors_bind(tmp_path, version):
     write_group(base / "a", limit=30 * GIB, usage=10 * GIB, cache=1 * GIB, version=version)
     write_group(base, limit=unlimited, usage=50 * GIB, cache=0, version=version)
     where = machine(tmp_path, membership=membership)
-    groups = host_memory.cgroup_memory(where["root"], where["membership"])
+    groups = host_memory.cgroup_memory(where)
     assert groups == (
         host_memory.MemoryLimit(limit_bytes=40 * GIB, used_bytes=5 * GIB),
         host_memory.MemoryLimit(limit_bytes=30 * GIB, used_bytes=9 * GIB),
     )
-    assert host_memory.total_bytes(**where) == 30 * GIB
-    assert host_memory.available_bytes(**where) == 21 * GIB
+    assert host_memory.total_bytes(where) == 30 * GIB
+    assert host_memory.available_bytes(where) == 21 * GIB
 
 
 def test_container_whose_path_is_not_mounted_finds_its_root(tmp_path):
     write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
     where = machine(tmp_path, membership="0::/../../docker/123\n")
-    assert host_memory.available_bytes(**where) == 10 * GIB
+    assert host_memory.available_bytes(where) == 10 * GIB
 
 
 def test_without_limits_the_kernel_is_asked(tmp_path):
     where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
-    assert host_memory.cgroup_memory(where["root"], where["membership"]) == ()
-    assert host_memory.total_bytes(**where) == 64 * GIB
-    assert host_memory.available_bytes(**where) == 50 * GIB
+    assert host_memory.cgroup_memory(where) == ()
+    assert host_memory.total_bytes(where) == 64 * GIB
+    assert host_memory.available_bytes(where) == 50 * GIB
 
 
 def test_limit_near_the_machines_size_leaves_the_machine_its_say(tmp_path):
     write_group(tmp_path / "fs", limit=128 * GIB, usage=GIB, cache=0, version=2)
     where = machine(tmp_path, membership="0::/\n", total_gib=125, available_gib=90)
-    assert host_memory.total_bytes(**where) == 125 * GIB
-    assert host_memory.available_bytes(**where) == 90 * GIB
+    assert host_memory.total_bytes(where) == 125 * GIB
+    assert host_memory.available_bytes(where) == 90 * GIB
 
 
 def test_limit_wins_where_memory_comes_on_demand(tmp_path):
     write_group(tmp_path / "fs", limit=128 * GIB, usage=8 * GIB, cache=0, version=2)
     where = machine(tmp_path, membership="0::/\n", total_gib=16, available_gib=7)
-    assert host_memory.total_bytes(**where) == 128 * GIB
-    assert host_memory.available_bytes(**where) == 120 * GIB
+    assert host_memory.total_bytes(where) == 128 * GIB
+    assert host_memory.available_bytes(where) == 120 * GIB
 
 
 def test_system_that_tells_nothing(tmp_path):
-    where = {key: tmp_path / "none" for key in ("root", "membership", "meminfo")}
-    assert host_memory.total_bytes(**where) is None
-    assert host_memory.available_bytes(**where) == sys.maxsize
+    none = tmp_path / "none"
+    where = host_memory.KernelFiles(root=none, membership=none, meminfo=none)
+    assert host_memory.total_bytes(where) is None
+    assert host_memory.available_bytes(where) == sys.maxsize
 
 
 def test_this_machine_has_memory():
@@ -94,11 +94,11 @@ def test_this_machine_has_memory():
 def test_a_process_s_own_limits_bind_beside_those_of_its_groups(tmp_path, monkeypatch):
     write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
     where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
-    where["status"] = tmp_path / "status"
-    where["status"].write_text(f"Name: python\nVmSize: {3 * 2**20} kB\nVmData: {2**20} kB\n")
+    where = dataclasses.replace(where, status=tmp_path / "status")
+    where.status.write_text(f"Name: python\nVmSize: {3 * 2**20} kB\nVmData: {2**20} kB\n")
     given = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (given[kind], resource.RLIM_INFINITY))
-    assert host_memory.process_limits(where["status"]) == ()
+    assert host_memory.process_limits(where) == ()
     for limits, total, available in (
         ({resource.RLIMIT_AS: 20 * GIB}, 16, 10),
         ({resource.RLIMIT_AS: 12 * GIB}, 12, 9),
@@ -106,5 +106,5 @@ def test_a_process_s_own_limits_bind_beside_those_of_its_groups(tmp_path, monkey
         ({resource.RLIMIT_DATA: GIB // 2}, 0.5, 0),
     ):
         given |= limits
-        assert host_memory.total_bytes(**where) == total * GIB
-        assert host_memory.available_bytes(**where) == available * GIB
+        assert host_memory.total_bytes(where) == total * GIB
+        assert host_memory.available_bytes(where) == available * GIB

@@ -19,12 +19,28 @@ from pathlib import Path, PurePosixPath
 # Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_BYTES = 2**60
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
-_MEMINFO = Path("/proc/meminfo")
-_STATUS = Path("/proc/self/status")
 # Limits of a process's own memory, and the kernel's name for the bytes that count towards each.
 _OWN_LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFiles:
+    """The kernel's files about memory.
+
+    Attributes:
+        root: The folder where control groups are mounted.
+        membership: Names of this process's groups.
+        meminfo: The memory table.
+        status: Figures of this process, with the bytes that count towards its own limits.
+    """
+
+    root: Path = Path("/sys/fs/cgroup")
+    membership: Path = Path("/proc/self/cgroup")
+    meminfo: Path = Path("/proc/meminfo")
+    status: Path = Path("/proc/self/status")
+
+
+_SYSTEM = KernelFiles()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +51,8 @@ class MemoryLimit:
     used_bytes: int
 
 
-def cgroup_memory(
-    root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP
-) -> tuple[MemoryLimit, ...]:
+def cgroup_memory(files: KernelFiles = _SYSTEM) -> tuple[MemoryLimit, ...]:
     """Finds the finite memory limits of this process's control groups, version 1 and 2.
-
-    Args:
-        root: Where the control groups are mounted.
-        membership: The file that names this process's groups.
 
     Returns:
         One entry per group with a limit, from the process's own group up to the root; all of them
@@ -50,14 +60,14 @@ def cgroup_memory(
         which is the container's own group.
     """
     found = []
-    for line in (read_text(membership) or "").splitlines():
+    for line in (read_text(files.membership) or "").splitlines():
         _, _, rest = line.partition(":")
         # A line is `number:controllers:path`; version 2 has one, without controllers.
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
+            base, names = files.root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            base = root / "memory"
+            base = files.root / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
@@ -68,75 +78,47 @@ def cgroup_memory(
     return tuple(found)
 
 
-def process_limits(status: Path = _STATUS) -> tuple[MemoryLimit, ...]:
-    """Finds the finite limits of this process alone, set by `ulimit -v` and `ulimit -d`.
-
-    Args:
-        status: The kernel's file on the process, with the bytes that count towards each limit.
-    """
+def process_limits(files: KernelFiles = _SYSTEM) -> tuple[MemoryLimit, ...]:
+    """Finds the finite limits of this process alone, set by `ulimit -v` and `ulimit -d`."""
     found = []
     for limit, counted in _OWN_LIMITS:
         allowed, _ = resource.getrlimit(limit)
         if allowed != resource.RLIM_INFINITY:
-            used = _kernel_bytes(status, counted) or 0
+            used = _kernel_bytes(files.status, counted) or 0
             found.append(MemoryLimit(limit_bytes=allowed, used_bytes=used))
     return tuple(found)
 
 
-def total_bytes(
-    *,
-    root: Path = _CGROUP_ROOT,
-    membership: Path = _CGROUP_MEMBERSHIP,
-    meminfo: Path = _MEMINFO,
-    status: Path = _STATUS,
-) -> int | None:
+def total_bytes(files: KernelFiles = _SYSTEM) -> int | None:
     """Returns the total host memory that this process may use, in bytes.
 
     A control group's limit counts even if the kernel reports much less memory: virtual machines
     with memory on demand start with little of it.
 
-    Args:
-        root: Where the control groups are mounted.
-        membership: The file that names this process's groups.
-        meminfo: The kernel's memory table.
-        status: The kernel's file on this process.
-
     Returns:
         The smallest limit, or the machine's memory if that is less; `None` if both are unknown.
     """
-    limits = [group.limit_bytes for group in cgroup_memory(root, membership)]
-    total = _kernel_bytes(meminfo, "MemTotal")
+    limits = [group.limit_bytes for group in cgroup_memory(files)]
+    total = _kernel_bytes(files.meminfo, "MemTotal")
     if total is not None and not (limits and _grows(total, min(limits))):
         limits.append(total)
-    limits += [limit.limit_bytes for limit in process_limits(status)]
+    limits += [limit.limit_bytes for limit in process_limits(files)]
     return min(limits, default=None)
 
 
-def available_bytes(
-    *,
-    root: Path = _CGROUP_ROOT,
-    membership: Path = _CGROUP_MEMBERSHIP,
-    meminfo: Path = _MEMINFO,
-    status: Path = _STATUS,
-) -> int:
+def available_bytes(files: KernelFiles = _SYSTEM) -> int:
     """Returns the host memory that can still be taken, in bytes.
-
-    Args:
-        root: Where the control groups are mounted.
-        membership: The file that names this process's groups.
-        meminfo: The kernel's memory table.
-        status: The kernel's file on this process.
 
     Returns:
         The minimum of three numbers: the bytes left in each limited control group, where
         reclaimable file cache counts as free; the bytes left under the process's own limits; and
         the kernel's available memory, unless it grows on demand. `sys.maxsize` if all are unknown.
     """
-    groups = cgroup_memory(root, membership)
-    left = [limit.limit_bytes - limit.used_bytes for limit in (*groups, *process_limits(status))]
+    groups = cgroup_memory(files)
+    left = [limit.limit_bytes - limit.used_bytes for limit in (*groups, *process_limits(files))]
     limit = min((group.limit_bytes for group in groups), default=0)
-    available = _kernel_bytes(meminfo, "MemAvailable")
-    if available is not None and not _grows(_kernel_bytes(meminfo, "MemTotal"), limit):
+    available = _kernel_bytes(files.meminfo, "MemAvailable")
+    if available is not None and not _grows(_kernel_bytes(files.meminfo, "MemTotal"), limit):
         left.append(available)
     return max(0, min(left, default=sys.maxsize))
 
