@@ -109,7 +109,7 @@ def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
     for step in steps:
         count_steps(trainer, step)
         series.save(trainer, {"batches": step})
-    series.finish(trainer)
+    series.finish()
 
 
 def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
@@ -429,7 +429,7 @@ def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
         trainer = small.trainer()
         series.save(trainer, {"batches": 0})
         with pytest.raises(mt.CheckpointError, match="No space left"):
-            series.finish(trainer)
+            series.finish()
         assert series.saved is None
         saved_at(series, trainer, 0)
         assert series.saved == 0

@@ -164,7 +164,6 @@ class ImageProcessor:
         self.expanded: str = processor.full_image_sequence
         names = (tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token)
         self.tokens = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
-        self.placeholder: int = tokenizer.convert_tokens_to_ids(tokenizer.image_token)
         self.shape = self.pixels([Image.new("RGB", (32, 32))]).shape[1:]
 
     def pixels(

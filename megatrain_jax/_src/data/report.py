@@ -21,14 +21,12 @@ class InvalidRow(ValueError):
 
     Attributes:
         reason: The fault, in words common to all rows with it.
-        detail: The details for this row.
     """
 
     def __init__(self, reason: str, detail: str = ""):
         """Makes the error of a row with a fault."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
 
 
 class TooLong(InvalidRow):

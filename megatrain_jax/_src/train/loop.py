@@ -57,12 +57,12 @@ class Save:
         if self.series is not None:
             if self.series.saved != self.trainer.num_steps:
                 self.now()
-            self.series.finish(self.trainer)
+            self.series.finish()
 
     def give_up(self) -> None:
         """Waits for the checkpoint being written; ignores its error, as another one is raised."""
         if self.series is not None:
-            self.series.finish_quietly(self.trainer)
+            self.series.finish_quietly()
 
     @property
     def where(self) -> str:

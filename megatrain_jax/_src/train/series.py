@@ -203,7 +203,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If this or the previous checkpoint could not be written.
         """
-        self.finish(trainer)
+        self.finish()
         path = self.folder / str(trainer.num_steps)
         by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
         facts = {} if position is None else {"data": position}
@@ -211,7 +211,7 @@ class Checkpoints:
         # Reset by `finish` if it could not be written.
         self.saved = trainer.num_steps
 
-    def finish(self, trainer: Trainer) -> None:
+    def finish(self) -> None:
         """Waits for a save, then removes the oldest checkpoints.
 
         Raises:
@@ -229,10 +229,10 @@ class Checkpoints:
                 # Only after the newest one is complete, so there are never fewer to return to.
                 self._remove_oldest(self._workspace)
 
-    def finish_quietly(self, trainer: Trainer) -> None:
+    def finish_quietly(self) -> None:
         """Waits for a save like `finish`, but ignores its error: another error is being raised."""
         with suppress(CheckpointError, OSError, PeerEndedError):
-            self.finish(trainer)
+            self.finish()
 
     def _restore_patiently(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Restores a checkpoint; retries for passing faults, such as a file server's pause."""

@@ -197,7 +197,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
         for stretch, reads in zip(stretches, history, strict=True)
         for r in _passes(stretch, reads)
     ]
-    return _named(_with_rest(flow, events, stretches, loops), flow.leaves)
+    return _named(_with_rest(flow, events, stretches, loops))
 
 
 def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
@@ -284,7 +284,7 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
     return out
 
 
-def _named(stretches: list[Stretch], leaves) -> list[Stretch]:
+def _named(stretches: list[Stretch]) -> list[Stretch]:
     """Names stretches by their blocks, or by their place between them."""
     seen: dict[frozenset, int] = defaultdict(int)
     named = []
