@@ -111,7 +111,8 @@ def _frozen(given: Any) -> Any:
 def _products(given: Any, compute: Any) -> Any:
     """The canonical form of `products`."""
     pairs = _by_path("products", given)
-    forms = [given] if pairs is None else [form for _, form in pairs]
+    given = given if pairs is None else dict(pairs)
+    forms = [given] if pairs is None else given.values()
     for form in forms:
         if form is not None and not (isinstance(form, str) and form == "float8"):
             allowed = "'float8', None, or a mapping from paths to these"
