@@ -23,7 +23,7 @@ MOST = {
     "README.md": 5,
     "CONTRIBUTING.md": 4,
     "CHANGELOG.md": 4,
-    "docs": 6,
+    "docs": 5,
     "experiments": 4,
     BESIDE: 6,
     "adapt": 5,
