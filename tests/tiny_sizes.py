@@ -20,4 +20,5 @@ def tiny_decoder(**sizes: Any) -> DecoderConfig:
     """A decoder of one layer with one head, 8 wide, and 16 tokens, unless sizes say otherwise."""
     given: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 8}
     given |= {"vocab_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
-    return DecoderConfig(**(given | {"rope": Rope(dim=8)} | sizes))
+    given |= {"rope": Rope(dim=8), **sizes}
+    return DecoderConfig(**given)
