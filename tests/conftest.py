@@ -83,6 +83,15 @@ def started_once_in_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Plans and run specs of a file share what doesn't depend on their options, such as traces."""
+    from megatrain_jax._src.common.remembering import remembering
+
+    with remembering():
+        yield
+
+
+@pytest.fixture(scope="module")
 def trainer() -> Any:
     """The small model's trainer after two steps; it may be restored, not trained."""
     from small import trained

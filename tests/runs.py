@@ -14,7 +14,7 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.adapt.adapters import AdaptedModel, adapt
 from megatrain_jax._src.options.options import DeviceBudget, Options
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -51,13 +51,20 @@ def recording(optimizer: Any) -> Callable[[Any], optax.GradientTransformation]:
     return make
 
 
-# An optimizer made twice is two different ones to whoever compares functions.
+# What is made twice counts as two different ones, for which nothing is shared.
+@functools.lru_cache(maxsize=32)
+def _adapted(case: Case) -> tuple[AdaptedModel, Any]:
+    """A case's model without its arrays, and its first batch."""
+    batch = case.batch(0)
+    return adapt(case.build(), case.loss_fn, batch, 0)[0], batch
+
+
 @functools.lru_cache(maxsize=32)
 def _made(
     case: Case, optimizer: Callable[[Any], optax.GradientTransformation]
 ) -> optax.GradientTransformation:
     """An optimizer from the tree of the shapes of a model's parameters."""
-    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    adapted, _ = _adapted(case)
     return optimizer(adapted.params_tree(adapted.shapes))
 
 
@@ -65,10 +72,9 @@ def make_spec(
     case: Case, optimizer: Callable[[Any], optax.GradientTransformation], **options: Any
 ) -> RunSpec:
     """The run spec of such a trainer, without arrays; see `make_trainer`."""
-    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    adapted, batch = _adapted(case)
     given: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32), **options}
-    made = _made(case, optimizer)
-    return make_run_spec(adapted, case.loss_fn, made, case.batch(0), Options(**given))
+    return make_run_spec(adapted, case.loss_fn, _made(case, optimizer), batch, Options(**given))
 
 
 def make_trainer(

@@ -28,6 +28,8 @@ from runs import (
 )
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def least_of(spec):
     return spec.first.schedule.smallest_bytes

@@ -28,7 +28,11 @@ from megatrain_jax._src.state.placement import placed_on
 from runs import SLOW, check_same_bits
 from small_layers import BATCH, WIDTH, layers, make_params, wide_layers
 
+# Plans of one test share its traces.
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 GIB = 2**30
+ADAM = optax.adam(1e-3)
 
 
 def least_host(gib: float) -> float:
@@ -54,11 +58,14 @@ def test_activations_stay_on_the_device_where_the_host_has_no_room_for_them():
             x = jnp.tanh(x @ w)
         return (x**2).mean()
 
+    def build():
+        return {"layers": [jnp.zeros((width, width)) for _ in range(depth)]}
+
     def plan(**hosts):
         return mt.plan(
-            lambda: {"layers": [jnp.zeros((width, width)) for _ in range(depth)]},
+            build,
             loss_fn,
-            optax.adam(1e-3),
+            ADAM,
             batch,
             precision=mt.Precision(compute=jnp.float32),
             hardware=dataclasses.replace(mt.H200, device_bytes=64 * GIB),
@@ -143,12 +150,15 @@ def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
     batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}  # 1 GiB between layers
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_params())
 
+    def build():
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params)
+
     def plan(gib):
         hardware = dataclasses.replace(mt.H200, host_bytes=int(gib * GIB), device_bytes=32 * GIB)
         return mt.plan(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params),
+            build,
             layers,
-            optax.adam(1e-3),
+            ADAM,
             batch,
             precision=mt.Precision(compute=jnp.float32),
             hardware=hardware,
@@ -194,15 +204,17 @@ def test_a_host_is_too_small_where_blocks_computed_again_need_more_of_the_device
 
 
 def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
-    rows = jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)
-    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
+
+    def build():
+        return {"layers": [{"up": jnp.zeros((WIDTH, 4 * WIDTH))} for _ in range(12)]}
 
     def plan(gib):
         return mt.plan(
-            lambda: {"layers": [{"up": jnp.zeros(up.shape)} for _ in range(12)]},
+            build,
             wide_layers,
-            optax.adam(1e-3),
-            {"x": rows},
+            ADAM,
+            batch,
             precision=mt.Precision(compute=jnp.float32),
             hardware=dataclasses.replace(SLOW, host_bytes=int(gib * GIB), device_bytes=256 * GIB),
             device_budget=int(8.8 * GIB),

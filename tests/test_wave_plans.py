@@ -15,7 +15,6 @@ from flax import nnx
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.spec import microbatches, wave_search
 from megatrain_jax._src.spec.make_spec import make_run_spec
@@ -26,6 +25,8 @@ from optimizers import OPTIMIZERS
 from poison import Spoiled, batch, loss_fn
 from runs import make_trainer
 from zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 @pytest.mark.parametrize("waves", [3, 8])
@@ -74,14 +75,6 @@ def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> Any:
     return mt.plan(build_mlp, loss, CLIPPED, BATCHES[rows], **given)
 
 
-@pytest.fixture
-def traced_once():
-    """Has plans share what doesn't depend on their options."""
-    with remembering():
-        yield
-
-
-@pytest.mark.usefixtures("traced_once")
 def test_the_plan_chooses_waves_that_save_time():
     chosen, one = planned(microbatches=16), planned(microbatches=16, waves=1)
     assert chosen.waves > one.waves == 1
@@ -134,7 +127,6 @@ def test_the_lowest_value_is_found_from_any_guess(best, first):
     assert 2 * best not in asked or first != best + 1
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
     asked: list[int] = []
     in_waves = wave_search.in_waves
@@ -161,7 +153,6 @@ def test_a_lower_bound_saves_searches_and_changes_no_plan(monkeypatch):
     assert fewer < len(asked) - fewer
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
     assert planned(microbatches=16, loss=tied_loss).waves == 1
     assert planned(microbatches=16, loss=tied_loss, waves=4).waves == 4
@@ -170,7 +161,6 @@ def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
         assert planned(**options) == planned(**options, waves=1)
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_the_plan_chooses_microbatches_whose_functions_leave_room():
     whole, auto = planned(microbatches=1), planned(microbatches="auto")
     assert auto.microbatches > 1 and 8192 % auto.microbatches == 0
@@ -186,7 +176,6 @@ def test_the_plan_chooses_microbatches_whose_functions_leave_room():
         assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_backwards_that_cannot_be_divided_as_others_of_their_stage_stay_whole():
     """Backwards of a stage for different microbatches have one number of tiles."""
     little = dataclasses.replace(MACHINE, device_bytes=50 * 2**20)
@@ -252,7 +241,6 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
     assert asked == tried
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_waves_are_taken_where_one_has_no_room_in_the_budget():
     smallest = planned(microbatches=16, waves=16, device_budget="least").device_state_bytes
     budget = smallest * 11 // 10
@@ -264,7 +252,6 @@ def test_waves_are_taken_where_one_has_no_room_in_the_budget():
         planned(microbatches=16, device_budget=smallest // 2)
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_a_run_on_a_gpu_takes_the_parts_of_its_plan():
     plan, adapted = planned(microbatches="auto"), adapt(build_mlp, mlp_loss, BATCHES[8192], 0)[0]
 
