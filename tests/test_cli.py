@@ -192,6 +192,10 @@ def test_only_what_helps_is_advised():
         "not enough host memory and GPU memory. No option of this command is enough: it needs "
         "a larger --host and a --gpu with more memory, or a smaller model."
     )
+    for host, limit in ((None, "--host-budget"), ("8GiB", "--host-budget"), ("1GiB", "--host")):
+        given = {"host": host, "host_budget": "2GiB", "clip": None}
+        of_budget = advised(False, True, lambda s: False, **given)
+        assert f"it needs a larger {limit}, or a smaller model." in of_budget
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import pytest
 
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.run_folder import RunFolder
 
 pytest.importorskip("torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"')
 
@@ -119,3 +121,19 @@ def test_a_flag_needs_no_value(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "\nkeep_best: true\n" in printed
     assert "# Prompts that are continued at each evaluation, one or several" in printed
+
+
+@pytest.mark.parametrize("left", [None, "checkpoints/1", "ended.json", "report.json"])
+def test_other_settings_are_refused_only_where_a_run_has_left_something(tmp_path, left):
+    """A run that didn't fit the memory is begun anew with a smaller batch, in the same folder."""
+    out, folder = str(tmp_path / "run"), RunFolder(tmp_path / "run")
+    given = {"model": "m", "data": "d", "out": out}
+    folder.begin(FinetuneSettings(**given, batch=16))
+    folder.checkpoints.mkdir()
+    smaller = FinetuneSettings(**given, batch=4)
+    if left is None:
+        folder.check(smaller)
+    else:
+        (folder.path / left).write_text("{}")
+        with pytest.raises(ValueError, match="different settings: batch was 16 and is 4"):
+            folder.check(smaller)

@@ -47,8 +47,16 @@ class RunFolder:
         """Whether there is a step to continue from."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
+    @property
+    def _has_result(self) -> bool:
+        """Whether other settings would contradict something that the run has left."""
+        return self.has_checkpoints or self.ended is not None or self.report is not None
+
     def check(self, settings: RunSettings) -> None:
         """Checks that the folder is new or belongs to a run with these settings.
+
+        A run that ended before its first checkpoint, because it didn't fit the memory for example,
+        begins anew with any settings.
 
         Raises:
             ValueError: If it does not.
@@ -65,7 +73,7 @@ class RunFolder:
                 )
             return
         now = _as_json(settings)
-        if changed := changes(before, now, FREE):
+        if self._has_result and (changed := changes(before, now, FREE)):
             is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
             remedy = "Choose another `out`, or go on with the settings of that run"
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain_jax._src.common.sizes import bytes_of
+from megatrain_jax._src.common.sizes import bytes_of, sized
 
 # Python treats Booleans as integers, but nobody means one as a number of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
@@ -100,9 +100,13 @@ def num_bytes(name: str, value: Any, *words: str, least: int = 2**20) -> int | s
     listed = "".join(f'"{word}", ' for word in words)
     if isinstance(value, str):
         try:
-            return bytes_of(name, value)
+            size = bytes_of(name, value)
         except ValueError as error:
-            raise ValueError(f"{error}; it may also be {listed}or None") from None
+            also = f"{listed}or None" if words else "None"
+            raise ValueError(f"{error}; it may also be {also}") from None
+        if size < least:
+            raise ValueError(f"`{name}`={value!r} is below {sized(least)}: write a larger unit")
+        return size
     number = integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
     if number < least:
         raise ValueError(f'`{name}`={number} would be {number} bytes: write "{number} GiB"')

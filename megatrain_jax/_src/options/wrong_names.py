@@ -57,7 +57,7 @@ _NO_OPTION = {
 }
 
 
-_TAKERS = {
+_TAKERS = {"params": "`Trainer` and `fit` take"} | {
     field.name: words
     for record, words in (
         (Options, "`Trainer` and `fit` take"),
