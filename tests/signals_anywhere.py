@@ -79,7 +79,7 @@ class Slots:
     def save(self, trainer: Any, position: Any) -> None:
         self.saved = trainer.num_steps
 
-    def finish(self, trainer: Any) -> None:
+    def finish(self) -> None:
         pass
 
 
