@@ -1,5 +1,7 @@
 """Settings of `finetune` and `pretrain` that are refused before anything is trained."""
 
+from typing import Any
+
 import pytest
 
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
@@ -127,7 +129,7 @@ def test_a_flag_needs_no_value(tmp_path, capsys):
 def test_other_settings_are_refused_only_where_a_run_has_left_something(tmp_path, left):
     """A run that didn't fit the memory is begun anew with a smaller batch, in the same folder."""
     out, folder = str(tmp_path / "run"), RunFolder(tmp_path / "run")
-    given = {"model": "m", "data": "d", "out": out}
+    given: dict[str, Any] = {"model": "m", "data": "d", "out": out}
     folder.begin(FinetuneSettings(**given, batch=16))
     folder.checkpoints.mkdir()
     smaller = FinetuneSettings(**given, batch=4)
