@@ -142,9 +142,8 @@ class _Dividing:
             if self._least_seconds(spec, device_bytes, fitted.host_room) > enough:
                 break
             trial = self._in_waves(spec, device_bytes)
-            if not fits_machine(trial, device_bytes) or self._cautious(trial) > self._cautious(
-                fitted
-            ):
+            is_slower = self._cautious(trial) > self._cautious(fitted)
+            if is_slower or not fits_machine(trial, device_bytes):
                 break
             fitted = trial
         return fitted
