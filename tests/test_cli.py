@@ -24,7 +24,9 @@ from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import config_of
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import causal_attention
+from megatrain_jax._src.state.pool import usable_bytes
 from published import num_parameters
 from tiny_sizes import TINY
 
@@ -171,9 +173,16 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
 
 def advised(fits_host: bool | None, fits_device: bool, enough: Any, **settings: Any) -> str:
     """The advice for a run that fits with the settings that a function accepts."""
-    plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
-
-    return advice(plan, PlanSettings(**settings), enough)
+    given = PlanSettings(**settings)
+    host: Any = checks.num_bytes("host", given.host)
+    budget: Any = checks.num_bytes("host_budget", given.host_budget)
+    plan: Any = SimpleNamespace(
+        fits_host=fits_host,
+        fits_device=fits_device,
+        host_budget=budget,
+        host_process_limit=usable_bytes(budget, host or mt.H100.assumed_host_bytes),
+    )
+    return advice(plan, given, enough)
 
 
 def test_only_what_helps_is_advised():
@@ -192,8 +201,13 @@ def test_only_what_helps_is_advised():
         "not enough host memory and GPU memory. No option of this command is enough: it needs "
         "a larger --host and a --gpu with more memory, or a smaller model."
     )
-    for host, limit in ((None, "--host-budget"), ("8GiB", "--host-budget"), ("1GiB", "--host")):
-        given = {"host": host, "host_budget": "2GiB", "clip": None}
+    for host, budget, limit in (
+        (None, "2GiB", "--host-budget"),
+        (None, "1TiB", "--host"),  # the card's typical host is smaller
+        ("8GiB", "2GiB", "--host-budget"),
+        ("1GiB", "2GiB", "--host"),
+    ):
+        given = {"host": host, "host_budget": budget, "clip": None}
         of_budget = advised(False, True, lambda s: False, **given)
         assert f"it needs a larger {limit}, or a smaller model." in of_budget
 

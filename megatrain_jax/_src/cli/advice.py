@@ -49,21 +49,13 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
     text = f"not enough {' and '.join(lacking)}."
     chosen = _chosen(list(_options(settings, *lacking)), settings, is_enough)
     if not chosen:
-        host = f"a larger {_limit_of_the_host(settings)}"
-        larger = {"host memory": host, "GPU memory": "a --gpu with more memory"}
+        limit = "--host-budget" if plan.host_budget == plan.host_process_limit else "--host"
+        larger = {"host memory": f"a larger {limit}", "GPU memory": "a --gpu with more memory"}
         needed = " and ".join(larger[memory] for memory in lacking)
         return f"{text} No option of this command is enough: it needs {needed}, or a smaller model."
     options = " ".join(option.text for option in chosen)
     costs = "; ".join(f"{option.text} {option.cost}" for option in chosen)
     return f"{text} It fits with {options}. The cost: {costs}. docs/fitting.md has more."
-
-
-def _limit_of_the_host(settings: PlanSettings) -> str:
-    """The option that sets the limit of host memory."""
-    host = checks.num_bytes("host", settings.host)
-    budget = checks.num_bytes("host_budget", settings.host_budget)
-    is_less = isinstance(budget, int) and not (isinstance(host, int) and host <= budget)
-    return "--host-budget" if is_less else "--host"
 
 
 def _chosen(

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Literal
 
 from megatrain_jax._src.report.bound import Bound, Busy, bound_of, busy_resources
 from megatrain_jax._src.report.plan_html import as_html
-from megatrain_jax._src.report.plan_table import as_text, most_of_a_process
+from megatrain_jax._src.report.plan_table import as_text
 from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
 from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -337,11 +338,19 @@ class Plan:
         return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(number)
 
     @property
+    def host_process_limit(self) -> int | None:
+        """Host memory that one process may take: its budget or its share; `None` if unknown."""
+        total = self.hardware and self.hardware.assumed_host_bytes
+        own = self.devices_per_host // self.processes_per_host
+        lists = own * self.hardware.list_bytes if self.hardware else 0
+        return usable_bytes(self.host_budget, total, own, self.processes_per_host, lists)
+
+    @property
     def fits_host(self) -> bool | None:
         """Whether a host's memory suffices for its processes; `None` if unknown."""
         # Without a GPU there is no pool, and a process takes only its arrays.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
-        return _fits(process, most_of_a_process(self))
+        return _fits(process, self.host_process_limit)
 
     @property
     def fits_device(self) -> bool | None:

@@ -13,7 +13,6 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound, Resource
 from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
@@ -270,18 +269,10 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
     return ", ".join([*rates, computing, machine.source])
 
 
-def most_of_a_process(plan: "Plan") -> int | None:
-    """The maximum host memory in bytes of one process of a plan; None if unknown."""
-    total = plan.hardware and plan.hardware.assumed_host_bytes
-    own = plan.devices_per_host // plan.processes_per_host
-    lists = own * plan.hardware.list_bytes if plan.hardware else 0
-    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host, lists)
-
-
 def _host_verdict(plan: "Plan") -> str:
-    machine, most = plan.hardware, most_of_a_process(plan)
+    machine, most = plan.hardware, plan.host_process_limit
     limit = machine and machine.assumed_host_bytes
-    if most is not None and (limit is None or most == plan.host_budget):
+    if most is not None and most == plan.host_budget:
         return f"{_verdict(plan.fits_host)} in a budget of {sized(most)}"
     if machine is None:
         return ""
