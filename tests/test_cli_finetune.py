@@ -354,6 +354,7 @@ def test_a_longer_run_is_told_where_to_begin(tmp_path):
     common: dict[str, Any] = {"model": "m", "data": "d", "out": str(tmp_path), "steps": 10}
     settings = FinetuneSettings(**common, lora_rank=2)
     folder.begin(settings)
+    (folder.checkpoints / "10").mkdir(parents=True)
     longer = replace(settings, steps=12)
     with pytest.raises(ValueError, match="steps was 10 and is 12. Choose another `out`, or go on"):
         folder.check(longer)
