@@ -44,7 +44,9 @@ class LogTrainer:
         self.log.append(("evaluate", self.num_steps))
         return {"loss": float(len(list(batches)))}
 
-    def check_batch(self, batch: Any) -> None:
+    def check_batch(self, batch: Any, *, training: bool = True) -> None:
+        if not training:
+            return
         check_batch(batch)
         self.first = self.first or batch
         check_like(batch, self.first)

@@ -49,7 +49,7 @@ def exit_in_callback(step: int, options: dict[str, Any]) -> None:
 
 
 def broken_evaluation(step: int, options: dict[str, Any]) -> None:
-    options["eval_data"] = lambda: [{"x": np.zeros(3)}]
+    options["eval_data"] = lambda: [BATCHES[0], {"x": np.zeros(3)}]
 
 
 def nan_loss(step: int, options: dict[str, Any]) -> None:

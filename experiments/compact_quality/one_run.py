@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def train(
         microbatches=setting.waves,
         waves=setting.waves,
         device_budget=_EVERYTHING,
-        eval_data=watch.begin_evaluation,
+        eval_data=watch,
         eval_every=sizes.eval_every,
         checkpoint_dir=checkpoints,
         keep=1,
@@ -175,9 +175,10 @@ class _Watch:
         self.began = 0.0
         self.is_starting = True
 
-    def begin_evaluation(self) -> list[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Begins an evaluation."""
         self.began = time.perf_counter()
-        return self.eval_batches
+        return iter(self.eval_batches)
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
         if self.is_starting:

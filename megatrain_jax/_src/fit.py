@@ -129,8 +129,9 @@ def fit(
         seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
         hardware: The machine whose rates the schedule uses; see `Trainer`.
         mesh: The devices to train on; see `Trainer`.
-        eval_data: Evaluation batches, or a function that returns them, called only when an
-            evaluation begins; they are iterated anew each time.
+        eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
+            first batch is checked before the first step; a function is called for that, and its
+            result serves the first evaluation.
         eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
             the end of the run is always evaluated, even for a finished run that was not.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary

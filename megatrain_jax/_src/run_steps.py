@@ -9,7 +9,7 @@ import jax
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
-from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_shapes
+from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_arrays
 from megatrain_jax._src.options.inputs import check_data, check_loss
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
@@ -42,9 +42,12 @@ class RunSteps:
         first = state.spec.first
         self.bound: dict[Hashable, BoundStep] = {first.key: first}
 
-    def check(self, batch: Any) -> None:
-        """Checks a batch to train on; see `Trainer.check_batch`."""
+    def check(self, batch: Any, *, training: bool) -> None:
+        """Checks a batch to train on, or to evaluate; see `Trainer.check_batch`."""
         state = self._state
+        if not training:
+            self._bind_evaluation(batch, state.spec.loss_fn)
+            return
         num_devices = len(state.store.placement.local_devices)
         of = f"the batch of training step {state.training.num_steps + 1}"
         check_batch(batch, state.spec.microbatches, num_devices=num_devices, of=of)
@@ -60,7 +63,7 @@ class RunSteps:
         """
         state, began = self._state, time.perf_counter()
         state.training.check_whole()
-        self.check(batch)
+        self.check(batch, training=True)
         step = self._bind(batch, train=True, loss_fn=state.spec.loss_fn)
         # Otherwise steps would queue on the device without bound, each with its batch.
         state.training.wait_for_room()
@@ -100,14 +103,18 @@ class RunSteps:
         state.flush()
 
         def bind(batch: Any) -> BoundStep:
-            check_batch(batch)
-            state.spec.adapted.check_batch(batch)
-            return self._bind(batch, train=False, loss_fn=loss_fn or state.spec.loss_fn)
+            return self._bind_evaluation(batch, loss_fn or state.spec.loss_fn)
 
         rows, sizes = evaluate_batches(state.engine, batches, bind)
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
         return weighted_means(jax.device_get(rows), sizes)
+
+    def _bind_evaluation(self, batch: Any, loss_fn: Callable[..., Any]) -> BoundStep:
+        """The evaluation step of a batch, which need not be like the first one."""
+        check_batch(batch)
+        self._state.spec.adapted.check_batch(batch)
+        return self._bind(batch, train=False, loss_fn=loss_fn)
 
     def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""
@@ -135,6 +142,6 @@ def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if shapes := other_shapes(batch, sample):
-            error.add_note(f"This came with the batch of {where}: {shapes}.")
+        if said := other_arrays(batch, sample):
+            error.add_note(f"This came with the batch of {where}: {said}.")
         raise

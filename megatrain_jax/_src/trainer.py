@@ -204,15 +204,19 @@ class Trainer(ExplainedAttributes):
         """Dispatches one training step like `step`, but leaves its record to the caller."""
         return self._steps.train(batch, by_hand=False)
 
-    def check_batch(self, batch: Any) -> None:
-        """Checks a batch like `step`, preferably while it is on the host.
+    def check_batch(self, batch: Any, *, training: bool = True) -> None:
+        """Checks a batch like `step`, preferably while it is on the host, or like `evaluate`.
+
+        Args:
+            batch: The batch.
+            training: Whether it is to be trained on, not evaluated; then the loss is traced.
 
         Raises:
             TypeError: If it is not a pytree of arrays.
             ValueError: If it differs from the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        self._steps.check(batch)
+        self._steps.check(batch, training=training)
 
     @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:

@@ -112,22 +112,28 @@ def check_like(batch: Any, sample: Any) -> None:
             raise ValueError(f"{name} has dtype {dtype}, but in the first batch it had {wanted}")
 
 
-def other_shapes(batch: Any, sample: Any) -> str:
-    """A sentence on the arrays with shapes that differ from the first batch's; "" if none.
+def other_arrays(batch: Any, sample: Any) -> str:
+    """A sentence on the arrays that differ from the first batch's; "" if none.
 
     Args:
         batch: A batch that has passed `check_batch`.
         sample: The first batch, or its shapes.
     """
-    first = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(sample)}
-    rows = [(_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
-    return "; ".join(
-        f"{name} has shape {x.shape}, and {first[name].shape} in the first batch"
-        if name in first
-        else f"{name} is not in the first batch"
-        for name, x in rows
-        if name not in first or first[name].shape != x.shape
+    now, first = (
+        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (batch, sample)
     )
+    said = [f"{name} is in the first batch, and missing here" for name in first if name not in now]
+    for name, leaf in now.items():
+        if name not in first:
+            said.append(f"{name} is not in the first batch")
+            continue
+        other = first[name]
+        if leaf.shape != other.shape:
+            said.append(f"{name} has shape {leaf.shape}, and {other.shape} in the first batch")
+        if (dtype := _dtype(leaf)) != (wanted := _dtype(other)):
+            said.append(f"{name} has dtype {dtype}, and {wanted} in the first batch")
+    return "; ".join(said)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ so the driver always has the next step ready while the device computes:
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
@@ -27,6 +28,13 @@ from megatrain_jax._src.train.result import FitResult
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
+
+_END = object()
+_OF_FIRST = (
+    "This was the first batch of `eval_data`, checked before the first step. Its batches need "
+    "every array that `loss_fn` reads, in a dtype and with axes that it can compute with, as in "
+    "batches of `data`; the number of examples may differ."
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ class Loop:
         self.save = save
         self.callbacks = options.callbacks
         self.begun: list[Any] = []
+        self.first_evaluation: Iterable[Any] | None = None  # the batches of the first evaluation
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
@@ -153,6 +162,31 @@ class Loop:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def check_eval_data(self) -> None:
+        """Checks the first batch of `eval_data`, because an evaluation may come hours later.
+
+        The result of a function also serves the first evaluation, because a second call may go on
+        in the same data.
+
+        Raises:
+            Exception: If there is no batch, or it can't be evaluated.
+        """
+        if self.options.eval_data is None:
+            return
+        try:
+            batches = eval_batches(self.options.eval_data)
+            with deferred_interrupt(insist=True):
+                iterator = iter(batches)
+                first = next(iterator, _END)
+            if first is _END:
+                raise ValueError("`eval_data` gave no batch to evaluate")
+            self.trainer.check_batch(first, training=False)
+        except Exception as error:
+            error.add_note(_OF_FIRST)
+            raise
+        # An iterator's first batch can't be drawn again.
+        self.first_evaluation = chain([first], iterator) if iterator is batches else batches
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` end, and completes every record.
@@ -294,7 +328,9 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         assert self.options.eval_data is not None
-        batches = eval_batches(self.options.eval_data)
+        batches, self.first_evaluation = self.first_evaluation, None
+        if batches is None:
+            batches = eval_batches(self.options.eval_data)
         history = self.trainer.history
         history.cut_off = self.trainer.num_steps  # reset when the evaluation completes
         try:

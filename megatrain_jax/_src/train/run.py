@@ -92,6 +92,7 @@ class Run:
                 signals.begin()
                 # `islice` accepts no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
+                loop.check_eval_data()
                 loop.begin()
                 # A checkpoint without an evaluation doesn't tell if it was begun.
                 if left != 0 and (self.first or trainer.history.cut_off == before):
