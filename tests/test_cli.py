@@ -286,10 +286,6 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     assert "GPU" not in said and "--lora-rank" not in said
     options = said.partition("It fits with ")[2].partition(". ")[0]
     assert main([*given, "--host", "5GiB", *options.split()]) == 0
-    capsys.readouterr()
-    assert main([*given, "--host", "1GiB"]) == 1
-    said = capsys.readouterr().out.partition("It does not fit: ")[2]
-    assert "No option of this command is enough: it needs a larger --host, or" in said
 
 
 @pytest.mark.parametrize(

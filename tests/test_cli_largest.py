@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_jax import models
+from megatrain_jax import H100, models
 from megatrain_jax._src.cli.catalogue import KnownModel, known_models
 from megatrain_jax._src.cli.largest import (
     confirmed,
@@ -23,6 +23,7 @@ from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.sizes import sized
 from tiny_sizes import TINY
 
 
@@ -80,7 +81,7 @@ class Formula:
 
     def __init__(self, rng, tiles=64):
         self.settings = PlanSettings(gpu="H100", length=512)
-        self.machine, self.host_bytes = SimpleNamespace(usable_bytes=10**9), None
+        self.machine, self.host_limit = SimpleNamespace(usable_bytes=10**9), None
         self._fixed, self._each = rng.uniform(0, 1e9), 10 ** rng.uniform(1, 6)
         self._rest, self._deep, self._tiles = rng.random(), 1 + rng.random() / 2, tiles
 
@@ -125,7 +126,7 @@ def test_nothing_is_searched_where_the_state_alone_fills_the_host(tmp_path, what
             pytest.fail("a size was planned")
 
     planner: Any = Full(random.Random(0))
-    planner.host_bytes = 10**9 - 1
+    planner.host_limit = 10**9 - 1
     assert largest_size(planner, what, "wide", variants(tmp_path)["wide"]) is None
 
 
@@ -163,8 +164,9 @@ def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
     assert 0.8 * whole.host_bytes < least - beside < whole.host_bytes
 
 
+@pytest.mark.parametrize("limit", ["--host", "--host-budget"])
 def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, limit
 ):
     gib, planned = 2**30, []
     per_layer = {"float32": 12 * gib, "compact": 4 * gib, "two_bytes": 2 * gib}
@@ -179,7 +181,7 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
             host_peak_bytes=num * each + gib,
             host_process_bytes=num * each + 3 * gib,
             host_pool_bytes=num * each + gib,
-            fits_host=num * each + 3 * gib <= self.host_bytes,
+            fits_host=num * each + 3 * gib <= self.host_limit,
             fits_device=True,
             seconds_per_step=1.0,
             attention_flops_per_step=1,
@@ -188,13 +190,38 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
 
     monkeypatch.setattr(Planner, "plan", plan)
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 10}))
-    given = ["--gpu", "H100", "--tokens", "1024", "--length", "512", "--host", "30GiB"]
+    given = ["--gpu", "H100", "--tokens", "1024", "--length", "512", limit, "30GiB"]
     assert main(["plan", str(tmp_path), *given]) == 1
     said = capsys.readouterr().out.partition("It does not fit: ")[2]
     assert "It fits with --state two_bytes." in said
     # The first plan was asked for.
     assert {state for num, state in planned[1:] if num == 10} == {"two_bytes"}
     assert {state for num, state in planned if num == 4} > {"two_bytes"}
+
+
+@pytest.mark.parametrize("larger", ["--host", "--host-budget"])
+def test_a_host_too_small_for_the_process_is_told_without_a_search(
+    tmp_path, monkeypatch, capsys, larger
+):
+    planned, real = [], Planner.plan
+
+    def plan(*args: Any, **options: Any) -> Any:
+        planned.append(real(*args, **options))
+        return planned[-1]
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = ["--gpu", "H100", "--gpus", "2", "--length", "512", larger, "1GiB"]
+    needed = H100.process_bytes(2)
+    for of in ([str(tmp_path), "--tokens", "1024"], [str(tmp_path)], []):
+        assert main(["plan", *of, *given]) == 1
+        printed = capsys.readouterr()
+        assert f" and needs {sized(needed)} for itself, before it has any model. " in printed.out
+        assert printed.out.endswith(f" would help: it needs a larger {larger}.\n")
+        assert not printed.err
+    # The one that was asked for, which counts as much beside a small pool.
+    (asked,) = planned
+    assert asked.host_process_bytes - asked.host_pool_bytes == needed
 
 
 @pytest.mark.long
@@ -247,7 +274,7 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
         wide = {size: rng.random() < 0.3 for size in known}
 
         class Counting:
-            settings, host_bytes = PlanSettings(gpu="H100"), host
+            settings, host_limit = PlanSettings(gpu="H100"), host
 
             def plan(self, config, rows, length, least=False, wide=wide, host=host):
                 size = sizes.get(config, 10**9)  # a few layers are of no known model

@@ -7,7 +7,9 @@ from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.planner import Planner
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.sizes import sized
 
 # Rank of the suggested adapters.
 _RANK = 16
@@ -56,6 +58,22 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
     options = " ".join(option.text for option in chosen)
     costs = "; ".join(f"{option.text} {option.cost}" for option in chosen)
     return f"{text} It fits with {options}. The cost: {costs}. docs/fitting.md has more."
+
+
+def advice_on_process(planner: Planner) -> str | None:
+    """The advice if the host's memory is too small for any run; None if it is not.
+
+    A process needs memory of its own before it has any state.
+    """
+    least, most = planner.machine.process_bytes(planner.settings.gpus), planner.host_limit
+    if most is None or least < most:
+        return None
+    larger = "--host-budget" if planner.host_budget == most else "--host"
+    return (
+        f"not enough host memory. A process may take {sized(most)} and needs {sized(least)} for "
+        "itself, before it has any model. No smaller model and no other option would help: it "
+        f"needs a larger {larger}."
+    )
 
 
 def _chosen(

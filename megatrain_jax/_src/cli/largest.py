@@ -127,8 +127,8 @@ def _largest_of(
 
 
 def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
-    """Whether a model's state alone exceeds the host, so that no batch fits."""
-    host, few = planner.host_bytes or math.inf, shallow(config)
+    """Whether a model's state alone exceeds the host's memory, so that no batch fits."""
+    host, few = planner.host_limit or math.inf, shallow(config)
     try:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
         # layer counts a part of the model's ends too, so this overestimates.
@@ -147,7 +147,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     """
     few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
-    host = planner.host_bytes or math.inf
+    host = planner.host_limit or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= most)

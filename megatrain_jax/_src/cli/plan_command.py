@@ -12,7 +12,7 @@ from multiprocessing import get_context
 import jax
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.advice import advice
+from megatrain_jax._src.cli.advice import advice, advice_on_process
 from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.errors import in_options
 from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, shallow
@@ -50,13 +50,16 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
             # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
             # layers, and these tell how much of the host its state takes at least.
-            small, host = shallow(config), other.host_bytes or math.inf
+            small, host = shallow(config), other.host_limit or math.inf
             few = planned(small)
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
             return may_fit and fits(few if small == config else planned(config))
 
-        _announce_search()
-        print(f"It does not fit: {advice(plan, settings, fits_with)}")
+        advised = advice_on_process(planner)
+        if advised is None:
+            _announce_search()
+            advised = advice(plan, settings, fits_with)
+        print(f"It does not fit: {advised}")
         return 1
     return 0
 
@@ -67,6 +70,9 @@ def _print_largest(settings: PlanSettings) -> int:
         config_of(settings.model)  # reports a bad model here, in one line
     unmeasured = f" ({planner.machine.source})" if planner.machine.is_unmeasured else ""
     print(f"The largest on {planner.where}; rates are estimates{unmeasured}.\n", flush=True)
+    if advised := advice_on_process(planner):
+        print(f"Nothing fits: {advised}")
+        return 1
     found = []
     # Each size is printed as soon as it and the earlier ones are found.
     for line in _lines(settings, planner):

@@ -16,7 +16,6 @@ from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -340,10 +339,10 @@ class Plan:
     @property
     def host_process_limit(self) -> int | None:
         """Host memory that one process may take: its budget or its share; `None` if unknown."""
-        total = self.hardware and self.hardware.assumed_host_bytes
+        if self.hardware is None:
+            return self.host_budget
         own = self.devices_per_host // self.processes_per_host
-        lists = own * self.hardware.list_bytes if self.hardware else 0
-        return usable_bytes(self.host_budget, total, own, self.processes_per_host, lists)
+        return self.hardware.process_limit(self.host_budget, own, self.processes_per_host)
 
     @property
     def fits_host(self) -> bool | None:
