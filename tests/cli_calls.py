@@ -186,7 +186,13 @@ class _Library:
     def _plan(self, model: Callable[[], Any], *args: Any, **options: Any) -> Any:
         model()
         return SimpleNamespace(
-            seconds_per_step=1.0, fits_device=True, fits_host=True, attention_flops_per_step=1
+            seconds_per_step=1.0,
+            fits_device=True,
+            fits_host=True,
+            attention_flops_per_step=1,
+            hardware=None,
+            host_bytes=1,
+            host_process_limit=None,
         )
 
     def _fit(self, *args: Any, steps: int, **options: Any) -> Any:

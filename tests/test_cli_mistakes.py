@@ -1,9 +1,12 @@
 """Settings of `finetune` and `pretrain` that are refused before anything is trained."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import megatrain_jax as mt
+from megatrain_jax import data
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.run_folder import RunFolder
@@ -139,3 +142,34 @@ def test_other_settings_are_refused_only_where_a_run_has_left_something(tmp_path
         (folder.path / left).write_text("{}")
         with pytest.raises(ValueError, match="different settings: batch was 16 and is 4"):
             folder.check(smaller)
+
+
+H100_OF_64_KIB = replace(mt.H100, device_bytes=2**16, device_share=1.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "card", "budgets", "message"),
+    [
+        ("finetune", None, {"host_budget": "16MiB"}, "It may take 16.00 MiB (--host-budget, or"),
+        ("finetune", mt.H100, {"host_budget": "2GiB"}, "for state, 2.50 GiB for the process itsel"),
+        ("finetune", H100_OF_64_KIB, {"device_budget": "1GiB"}, "of the 64.00 KiB that the GPU ha"),
+        ("pretrain", mt.H100, {"host_budget": "2GiB"}, "for state, 2.50 GiB for the process itsel"),
+        ("pretrain", None, {"device_budget": "1MiB"}, "device_budget=1048576 (1.00 MiB) is too s"),
+    ],
+)
+def test_budgets_that_can_not_work_are_told_before_data_is_read(
+    given, tmp_path, monkeypatch, capsys, command, card, budgets, message
+):
+    def read(*args: Any, **options: Any) -> Any:
+        pytest.fail("data was read")
+
+    for name in ("chat", "text"):
+        monkeypatch.setattr(data, name, read)
+    monkeypatch.setattr(mt, "this_machine", lambda: card)
+    settings: dict[str, Any] = {"model": str(given / "tiny"), "data": str(given / "chats.jsonl")}
+    if command == "pretrain":
+        settings = {"model": str(given / "sizes.json"), "tokenizer": str(given / "tiny")}
+        settings |= {"data": str(given / "texts.jsonl"), "sizes": {"vocab_size": 8192}}
+    assert trained(command, given, tmp_path / "out", **settings, **budgets) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

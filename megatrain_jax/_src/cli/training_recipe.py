@@ -25,6 +25,9 @@ from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, r
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.training_settings import TrainingSettings
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.host_memory import resident_bytes
+from megatrain_jax._src.common.sizes import sized
 
 # As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130
@@ -67,6 +70,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         if settings.microbatches == "auto":
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
         print(in_options(str(plan)), flush=True)
+        _check_memory(plan, settings)
         laps.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
@@ -157,6 +161,31 @@ def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> m
         num_gpus=num_gpus(),
         **options,
     )
+
+
+def _check_memory(plan: mt.Plan, settings: TrainingSettings) -> None:
+    """Refuses a run that is certain not to fit; its start compares all figures, after reading.
+
+    Raises:
+        MemoryError: If state alone exceeds the host, or a given budget the GPU.
+    """
+    here, state, most = plan.hardware, plan.host_bytes, plan.host_process_limit
+    # Without a GPU, state comes on top of all that this process has taken by now.
+    itself = resident_bytes() if here is None else here.process_bytes(plan.num_devices)
+    if most is not None and most < state + itself:
+        raise MemoryError(
+            f"Training needs at least {sized(state + itself)} of host memory: {sized(state)} for "
+            f"state, {sized(itself)} for the process itself. It may take {sized(most)} "
+            "(`host_budget`, or this machine's memory). No data was read. Use a larger "
+            "`host_budget`, or for less state Precision.compact(), another optimizer or adapters."
+        )
+    budget, most = checks.device_budget(settings.device_budget), here and here.usable_bytes
+    if isinstance(budget, int) and most is not None and most < plan.device_state_bytes:
+        raise MemoryError(
+            f"`device_budget`={settings.device_budget} is too large: state and activations would "
+            f"take {sized(plan.device_state_bytes)} of the {sized(most)} that the GPU has. No data "
+            "was read. Leave it out to use all that the GPU has left."
+        )
 
 
 def _train(
