@@ -39,7 +39,7 @@ def run(settings: ChatSettings) -> int:
 
 
 def _converse(speaker: "Speaker | JaxSpeaker", messages: Messages) -> None:
-    """Reads questions until the input ends; an interrupted answer is forgotten."""
+    """Answers questions until the input ends; an interrupted answer leaves no trace."""
     while True:
         try:
             question = input("> " if sys.stdin.isatty() else "")
@@ -123,7 +123,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
     """
     tries_jax = settings.library == "jax" or _is_for_jax(settings)
     if not tries_jax:
-        _imported("torch", _NEEDS_TORCH)  # before all else, which may take long
+        _imported("torch", _NEEDS_TORCH)  # first, because the rest may take long
     transformers = _imported("transformers", 'chat needs pip install "megatrain-jax[finetune]"')
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -166,7 +166,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
 
 
 def _is_for_jax(settings: ChatSettings) -> bool:
-    """Whether JAX is tried first: on a GPU it needs no second library for it."""
+    """Whether JAX is tried first: with a GPU, no second library is needed."""
     return settings.library is None and settings.device is None and mt.this_machine() is not None
 
 
@@ -207,7 +207,7 @@ def _imported(name: str, otherwise: str) -> Any:
 
 
 def _language_model(transformers: Any, folder: Path) -> Any:
-    """The model in a folder; Transformers would draw weights that its files lack.
+    """The model in a folder; Transformers would draw missing weights at random.
 
     Raises:
         ValueError: If it can't be loaded, or weights are missing.
@@ -224,7 +224,7 @@ def _language_model(transformers: Any, folder: Path) -> Any:
 
 
 def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> Any:
-    """The model with its adapters, and with rows for the tokens that they know beyond it.
+    """The model with its adapters; its embeddings get rows for the tokens that these add.
 
     Args:
         peft: The module.

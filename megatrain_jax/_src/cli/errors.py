@@ -23,7 +23,7 @@ _ADVICE = (
 
 
 class AskedWronglyError(Exception):
-    """A command can't do the request; the message says why."""
+    """An invalid request; the command prints the message in one line."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def told(error: BaseException) -> str:
 
 
 def in_options(text: str) -> str:
-    """A text of the library with the options of the command in place of arguments in Python.
+    """A message of the library, with command-line options in place of arguments in Python.
 
     Examples:
         >>> in_options('pass Precision(frozen="int8") and a larger `device_budget`')

@@ -56,7 +56,7 @@ def shapes(settings: FinetuneSettings) -> Shapes:
 
 
 def chat_template(given: str | None) -> str | None:
-    """A chat template, read from a file if it is a path; a template's text is not a path."""
+    """A chat template: the given text, or the contents of the file with this path."""
     if given is None or "{" in given or not Path(given).is_file():
         return given
     return Path(given).read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ _READERS: dict[str, Callable[..., data.Dataset]] = {
 }
 # Arrays of `topk` entries per token.
 _ENTRIES = {"topk_token_ids": jnp.int32, "topk_logprobs": jnp.float32}
-# Arrays beside those of all batches: the second axis, 0 for none, and the dtype.
+# Arrays besides the common ones: size of the second axis (0 for none) and dtype.
 _PER_ROW = (0, jnp.float32)
 _PAIRED: dict[str, tuple[int, Any]] = {"pairs": (_PAIRS, jnp.bool_), "pairs_per_row": _PER_ROW}
 _CHOSEN = {"chosen_learned_per_row": _PER_ROW, "chosen_tokens_per_row": _PER_ROW}

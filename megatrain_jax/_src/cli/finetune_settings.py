@@ -240,9 +240,9 @@ class FinetuneSettings(TrainingSettings):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether answers are compared with numbers computed before training.
+        """Whether the reference's log-probabilities are computed before training, and stored.
 
-        They aren't if all that is trained are fresh adapters: the initial model has none.
+        They are not if only fresh adapters are trained: the model without them is the reference.
         """
         is_initial = self.lora_rank is not None and not self.lora_modules_to_save
         return self._kind.has_reference and not is_initial

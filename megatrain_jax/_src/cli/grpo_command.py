@@ -30,7 +30,7 @@ _INTERRUPTED = 130
 
 
 def run(settings: GrpoSettings) -> int:
-    """Does a run, or the rest of it.
+    """Starts a run, or resumes it.
 
     Returns:
         The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
@@ -79,7 +79,7 @@ def _arguments(
     optimizer = optimizer_of_run(settings, schedule)
     fingerprint = _fingerprint(rows)
     folder.check_data(fingerprint)
-    # External logs identify a run that continues in a second process by its identity.
+    # External logs recognise a resumed run by its identity.
     beginning.notes = {"identity": identity, "data": fingerprint}
     print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
     lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
@@ -102,23 +102,23 @@ def _arguments(
 
 
 class _Beginning(callbacks.Callback):
-    """A callback that begins the run's folder when all arguments are valid, and prints the plan.
+    """A callback that creates the run's folder before the first step, and prints the plan.
 
-    Until then a mistake leaves no folder, which would belong to the wrong settings.
+    So an invalid argument leaves no folder behind, which would belong to wrong settings.
 
     Attributes:
         notes: Notes to save in the folder.
-        is_past: Whether the folder has begun.
+        is_past: Whether the folder has been created.
     """
 
     def __init__(self, settings: GrpoSettings, folder: RunFolder):
-        """Begins nothing yet."""
+        """Creates nothing yet."""
         self._settings, self._folder = settings, folder
         self.notes: Mapping[str, str] = {}
         self.is_past = False
 
     def begin(self, trainer: mt.Trainer) -> None:
-        """Begins the folder before the first step."""
+        """Creates the folder before the first step."""
         self._folder.begin(self._settings)
         for name, value in self.notes.items():
             self._folder.take_note(name, value)

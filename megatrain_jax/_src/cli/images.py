@@ -17,12 +17,12 @@ DECODER = "^(?!vision/)"
 
 
 def with_images(settings: FinetuneSettings) -> bool:
-    """Whether the checkpoint has a processor of images, and the data has images.
+    """Whether the run trains with images: the checkpoint has an image processor, the data images.
 
-    Without a processor, images are no content of messages, and columns of images are ignored.
+    Without a processor, messages can't contain images, and image columns are ignored.
 
     Raises:
-        ValueError: If it has, and the settings can't be used with images.
+        ValueError: If the run trains with images, and a setting can't be used with them.
     """
     folder = Path(settings.model).expanduser()
     has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)

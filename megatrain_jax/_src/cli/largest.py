@@ -21,18 +21,17 @@ from megatrain_jax.models import DecoderConfig
 
 # A first layer, a last one, and two between them, because these are scheduled differently.
 _LAYERS = 4
-# More than the longest period of layers with differences that only their family knows.
+# For families with kinds of layers that `DecoderConfig` doesn't list: more than their period.
 _UNKNOWN_LAYERS = 7
-# A search starts with the number of tokens at which each token takes about this many bytes for each
-# dimension of its queries: with functions in small tiles, only attention's inputs and outputs are
-# left whole.
+# The first guess of a search: a token takes about this number of bytes for each dimension of its
+# queries. With small tiles, only the inputs and outputs of attention are whole.
 _BYTES = 36
-# Used for the next guess: a step's fixed memory exists once, and functions that don't fit are
-# tiled, so at half of the memory about four times as much fits.
+# For the next guess: fixed memory doesn't grow, and functions that don't fit are tiled. So if a
+# size takes half of the memory, about four times that size fits.
 _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 # Minimum step of the search, as a number of places, before the first doubling.
 _STRIDE = 0.25
-# A model's state may take this factor less of the host per parameter than a small model's.
+# A large model's host bytes per parameter may be this factor smaller than a small model's.
 _SLACK = 1.02
 # Later layers may be this factor smaller than the first ones.
 _UNEQUAL = 1.25
@@ -157,7 +156,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         return planner.plan(config_of(by_size[size]), rows, length)
 
     def share(size: int) -> float:
-        # Steps adapt to the host's memory, so only the fact whether a plan fits is useful here.
+        # Schedules adapt to the host's memory: its fraction in use says nothing about the limit.
         return 1.5 if planned(size).fits_host is False else 0.5
 
     place = largest(share, sizes[-1], sizes) if sizes else None

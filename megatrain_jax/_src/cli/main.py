@@ -77,7 +77,7 @@ def _plan(arguments: Sequence[str]) -> int:
         from megatrain_jax._src.cli.plan_settings import PlanSettings
 
         settings = parsed("plan", PlanSettings, arguments, "model")
-        # Names first: another model or card may have other sizes.
+        # Names before sizes: a corrected name may change the valid sizes.
         if settings.model is not None:
             config_values(settings.model)
         if settings.gpu is not None:

@@ -126,7 +126,7 @@ def _each(kind: Any) -> list[str]:
         return [_LISTS.get(get_args(kind)[0], "a list of them such as [a, b]")]
     if (plain := get_origin(kind) or kind) in _WORDS:
         return [_WORDS[plain]]
-    # A list "of them" follows its values.
+    # "A list of them" refers to the values before it.
     order = {list: 1, type(None): 2}
     members = sorted(get_args(kind), key=lambda member: order.get(get_origin(member) or member, 0))
     return [words for member in members for words in _each(member)]

@@ -135,7 +135,7 @@ def _joined(words: Sequence[str], lists: Collection[str]) -> list[str]:
         else:
             found.setdefault(name, []).append(value if equals else rest.pop(0))
     several = [f"--{k}={v[0] if len(v) == 1 else json.dumps(v)}" for k, v in found.items()]
-    # Behind a file of settings, so that they replace its values.
+    # After `--config`, so that they override the file's values.
     return [*others, *several]
 
 

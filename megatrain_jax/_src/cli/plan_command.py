@@ -48,8 +48,8 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
             def planned(config: DecoderConfig) -> mt.Plan:
                 return other.plan(config, tokens // changed.length, changed.length, least=True)
 
-            # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
-            # layers, and these tell how much of the host its state takes at least.
+            # Planning a whole model takes seconds. A few of its layers give lower bounds of its GPU
+            # memory, and of the host memory of its state.
             small, host = shallow(config), other.host_bytes or math.inf
             few = planned(small)
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
@@ -100,7 +100,7 @@ def _advice(planner: Planner) -> str:
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds, so they run in processes if they can."""
+    """The lines of all sizes; searches take seconds, so they run in parallel if there are cores."""
     line = partial(_line, settings, planner.machine)
     kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
     others = min(len(kinds), len(os.sched_getaffinity(0))) - 1

@@ -52,7 +52,7 @@ class Planner:
             "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
-        # No plan depends on the learning rate. Plans share what they compute for the same objects.
+        # No plan depends on the learning rate. Plans share results computed for the same objects.
         name, clip, given = settings.optimizer, settings.clip, settings.optimizer_options
         self._optimizer = remembered(
             "optimizer",
@@ -139,7 +139,7 @@ class Planner:
         return "\n".join(remarks) or None
 
     def _remark_on_packing(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
-        """A remark that only packed documents keep a plan from an attention kernel, if they do."""
+        """A remark if only packed documents prevent an attention kernel; None otherwise."""
         width, widest = config.head_dim, self.machine.widest_heads
         has_kernel = self.settings.compute != "float32" and config.attention_softcap is None
         if plan.attention_flops_per_step or not has_kernel or not width <= widest < width + _MARK:

@@ -1,9 +1,9 @@
-"""The reference model of preference learning with all parameters trained: its log-probabilities.
+"""Log-probabilities of the reference model, for preference learning that trains all parameters.
 
-The initial model is gone after the first training step, so it computes the log-probabilities of all
-answers before that, and they are stored in the run's folder. Each is looked up by the answer
-itself, its tokens and its mask, in any row of any epoch. All belong to one checkpoint, by its
-content, and one precision.
+The reference is the initial model, which is gone after the first training step. So the
+log-probabilities of all answers are computed before training, and stored in the run's folder. An
+answer is found by a hash of its tokens and its mask, in any row of any epoch. A file is valid for
+one checkpoint, identified by its content, and one precision.
 """
 
 import gc
@@ -75,7 +75,7 @@ class Reference:
         self.values |= {digest: float(found[r, i]) for r, i, digest in answers_of(batch)}
 
     def joined(self, batch: _Batch) -> dict[str, np.ndarray]:
-        """A batch with its answers' log-probabilities, `reference`, 0 if a row has no such pair."""
+        """A batch with `reference`: the log-probability of each answer, 0 for missing pairs."""
         rows, pairs = batch["pairs"].shape
         reference = np.zeros((rows, 2 * pairs), np.float32)
         for r, i, digest in answers_of(batch):

@@ -135,7 +135,7 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
         AskedWronglyError: If the files can't be used.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
-    # A given number of steps is always made: without `epochs`, the data repeats as needed.
+    # `steps` without `epochs`: the data repeats as often as needed.
     epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
     with called("data"):
         parts = [dataset(source, epochs) for source in sources]

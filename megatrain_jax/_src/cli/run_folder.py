@@ -49,7 +49,7 @@ class RunFolder:
 
     @property
     def _has_result(self) -> bool:
-        """Whether other settings would contradict something that the run has left."""
+        """Whether the folder has results that different settings would contradict."""
         return self.has_checkpoints or self.ended is not None or self.report is not None
 
     def check(self, settings: RunSettings) -> None:
@@ -119,10 +119,10 @@ class RunFolder:
             )
 
     def changed_files(self, stamps: Mapping[str, str]) -> list[str]:
-        """The options with files that were written to since a process of the run read them.
+        """The options that name files changed since a process of the run read them.
 
         Args:
-            stamps: A hash by each option of the state that its files are in.
+            stamps: For each option, a hash of its files, from `file_stamps`.
         """
         before = {option: self.note(f"files of {option}") for option in stamps}
         return [option for option in stamps if before[option] not in (None, stamps[option])]

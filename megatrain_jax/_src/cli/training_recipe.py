@@ -31,7 +31,7 @@ _INTERRUPTED = 130
 
 
 def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
-    """Does a run, or the rest of it.
+    """Starts a run, or resumes it.
 
     Args:
         settings: The settings.
@@ -127,7 +127,7 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
 
 
 def _parts(settings: TrainingSettings, folder: RunFolder) -> dict[str, Any]:
-    """The number of microbatches; in a run that goes on, also of waves, as the plan chose them."""
+    """The number of microbatches; in a resumed run with "auto", also of waves, as chosen before."""
     chosen = folder.note("microbatches") if folder.has_checkpoints else None
     if settings.microbatches == "auto" and chosen is not None:
         return dict(zip(("microbatches", "waves"), map(int, chosen.split()), strict=True))
@@ -138,7 +138,7 @@ def _notes(
     settings: TrainingSettings, identity: str, batches: RunData, options: Mapping[str, Any]
 ) -> dict[str, str]:
     """The notes for later processes of a run."""
-    # External logs identify a run that continues in a second process by the first one.
+    # External logs recognise a resumed run by its first process's identity.
     found = {"identity": identity, "data": batches.fingerprint}
     if settings.microbatches == "auto":
         found["microbatches"] = f"{options['microbatches']} {options['waves']}"

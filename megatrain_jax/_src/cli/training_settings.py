@@ -7,8 +7,8 @@ from megatrain_jax._src.cli.run_settings import RunSettings, check_shares, liste
 from megatrain_jax._src.cli.setting_rules import check_needed
 from megatrain_jax._src.common import checks
 
-# Options that may change while a run continues, because they affect neither batches nor updates;
-# `out`, because a folder may be moved, or named in another way.
+# Options that may change when a run is resumed, because they affect neither batches nor updates;
+# `out`, because a folder may be moved, or its path written differently.
 FREE = frozenset(
     "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
     "export_dtype host_budget keep log_every logs mlflow out push push_private "

@@ -127,7 +127,7 @@ def read_rows(
     report: Report,
     errors: bool,
 ) -> Iterator[tuple[RowOrigin, T]]:
-    """Reads rows in another form; `convert` raises `InvalidRow`. See `conversations`."""
+    """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`."""
     for part in parts:
         if isinstance(part, Given):
             read = given_rows(part.name, part.rows, report, errors)
@@ -145,13 +145,13 @@ def read_rows(
 def _divided(text: str) -> Iterable[str]:
     if len(text) <= _LONG:
         return [text]
-    # A tokenizer takes about 300 bytes per token while it works: a whole library at once would take
-    # all memory.
+    # While it works, a tokenizer takes about 300 bytes per token: too much for a very long text at
+    # once.
     return blocks_of(text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK))
 
 
 def _parts(origin: RowOrigin, texts: Iterable[str], start: int) -> Iterator[TextPart]:
-    # One part behind, because the last part must be marked.
+    # Each part is yielded one step late, because the last one must be marked.
     before: str | None = None
     for text in texts:
         if before is not None:

@@ -1,4 +1,4 @@
-"""Shared by all dataset calls: checks options first, and finds the dataset or builds it."""
+"""Code of all calls that make a dataset: option checks, then the cache, or else a build."""
 
 import sys
 import warnings

@@ -1,6 +1,6 @@
 """Reads conversations with images, and renders them with the placeholders of images.
 
-While the turns of a row are read and checked, they are texts in which a mark stands for each image.
+While the turns of a row are read and checked, each image is a mark, one character, in their text.
 """
 
 import re
@@ -19,7 +19,7 @@ from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.tokenise import Document
 from megatrain_jax._src.data.turns import Message, TurnRules
 
-# In private areas of Unicode: an image, and the border of two texts.
+# Private-use characters of Unicode: the mark of an image, and the border of two texts.
 _IMAGE, _BORDER = "\ue0f1", "\ue0f2"
 _MARKS = re.compile(f"({_IMAGE})|{_BORDER}")
 _TURNS = ("messages", "conversations", "prompt", "completion")
@@ -111,7 +111,7 @@ def has_images(source: Source, most: int = 1000) -> bool:
 
 
 def check_places(conversation: Conversation, images: Sequence[Any]) -> None:
-    """Checks that all images of a conversation are the user's.
+    """Checks that all images of a conversation are in user or system messages.
 
     Raises:
         InvalidRow: If one isn't, or turns with images were dropped.

@@ -60,7 +60,7 @@ def image_chat(
     Tokens and references to images are kept in host memory; each image is opened, resized and
     normalised for its batch. Images given as bytes or by PIL stay in memory. Pixels are those of
     Transformers for the same image: a file is turned upright and loses its transparency, a PIL
-    image is taken as it lies, and its transparent pixels are put on white. Bytes are turned
+    image is not turned, and its transparent pixels are put on white. Bytes are turned
     upright, as `datasets` does, and then treated like a PIL image.
 
     Args:

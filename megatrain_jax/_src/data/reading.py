@@ -99,7 +99,7 @@ def _objects(
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Names a file that is not valid gzip."""
+    """Turns errors of gzip into a `DataError` that names the file."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as caught:

@@ -51,7 +51,7 @@ class RowOrigin(NamedTuple):
     unit: str = "line"
 
     def __str__(self) -> str:
-        """Reads ``chats.jsonl, line 7``."""
+        """Returns text such as ``chats.jsonl, line 7``."""
         return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
 
 

@@ -165,7 +165,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
 
 
 def to_margin(row: Row) -> float:
-    """Returns the margin of a pair: the least difference of its scores, 0 if it has none.
+    """Returns the margin of a pair, the minimum difference of its scores; 0 if it has none.
 
     Raises:
         InvalidRow: If it is not a finite number.

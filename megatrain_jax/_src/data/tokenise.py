@@ -22,7 +22,7 @@ from megatrain_jax._src.data.tokens import Tokens
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
 _TEXTS_AT_ONCE = 512
-# While it is being made, a token takes about 300 bytes.
+# While the tokenizer works, a token takes about 300 bytes.
 _CHARACTERS_AT_ONCE = 1 << 21
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ def _assistant_tokens(
     """
     learned = np.zeros(len(ids), np.bool_)
     for start, stop in spans:
-        # The first token that ends after the start, and the one after the last before the stop.
+        # `first` is the first token of the turn, and `last` the one after its last token.
         # Whitespace tokens may be empty here, because some tokenizers trim their offsets.
         first, blurred = _first_after(offsets, start)
         last = int(np.searchsorted(offsets[:, 0], stop, "left"))

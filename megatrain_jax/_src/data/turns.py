@@ -1,6 +1,6 @@
 """The turns of a conversation: read, merged, ordered and checked.
 
-Rows of every format end here, as messages for chat templates.
+Rows of every format become these turns, as messages for chat templates.
 """
 
 import json
@@ -85,7 +85,7 @@ def read_turns(field: str, turns: Any) -> Turns:
         given = {name: value for name, value in turn.items() if value is not None}
         read.messages.append(message := _message(given, number))
         read.learned.append(_counts(given, number) and message["role"] == "assistant")
-        # Only the assistant is learned, so this asks for something that is not done.
+        # Only assistant turns are learned, so `train` of a different role has no effect.
         if given.get("train") and message["role"] != "assistant":
             read.ignored.add(f"{field}[].train of {message['role']}")
         read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
