@@ -33,8 +33,8 @@ class GrpoOptions:
             `num_generations` rows.
         max_completion_length: Maximum number of tokens of a completion.
         temperature: Divisor of the logits, in sampling and in the loss; above 0.
-        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict the sampling, and the
-            loss knows nothing of them: its log-probabilities are among all tokens.
+        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict only the sampling:
+            the loss has log-probabilities among all tokens.
         top_k: See `models.generate`.
         stop: See `models.generate`.
         loss_type: See `losses.grpo`.

@@ -73,7 +73,8 @@ def grpo(
     update follows; with `num_iterations`, several. Its names are those of TRL's `GRPOTrainer`.
 
     A record has, beside the metrics of the step: `reward` and `reward_std`, the mean and the mean
-    spread within groups; `frac_reward_zero_std`, the fraction of groups without any;
+    standard deviation within groups; `frac_reward_zero_std`, the fraction of groups with equal
+    rewards;
     `rewards/NAME/mean` and `/std` of each function; `completions/mean_length` and
     `completions/clipped_ratio`, the fraction that reached the maximum length; `tokens`, of
     completions and their prompts; `padding`, the fraction of the trained rows without tokens; `kl`;
@@ -148,7 +149,7 @@ def grpo(
         **settings,
     )
     rollouts.use(trainer)
-    # Not kept while the run lasts: it may be all parameters as arrays.
+    # Freed for the run, because they may hold all parameters as arrays.
     del model, trained, params
     return mt.train(
         trainer,
@@ -166,7 +167,7 @@ def grpo(
 def _saved_parts(
     folder: str | PathLike[str], last: int, mesh: Mesh, num_rows: int
 ) -> dict[str, int]:
-    """The numbers of microbatches and waves of the newest checkpoint, if rows can be cut so."""
+    """The numbers of microbatches and waves in the newest checkpoint, if they divide the rows."""
     with Checkpoints(folder, None, 1, placed_on(mesh).processes, last) as series:
         parts = series.parts()
     fits = parts is not None and num_rows % (parts["microbatches"] * mesh.size) == 0

@@ -132,7 +132,7 @@ _mixed.defvjp(_forward, _backward)
 
 
 def _block_size(assignments: int, num: int) -> int:
-    # A quarter of an expert's mean load, or up to half of that: 1.125 to 1.25 times the rows.
+    # An eighth to a quarter of an expert's mean load: blocks have 1.125 to 1.25 times the rows.
     wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
     return 1 << (wanted.bit_length() - 1)
 

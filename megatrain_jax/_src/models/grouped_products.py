@@ -6,9 +6,9 @@ and three by the last. Two primitives are all that products and their gradients 
     grouped_product  rows[i] @ matrices[group of row i]         (or the transposed matrix)
     grouped_outer    rows_of_group.T @ other_rows_of_group      for each group; zeros if it is empty
 
-As primitives they stay one equation in a trace, so losses are cut and counted without a look into
-the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere to
-`jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
+As primitives, each is one equation of a trace: losses can be cut, and their operations counted,
+without looking into the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere
+to `jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
 rows.
 """
 

@@ -1,4 +1,4 @@
-"""Attention in images: in a tower, where all patches of an image see each other, and in rows."""
+"""Attention with images: between all patches in a vision tower, and in a decoder's rows."""
 
 import math
 

@@ -3,7 +3,7 @@
 The kernels come from a young library and compile for one generation of GPUs. So the first trace
 that may call them compares a small case with the plain operations, once per process. That takes 5
 seconds for experts and a quarter of a minute for the delta rule, mostly for compiling. If results
-differ, or the kernels fail, a warning says so and the plain operations compute.
+differ, or the kernels fail, a warning says so and the plain operations are used instead.
 """
 
 import warnings
@@ -52,7 +52,7 @@ def _delta_rules_agree() -> bool:
 def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bool:
     """Whether a kernel's arrays equal the expected ones; warns if they don't."""
     try:
-        # A loss is being traced, but in a thread of its own this is computed now.
+        # The loss is being traced in this thread; in a new thread, JAX computes at once.
         with ThreadPoolExecutor(max_workers=1) as thread:
             found, expected = thread.submit(both).result()
         errors = [_error(*pair) for pair in zip(found, expected, strict=True)]

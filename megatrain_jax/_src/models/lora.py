@@ -342,14 +342,14 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
     for path, module in chosen.items():
         at = tree
         for key in path:
-            # Any further missing parameters are reported when a run starts from these.
+            # Further missing parameters are reported when a run starts from this tree.
             at = at.setdefault(str(key), {})
         if settings.dora:
             matrix = matrix_of(module)
             assert matrix is not None
             at["lora_magnitude"] = _Norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
-        # Zeros of any shape in four bytes, read one by one and never stored.
+        # A broadcast zero takes four bytes for any shape; its elements are never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree
 

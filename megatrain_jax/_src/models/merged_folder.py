@@ -131,7 +131,7 @@ def merge_adapter(
     single, was_stacked = _split_like(factors, tensors, values)
     fault = f"the adapters in {source} don't fit the base {at_base}: "
     _check_tied(values, single, (*factors, *whole), fault)
-    # A tensor of a single expert is a part of the base's, which are assembled again.
+    # A single expert's tensor is a part of a stacked one, and they are stacked again below.
     arrays: dict[str, Any] = {
         name: tensor if name in tensors else LazyArray((tensor,), stacked=False)
         for name, tensor in single.items()
@@ -201,7 +201,7 @@ def _read_adapter(
 def _split_like(
     factors: Mapping[str, Any], tensors: dict[str, Tensor], values: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bool]:
-    """The base's tensors, with single experts if the adapters have single ones."""
+    """The base's tensors, and whether experts were split because the adapters name single ones."""
     family = FAMILIES.get(str(values.get("model_type")))
     single = any(re.search(r"\.experts\.\d+\.", name) for name in factors)
     if not single or family is None or family.stacked:

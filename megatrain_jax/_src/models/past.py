@@ -1,10 +1,9 @@
-"""`Past`: the texts so far; layers get it in place of `segments` while text is generated.
+"""`Past`: the tokens before the new ones; layers get it in place of `segments` in generation.
 
 All code that mixes tokens reads `segments`, or else packed documents would leak into each other. So
 this is also the place where generation adds its caches: `attention`, `gated_delta_rule`,
 `short_convolution` and `positions_in` call the method of the same purpose here, and layers stay as
-they are. Any use
-of a `Past` that has no method for it is refused.
+they are. Any use of a `Past` that has no method for it is refused.
 """
 
 from typing import Any, Never

@@ -97,6 +97,6 @@ def _new_rows(old: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarr
     new = np.zeros((count, *old.shape[1:]))
     for at in starts:
         rows = old[at : at + _ROWS].astype(np.float32) - mean.astype(np.float32)
-        # Random sums of centred rows have their covariance, without its matrix.
+        # Random combinations of centred rows have the rows' covariance; its matrix is never formed.
         new += np.tensordot(rng.standard_normal((count, len(rows)), np.float32), rows, 1)
     return (mean + (_VARIANCE / len(old)) ** 0.5 * new).astype(np.float32)

@@ -132,7 +132,7 @@ def _divergence(
 
 
 def _log_rest(logs: Float[Array, "*rows k"]) -> Float[Array, "*rows 1"]:
-    """The logarithm of the probability that some tokens leave to the rest, at least 1e-7."""
+    """The log-probability of the tail, all tokens but the given ones; at least log(1e-7)."""
     total = jax.nn.logsumexp(logs, axis=-1, keepdims=True)
     # Rounded log-probabilities may sum to slightly more than 1.
     return jnp.log(-jnp.expm1(jnp.minimum(total, -1e-7)))

@@ -248,7 +248,7 @@ def _mean(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarra
 
 
 def _deviation(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation; NaN of a single value."""
+    """The unbiased standard deviation; NaN for a single value."""
     squares = np.where(counts, (values - _mean(values, counts, axis)) ** 2, 0)
     number = counts.sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -52,7 +52,7 @@ class XIELU(nnx.Module):
 
 
 class ApertusMLP(nnx.Module):
-    """Two products with this activation between them."""
+    """Two products with xIELU between them."""
 
     def __init__(self, config: "DecoderConfig", make: Maker):
         """Makes the parameters."""
@@ -66,7 +66,7 @@ class ApertusMLP(nnx.Module):
 
 
 class ApertusLayer(Layer):
-    """A layer with such an MLP."""
+    """A layer with an MLP of xIELU."""
 
     dense = ApertusMLP
 

@@ -67,7 +67,7 @@ class ErnieMixture(MixtureOfExperts):
 
 
 class ErnieLayer(Layer):
-    """A layer with such experts."""
+    """A layer with experts chosen by biased probabilities."""
 
     mixture = ErnieMixture
 

@@ -108,7 +108,7 @@ class MemoryMaker(nnx.Module):
 
 
 def lender_of(config: "DecoderConfig", layer: int) -> int | None:
-    """Returns the layer with the keys and values that a layer attends to; None for its own."""
+    """Returns the earlier layer with the keys and values that a layer uses; None for its own."""
     options: Gemma4Options = config.options
     if layer < options.first_shared:
         return None

@@ -93,7 +93,7 @@ class BiasedMixture(MixtureOfExperts):
 
 
 class Glm4MoeLayer(Layer):
-    """A layer with such experts."""
+    """A layer with experts chosen by biased scores."""
 
     mixture = BiasedMixture
 

@@ -38,7 +38,7 @@ class HunyuanAttention(Attention):
 
 
 class HunyuanLayer(Layer):
-    """A layer with such attention."""
+    """A layer that normalises queries and keys after their rotation."""
 
     attention = HunyuanAttention
 

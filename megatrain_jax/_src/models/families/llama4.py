@@ -141,7 +141,7 @@ class Llama4MLP(MLP):
 
 
 class Llama4Layer(Layer):
-    """A layer with such attention, and experts or an MLP."""
+    """A layer with attention within chunks or to all tokens, and experts or an MLP."""
 
     attention = Llama4Attention
     dense = Llama4MLP

@@ -38,7 +38,7 @@ class MiniMaxMixture(MixtureOfExperts):
 
 
 class MiniMaxLayer(Layer):
-    """A layer with such experts, and attention that normalises all heads together."""
+    """A layer with experts chosen by biased scores, and norms over all heads together."""
 
     attention = WideNormAttention
     mixture = MiniMaxMixture

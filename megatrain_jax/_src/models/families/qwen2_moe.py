@@ -32,7 +32,7 @@ class GatedSharedMixture(MixtureOfExperts):
 
 
 class Qwen2MoeLayer(Layer):
-    """A layer with such experts."""
+    """A layer with experts, and a gated expert that all tokens share."""
 
     mixture = GatedSharedMixture
 

@@ -26,14 +26,14 @@ class ResidentDecoding:
 
     def __init__(self, source: WeightSource):
         """Reads all weights onto the device, layer by layer."""
-        # Looked up once: the hash of a form takes as long as a layer.
+        # Looked up once: hashing a form takes as long as computing a layer.
         self._read = programs.reading(source.form)
         self._write = functools.cache(functools.partial(programs.writing, source.form))
         self._ends = source.weights(source.ends)
         self._layers = []
         for part in source.layers:
             self._layers.append(source.weights(part))
-            # Copies wait for each other: at most one group of masters is beside the weights.
+            # One layer at a time: at most one group of masters is on the device beside the weights.
             jax.block_until_ready(self._layers[-1])
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
@@ -68,7 +68,7 @@ class StreamedDecoding:
         self._form, self._source = source.form, source
         self._ends = source.weights(source.ends)
         layers = source.form.layers
-        # Looked up once: the hash of a form takes as long as a layer.
+        # Looked up once: hashing a form takes as long as computing a layer.
         self._turning = _turning(tuple(layer.rope for layer in layers))
         self._beginning = _beginning(source.form)
         self._reading = [_reading(layer) for layer in layers]

@@ -242,8 +242,8 @@ def generate(
     """Continues prompts with a decoder, with caches of what its layers have read.
 
     If weights and caches fit on the device, the weights are copied there once; otherwise they are
-    streamed through it layer by layer, once for a token of all texts. A text that ends makes room
-    for the next prompt. A text doesn't depend on the ones beside it, but for rounding.
+    streamed through it layer by layer, once per token of all texts. A text that ends makes room
+    for the next prompt. A text doesn't depend on the texts beside it, except for rounding.
 
     Args:
         source: A `Trainer`, or the result of `fit` or `train`: its current parameters, in the dtype
@@ -307,7 +307,7 @@ def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> tuple[Warp
         top_k=None if greedy else top_k or None,
         has_top_p=top_p < 1 and not greedy,
     )
-    # Logits divided by less may be infinite in fp32; so small, it takes the most likely token.
+    # A smaller divisor may make logits infinite in fp32; this one draws the most likely token.
     numbers = np.float32(max(temperature, _LEAST_TEMPERATURE)), np.float32(top_p)
     return warping, Dials(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
 
@@ -336,7 +336,7 @@ def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray
 
 
 def _named_ends(config: DecoderConfig) -> list[int]:
-    """Returns the ids that a checkpoint names as ends of texts."""
+    """Returns the stop tokens in a checkpoint's generation_config.json."""
     folder = None if config.source is None else Path(config.source)
     path = regular_file(folder, "generation_config.json") if folder and folder.is_dir() else None
     found = read_json(path).get("eos_token_id") if path else None

@@ -118,7 +118,7 @@ def rotations(
 def begin(
     form: ModelForm, ends: Any, tokens: Int[Array, "rows length"]
 ) -> tuple[Float[Array, "rows length width"], list[Any]]:
-    """Returns the hidden states before the first layer, and the values handed from there on."""
+    """Returns the first layer's hidden states, and the values that layers pass on beside them."""
     model = nnx.merge(form.ends, ends)
     x = model.embed(tokens)
     return x, [] if model.config.memory is None else [model.memory(tokens, x)]
@@ -140,7 +140,7 @@ def read_layer(
     handed: list[Any],
     lengths: Int[Array, " rows"],
 ) -> tuple[Array, list[Any], Any]:
-    """Passes prompts through a layer; returns the result, the values handed on, and the cache."""
+    """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
     past = Beginning(layer.kind, lengths, borrows=layer.borrows is not None)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     _check_kept(layer, past.kept)

@@ -1,4 +1,4 @@
-"""The texts that end completions, and the words of a completion up to its end."""
+"""Stop texts of completions, and the text of a completion up to its end."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megatrain_jax._src.models.generation.batching import OpenText
 
 
 class TextEnds:
-    """Texts that end completions. They may have special tokens; completions don't show these."""
+    """Stop texts. They may contain special tokens, which completions don't show."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[str]):
         """Keeps both.
@@ -31,7 +31,7 @@ class TextEnds:
         return 1 + bisect.bisect_left(counts, True, key=lambda count: self._has_end(ids[:count]))
 
     def words(self, text: OpenText) -> str:
-        """Returns the words written so far, without special tokens and the end."""
+        """Returns the text written so far, without special tokens and the stop text."""
         ids = text.ids[text.start :]
         if not text.is_cut:
             shown = ids[:-1] if text.finish == "stop" else ids

@@ -33,7 +33,7 @@ class WeightsPart:
 
     Attributes:
         leaves: Its parameters and buffers as the source has them.
-        treedef: The structure that modules are made of.
+        treedef: The structure from which the leaves make the modules' state.
         num_bytes: Bytes on the device.
     """
 
@@ -53,8 +53,8 @@ class WeightSource:
         layers: The weights of its layers.
         dtype: The dtype that is computed with.
         device: The device that it is computed on.
-        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there, so that
-            they can be streamed; or else None.
+        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there and the
+            layers can be streamed; None otherwise.
         read: Reads some leaves.
     """
 
