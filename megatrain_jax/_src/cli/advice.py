@@ -20,7 +20,7 @@ class _Option:
     Attributes:
         text: The option as it is written in a command.
         changes: The settings that it changes.
-        cost: Its disadvantage, as a clause whose subject is the option.
+        cost: Its disadvantage, as words that follow the option in a sentence.
     """
 
     text: str

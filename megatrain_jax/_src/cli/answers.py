@@ -71,7 +71,7 @@ def sides(columns: Array) -> tuple[Array, Array]:
 
 
 def answers_as_metrics(rows: int, pairs: int) -> Loss:
-    """A loss for evaluations whose metrics are the log-probabilities of all answers in a batch.
+    """A loss for evaluations; its metrics are the log-probabilities of all answers in a batch.
 
     The metric of answer i in row r is named `f"{r} {i}"`; it is 0 in microbatches without the row.
 

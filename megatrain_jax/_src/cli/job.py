@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         model: Function that builds the model.
-        params: Parameters to start from; None for those that the model is built with.
+        params: Parameters to start from; None for the initial ones of the built model.
         trainable: Patterns of the trained parameters; None for all.
         frozen: Form of frozen parameters at rest.
         loss_of: Function from the number of microbatches to the loss; equal numbers give the same

@@ -179,7 +179,7 @@ def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
 
 
 def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
-    """The configuration with only a few layers, at least this many, covering each kind it has."""
+    """The configuration with only its first layers: `least`, or more to have each kind of layer."""
     experts = config.experts
     sparse = () if experts is None else experts.layers
 

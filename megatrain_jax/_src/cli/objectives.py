@@ -42,7 +42,7 @@ def loss_of(settings: FinetuneSettings, microbatches: int) -> Loss:
     """The loss of a run's objective.
 
     Args:
-        settings: The settings, some of which it reads.
+        settings: The settings.
         microbatches: Parts that a batch is cut into.
     """
     kind = OBJECTIVE_KINDS[settings.objective]

@@ -41,7 +41,7 @@ class Planner:
             machine: The machine, if another planner has found it already.
 
         Raises:
-            ValueError: If the GPU isn't known, or none is here and none is named.
+            ValueError: If the GPU isn't known, or none is named and this machine has none.
         """
         self.settings = settings
         self.machine = machine or _machine(settings)

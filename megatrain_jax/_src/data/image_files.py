@@ -103,7 +103,7 @@ def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
             pixels = given.tobytes()
         except Exception as error:  # see `open`; PIL decodes late
             raise InvalidRow(_UNREADABLE, str(error)) from error
-        # Equal pixels with another palette are other colours.
+        # With a different palette, equal pixels are different colours.
         form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
         return ImageReference(source=given, digest=_hash(form.encode() + pixels), origin=origin)
     if not isinstance(given, str | PathLike | bytes):

@@ -261,7 +261,7 @@ def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
 
 
 def _question(form: str, row: Row) -> Turns:
-    """The turns before an answer; those in a prompt that is a conversation are not learned."""
+    """The turns before an answer; turns of a prompt that is a conversation are not learned."""
     given = row[form]
     if not isinstance(given, str) and form in ("prompt", *_CONVERSATIONS):
         return _unlearned(read_turns(form, given))

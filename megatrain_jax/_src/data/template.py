@@ -190,7 +190,7 @@ class Template:
         if text.startswith(upto) and len(upto) > start:
             return len(upto)
         # The template omits part of earlier answers, such as reasoning at their beginning. The text
-        # then continues with some ending of the answer as it is rendered when it comes last.
+        # then continues with the end of the answer's text, as rendered for the last message.
         alone, rest = upto[start:], text[start:]
         for cut in range(1, len(alone)):
             if alone[cut] == rest[0] and rest.startswith(alone[cut:]):

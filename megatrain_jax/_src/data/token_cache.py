@@ -129,7 +129,7 @@ class TokenCache:
             parent.mkdir(parents=True, exist_ok=True)
             return GrowingFiles(Path(tempfile.mkdtemp(prefix=name, dir=parent)))
         except OSError as error:
-            # Errors of the system have kinds of their own, such as PermissionError.
+            # Keeps the subclass of OSError, such as PermissionError.
             raise type(error)(
                 f"there can be no folder for tokens in `cache` = {parent}: "
                 f"{error.strerror or error}. Choose another one, or none"

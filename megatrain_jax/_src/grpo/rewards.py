@@ -13,7 +13,7 @@ import numpy as np
 from megatrain_jax._src.common import checks
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
-# The arguments beside the columns of the rows.
+# Arguments of reward functions in addition to the rows' columns.
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 

@@ -171,7 +171,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         """Writes completions and rewards them."""
         assert self._trainer is not None
         options, number = self._options, self._num_generations
-        # Otherwise the time of generation would include the rest of the step in flight.
+        # Otherwise the time of generation would include the end of the training step in flight.
         self._trainer.flush()
         began = time.perf_counter()
         if self._returned is not None:

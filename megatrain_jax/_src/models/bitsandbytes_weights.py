@@ -45,7 +45,7 @@ def read_bitsandbytes(tensors: Mapping[str, Tensor], about: Any, code: str) -> d
 
 
 def _four_bits(found: dict[str, Tensor], name: str, state: Tensor) -> dict[str, Tensor]:
-    """The weight of this name; takes its other tensors out of `found`."""
+    """The weight of this name; removes its further tensors from `found`."""
     about = _state(state)
     nested = "nested_blocksize" in about
     parts = [found.get(name)]

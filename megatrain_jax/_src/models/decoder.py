@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
     def _with_images(
         self, x: Tokens, tokens: Integers, segments: Any, pixels: Pixels
     ) -> tuple[Tokens, Any]:
-        """Returns embeddings with the images' vectors, and what layers get as `segments`."""
+        """Returns embeddings with the images' vectors, and the argument `segments` of layers."""
         vision = self.config.vision
         if vision is None:
             raise ValueError(
@@ -213,7 +213,7 @@ class Decoder(nnx.Module):
 
         Args:
             x: The last layer's hidden states.
-            *handed: The values that it returned beside them, in families whose layers do so.
+            *handed: The further values that it returned, in families with such values.
         """
         if self.config.memory is not None:
             x = self.memory.finish(x, *handed)

@@ -58,7 +58,7 @@ def mixed_in_groups(
         )
         given = rows, rows_shares, own, places.experts - start
         of_group: Any = _of_group(expert, num_groups, *given)
-        # Each row is of one group, and zero in all remaining groups.
+        # Each row belongs to one group, and is zero in all remaining groups.
         out = of_group if out is None else out + of_group
     return _weighted(x.dtype, out, shares, places)
 
@@ -182,7 +182,7 @@ _of_group.defvjp(_forward, _backward)
 def _own(
     weights: Weights, experts: Int[Array, "turns blocks"]
 ) -> tuple[Bool[Array, "turns blocks"], Int[Array, "turns blocks"]]:
-    """Whether each block is of the group, and the number of its expert, or of any if it is not."""
+    """Whether each block belongs to the group, and its expert's number within it, clipped."""
     size = jax.tree.leaves(weights)[0].shape[0]
     return (0 <= experts) & (experts < size), jnp.clip(experts, 0, size - 1)
 

@@ -2,8 +2,8 @@
 
 Every product has all rows, and each expert's matrix is read where it lies. A tile of the kernels
 has 128 rows of one expert, so an expert's last tile may be partly empty; tiles of 64 rows were
-slower even for 160 rows. Blocks of 64 rows are added to the gradients of matrices. All products of
-forward and backward together compute, of what the rows need::
+slower even for 160 rows. Blocks of 64 rows are added to the gradients of matrices. The operations
+of all products in forward and backward, as a multiple of the operations that the rows need::
 
     rows per expert    160      320      512     640      1,024    2,048
     computed           1.54     1.20     1.13    1.10     1.07     1.03

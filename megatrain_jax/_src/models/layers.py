@@ -264,8 +264,8 @@ class MixtureOfExperts(nnx.Module):
     """A router and its experts, in place of an MLP.
 
     Attributes:
-        biased: Whether experts are chosen by more than their probabilities. The loads that a loss
-            balances are those without that bias, as in Transformers.
+        biased: Whether a bias is added to the probabilities for the choice of experts. As in
+            Transformers, the balancing loss counts the loads without this bias.
     """
 
     biased: ClassVar[bool] = False

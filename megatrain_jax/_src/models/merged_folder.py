@@ -32,7 +32,7 @@ _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vo
 _PREFIX = "base_model.model."
 _PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
-# Options of PEFT that change what adapters compute, and the value with which they don't.
+# PEFT options that change the computation of adapters, and their values without effect.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),

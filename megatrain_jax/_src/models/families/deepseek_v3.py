@@ -132,7 +132,7 @@ def read_latent(
     value_dim: int = 128,
     **sizes: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments of `DecoderConfig` about sizes and attention, and those of its options.
+    """Returns the arguments of `DecoderConfig` for sizes and attention, and of its options.
 
     Args:
         fields: The configuration.

@@ -226,7 +226,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         fields.take(name, None)  # not read by Transformers
     fields.integer("altup_active_idx", 0, least=0)
     fields.neutral(altup_active_idx=0)
-    # In training, Transformers bounds the coefficients; those of checkpoints are far smaller.
+    # In training, Transformers bounds the coefficients; checkpoints have far smaller ones.
     fields.number("altup_coef_clip", 120.0, above=0, null=True)
     inside = _sizes(fields)
     activation = hf_common.read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")

@@ -82,7 +82,7 @@ def shared_layers(
 
 
 def unread_tensors(first: int, num_layers: int) -> tuple[str, ...]:
-    """Returns prefixes of the tensors of keys and values in layers that use those of earlier ones.
+    """Returns prefixes of the tensors of keys and values that layers with shared ones don't read.
 
     Args:
         first: Number of the first such layer.

@@ -40,7 +40,7 @@ class Qwen2MoeLayer(Layer):
 def _read(fields: Fields) -> dict[str, Any]:
     fields.neutral(use_mrope=False)
     sizes = hf_common.sizes(fields, kv_heads=16)
-    # A size may be given but unused. If it is used, every other one of the first layers has it.
+    # A window may be given but unused. If it is used, every second one of the first layers has it.
     used, size = fields.flag("use_sliding_window", False), hf_common.window(fields)
     window, first = size if used else None, fields.integer("max_window_layers", 28, least=0)
     types = [

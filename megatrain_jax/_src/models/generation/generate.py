@@ -239,7 +239,7 @@ def generate(
     max_batch: int = 256,
     on_text: Callable[[int, int, str], None] | None = None,
 ) -> list[Completion]:
-    """Continues prompts with a decoder, with caches of what its layers have read.
+    """Continues prompts with a decoder, with a cache for each of its layers.
 
     If weights and caches fit on the device, the weights are copied there once; otherwise they are
     streamed through it layer by layer, once per token of all texts. A text that ends makes room

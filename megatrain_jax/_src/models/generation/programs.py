@@ -64,7 +64,7 @@ class TextRows(NamedTuple):
         active: Whether the row is continued.
         written: Number of tokens written so far.
         limits: Number of tokens to write.
-        pauses: Position at which the text has to be read anew.
+        pauses: Position at which the text has to be prefilled again.
         stopped: Whether a token ended the text.
         prompts: Number of the prompt.
         samples: Number of the sample of this prompt.

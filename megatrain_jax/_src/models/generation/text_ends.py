@@ -38,7 +38,7 @@ class TextEnds:
             return shown_answer(shown, self._tokenizer)
         whole = self._tokenizer.decode(ids)
         before = min((whole.split(end)[0] for end in self._ends), key=len)
-        # All tokens before the end as they are shown, and the part of a token that it leaves.
+        # The tokens before the stop text, and the part before it of the token in which it starts.
         for count in reversed(range(len(ids))):
             first = self._tokenizer.decode(ids[:count])
             if before.startswith(first):
