@@ -28,7 +28,7 @@ def dataset(
     *,
     images: bool = False,
 ) -> data.Dataset:
-    """The batches of some files; `images` says whether the data has images.
+    """The batches of some files; `images` is whether the data has images.
 
     Raises:
         ValueError: If they can't be used.

@@ -255,7 +255,7 @@ def _place_of(number: float, numbers: Sequence[int]) -> int:
 
 
 def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[int]) -> float:
-    """The number that may just fit, from the fractions of one that fits and one that doesn't.
+    """The next number to try, from the fractions of one that fits and one that doesn't.
 
     Args:
         low: Place and fraction of a number that fits; place -1 for none.
@@ -273,11 +273,11 @@ def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[in
 def confirmed(
     planned: Callable[[int], Plan | None], place: int | None, numbers: Sequence[int] | None = None
 ) -> tuple[int, Plan] | None:
-    """The largest number with a plan that fits, at most the one at `place`; None for none.
+    """The largest number with a plan that fits, up to the number at `place`; None if none fits.
 
     Args:
         planned: The plan of a number; None if it is refused.
-        place: Place of a number that may be too large; None for none.
+        place: Place of the largest candidate, which may be too large; None if there is none.
         numbers: See `largest`.
     """
     numbers = numbers or _NUMBERS

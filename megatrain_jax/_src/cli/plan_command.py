@@ -83,7 +83,7 @@ def _print_largest(settings: PlanSettings) -> int:
 
 
 def _announce_search() -> None:
-    """Says on standard error why a minute may pass without output."""
+    """Explains on standard error why there may be no output for a minute."""
     print("Looking for options with which it fits ...", file=sys.stderr, flush=True)
 
 

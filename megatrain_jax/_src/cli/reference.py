@@ -113,7 +113,7 @@ class Joined:
 
 
 class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
-    """An iterator over such batches; its state is that of the dataset's iterator."""
+    """An iterator over these batches, with the state of the dataset's iterator."""
 
     def __init__(self, iterator: Any, reference: Reference):
         self._iterator, self._reference = iterator, reference
@@ -203,7 +203,7 @@ def _computed(
 
 
 class _Zeros(dict[bytes, float]):
-    """Log-probabilities that are all unknown, taken as 0."""
+    """A mapping that gives 0 for every answer."""
 
     def __missing__(self, digest: bytes) -> float:
         return 0.0

@@ -112,7 +112,7 @@ def _given(settings: TrainingSettings) -> dict[str, list[str]]:
 
 
 def _files_at(source: str) -> list[Path]:
-    """The files that a file, folder or pattern stands for."""
+    """The files that a path, folder or pattern selects."""
     path = Path(source).expanduser()
     if path.is_dir():
         found = path.rglob("*")

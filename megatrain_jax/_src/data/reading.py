@@ -206,7 +206,7 @@ def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
             yield from scanner.array()
             return
     if _is_json(_first_line(path)):
-        # Then a broken line does not make the rest unreadable.
+        # Read line by line, so that a broken line does not make all later ones unreadable.
         yield from _json_lines(path)
         return
     with _characters(path) as stream:

@@ -24,7 +24,9 @@ _MEANT = {
 @suggesting(near_or_meant(_MEANT))
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
-    """The options of GRPO, with the names and, except for the two numbers, the defaults of TRL.
+    """The options of GRPO, with the names and, except for a step's size, the defaults of TRL.
+
+    The size is `prompts_per_step` times `num_generations`.
 
     Attributes:
         num_generations: Number of completions of each prompt, which are compared with each other;

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Past:
-    """The texts that a layer's new tokens continue; its subclasses read and write a cache.
+    """The tokens before a layer's new ones, passed as `segments`; subclasses hold the cache.
 
     Attributes:
         kind: The name of the layer's class, for errors.

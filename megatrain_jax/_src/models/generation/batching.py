@@ -149,7 +149,7 @@ class Batch:
         self._size = size
 
     def _keep(self, i: int, cache: Any) -> None:
-        """Puts a layer's new cache into its place."""
+        """Replaces a layer's cache, in pinned host memory if it is paged."""
         self._caches[i] = as_page(cache) if i in self._task.pages else cache
         if i in self._task.pages:
             # At most one page is on the device.
@@ -185,7 +185,7 @@ class Batch:
             tokens[row, : len(ids) - 1], lengths[row] = ids[:-1], len(ids)
         read = self._decoding.read(tokens, lengths)
         count = _power(len(members))
-        # Numbers past the end are dropped.
+        # Row numbers past the end are dropped.
         at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
         at[: len(members)], taken[: len(members)] = [row for row, _ in members], source
         new = self._new_rows([text for _, text in members], count)

@@ -55,10 +55,10 @@ class ResidentDecoding:
 
 
 class StreamedDecoding:
-    """A decode that streams the layers' weights once for a token of all rows.
+    """A decode that streams the layers' weights through the device, once per token of all rows.
 
-    The weights outside the layers stay on the device, and at most two layers are there. Caches that
-    are pages in pinned host memory come with their layer and go back.
+    The weights outside the layers stay on the device, beside at most two layers. Paged caches, in
+    pinned host memory, are copied to the device for their layer, and back.
     """
 
     steps = 1

@@ -1,7 +1,7 @@
-"""The compiled programs of generation: prompts read, rows admitted, tokens written.
+"""The compiled programs of generation: prefill of prompts, admission to rows, decoding of tokens.
 
-They are pure functions of the weights, the caches and the rows' numbers. A model in one piece has
-one program for all of its layers; a streamed one has a program for each kind of layer.
+They are pure functions of the weights, the caches and the rows' numbers. A resident model has one
+program for all of its layers; a streamed one has a program for each kind of layer.
 """
 
 import functools
@@ -19,7 +19,7 @@ from megatrain_jax._src.models.generation.caches import Beginning, Continuing, r
 from megatrain_jax._src.models.generation.sampling import Chosen, Dials, Warping, choose
 from megatrain_jax._src.models.rotary import Rope, Rotation, rotation
 
-# Tokens of a row written by one call, before Python sees them.
+# Maximum number of tokens of a row that one call writes before it returns to Python.
 STEPS = 16
 # Rotary embeddings that depend on the length of the text.
 LENGTHENING = ("dynamic", "longrope")
