@@ -137,7 +137,7 @@ def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
 
 
 def _options(settings: GrpoSettings) -> models.GrpoOptions:
-    """The options of GRPO, which have the same names."""
+    """The options of GRPO, from the settings with their names."""
     names = {field.name for field in fields(models.GrpoOptions)}
     given = {name: value for name, value in asdict(settings).items() if name in names}
     return models.GrpoOptions(**given)

@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-# Each command imports only its own modules: imports take seconds or may not be installed. Most of
-# them come after its options have been checked.
+# Each command imports only its own modules, because imports take seconds or need optional packages.
+# Most of them come after its options have been checked.
 
 
 def _plan(arguments: Sequence[str]) -> int:

@@ -66,11 +66,11 @@ def pairs_with_margins(
 def unpaired(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
-    """Reads labelled answers, each with the same prompt's mismatched answer; see `conversations`.
+    """Reads labelled answers, and a mismatched answer to each prompt; see `conversations`.
 
-    A mismatched answer is that of the row before, and for the first row that of the last: its
-    documents come at the end. A row of a chosen and a rejected answer is two documents, and counts
-    as two rows.
+    The mismatched answer is taken from the previous row, or for the first row from the last row, so
+    the first row's documents come at the end. A row with a chosen and a rejected answer makes two
+    documents, and counts as two rows.
     """
     first, before = None, None
     for origin, labelled in read_rows(parts, lambda row: to_labelled(row, rules), report, errors):

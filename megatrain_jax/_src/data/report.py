@@ -42,7 +42,7 @@ class RowOrigin(NamedTuple):
 
     Attributes:
         path: The file, as the user named it, or the argument that contained the row.
-        number: Its line or row, counted from 1; 0 stands for the whole file.
+        number: Its line or row, counted from 1; 0 for the whole file.
         unit: "line" or "row".
     """
 

@@ -62,7 +62,7 @@ def product_within(
 
 
 def padded_share(shapes: list[tuple[int, ...]]) -> float:
-    """Returns how many times the operations of matrices (groups, m, n) padding makes of them."""
+    """Returns the operations on padded matrices (groups, m, n), as a multiple of the unpadded."""
     padded = sum((m + _missing(m)) * (n + _missing(n)) for _, m, n in shapes)
     return padded / sum(m * n for _, m, n in shapes)
 

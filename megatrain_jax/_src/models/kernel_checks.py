@@ -128,7 +128,7 @@ def _delta_rules() -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _by_token(q: Any, k: Any, v: Any, log_decay: Any, rate: Any, segments: Any) -> Any:
-    """The gated delta rule as it is defined; this compiles faster than chunks."""
+    """The gated delta rule by its definition, token by token: it compiles faster than chunks."""
     first = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
     def step(state, token):

@@ -131,7 +131,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         **dict(zip(("gate", "down"), _factors(fields, "mlp_multipliers", 2), strict=True)),
         **read_state_space(fields, inside or expand * sizes["hidden_size"]),
     )
-    # A factor of the keys is one of the scores.
+    # A factor of the keys has the effect of a factor of the scores.
     key = fields.number("key_multiplier", 1.0, above=0)
     return {
         **sizes,

@@ -57,7 +57,7 @@ class Gemma3nOptions(Gemma4Options):
 
 
 def _resized(x: Float[Array, "... width"], like: Float[Array, "... width"]) -> Array:
-    """Returns vectors scaled to the root mean squares of a second array of vectors."""
+    """Returns vectors scaled to the root mean squares of the vectors in `like`."""
     size = jnp.sqrt(jnp.mean(like * like, axis=-1, keepdims=True))
     own = jnp.sqrt(jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True), 1e-5))
     return x * size / own

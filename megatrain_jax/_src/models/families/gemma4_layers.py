@@ -1,4 +1,4 @@
-"""The layers of Gemma 4, and the memory they pass on.
+"""The layers of Gemma 4, and the values that they pass on beside hidden states.
 
 Layers without a window have heads of a different width, and experts stand beside an MLP. The
 smaller models also have token embeddings for each layer, and their last layers attend to keys and
@@ -63,7 +63,7 @@ class Gemma4Options:
 
 
 class Memory(NamedTuple):
-    """The memory passed from layer to layer.
+    """The values passed from layer to layer beside the hidden states.
 
     Attributes:
         inputs: For each layer, its own embeddings of the tokens (rows, length, inputs_dim).
