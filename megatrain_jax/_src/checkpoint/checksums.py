@@ -68,7 +68,7 @@ class Checksums:
         """The chunks of an array.
 
         Raises:
-            CheckpointError: If the manifest's chunks are not the ones that this library makes.
+            CheckpointError: If the manifest's chunks don't fit the array's shape.
         """
         facts = self._facts(path)
         chunk = tuple(facts["chunk"])

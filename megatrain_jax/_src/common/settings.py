@@ -16,7 +16,7 @@ def changes(
 ) -> dict[str, str]:
     """The settings that differ, by name, each as a clause with both values.
 
-    A setting that only one side has is ignored: a version of this library that did not know it
+    A setting that only one side has is ignored: a version of this library without that setting
     wrote the other side.
 
     Args:
