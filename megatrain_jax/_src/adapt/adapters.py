@@ -1,7 +1,7 @@
 """Converts NNX, Linen and plain pytree models to one internal form.
 
-The rest of the library sees parameter leaves and a pure loss; it does not know which library the
-model was written with.
+The rest of this library sees parameter leaves and a pure loss, whether the model is an NNX module,
+a Linen module or a pytree.
 
 Example: the pytree `{"embed": e, "layers": [{"w": w0, "steps": s0}]}` of two fp32 arrays and an
 integer::

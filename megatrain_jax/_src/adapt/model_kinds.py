@@ -64,7 +64,7 @@ def flatten(tree: Any) -> tuple[tuple[ModelPath, ...], list[Any], Any]:
 
 
 def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ...]:
-    """Tells which parameters will be trained.
+    """Selects the parameters to train.
 
     Args:
         trainable: a regular expression to search for in a parameter's path, a tuple of them of

@@ -13,7 +13,7 @@ class LiveCurve(Callback):
     """Plots metrics of the history in a notebook, updated every few steps.
 
     The plot appears in the output of the training cell, as one image that is replaced. Needs
-    IPython, which every notebook has.
+    IPython, as every notebook does.
     """
 
     def __init__(

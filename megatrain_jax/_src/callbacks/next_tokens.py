@@ -1,8 +1,8 @@
 """Computes the next token of each row by an evaluation, because streamed models return no logits.
 
 `samples.py` calls this. An evaluation returns means of scalar metrics over its microbatches. So
-each row's token is a metric of its own, which is 0 in microbatches without the row, and the metric
-"weight" counts microbatches: a mean times "weight" is the token.
+each row's token is a metric of its own, with the value 0 in microbatches without the row. The
+metric "weight" counts microbatches: a mean times "weight" is the token.
 """
 
 from collections.abc import Callable, Mapping

@@ -79,7 +79,7 @@ def differences(
     finished: bool,
     num_converted: int = 0,
 ) -> str | None:
-    """A line that lists the settings of a run that differ from those of the resumed checkpoint.
+    """A line that lists the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: The checkpoint's folder.

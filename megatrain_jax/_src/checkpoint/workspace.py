@@ -284,7 +284,7 @@ def _delete(path: Path) -> None:
 
 
 def _forget() -> None:
-    """Closes a forked child's copies of locks, which would stay locked after the parent's end."""
+    """Closes a forked child's copies of locks, so that they don't outlive the parent's."""
     global _changed
     for workspace in _held.values():
         if workspace._lock is not None:

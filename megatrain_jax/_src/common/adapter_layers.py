@@ -1,4 +1,4 @@
-"""Finds layers in which adapters and base model differ, a sign of adapters of another base model.
+"""Finds layers that differ between adapters and base: a sign of adapters of a different base.
 
 PEFT adapts all modules that its settings ask for. If the base has more layers than the model that
 the adapters were trained with, the additional layers silently get no adapters. If it has fewer, the
@@ -19,7 +19,7 @@ from typing import Any
 def different_layers(
     adapted: Iterable[str], modules: Iterable[str], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Modules that only one of adapters and base has, although both have them in other layers.
+    """Modules that only the adapters or only the base has, while both have them in some layer.
 
     Args:
         adapted: Names of the modules with adapters, as in the base.

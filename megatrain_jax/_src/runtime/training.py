@@ -210,8 +210,7 @@ class Training:
 def _overflows_by_scale(metrics: StepMetrics) -> bool:
     """Whether a smaller scale may make a skipped step finite.
 
-    It may if the loss, which is computed without the scale, was finite: then the gradients, which
-    are scaled, were not.
+    It may if the loss was finite, because only gradients are computed with the scale.
     """
     if "loss_scale" not in metrics:
         return False

@@ -1,7 +1,7 @@
 """Threads that prefault the pages of host memory while the GPU's driver pins it.
 
 The driver maps a piece of memory and pins its pages in one thread, which waits while the kernel
-finds (allocates) and clears each page. Other threads can ask for the same pages in parallel. The
+finds (allocates) and clears each page. Further threads can ask for the same pages in parallel. The
 kernel's `MADV_POPULATE_WRITE` (Linux 5.14) finds pages without changing their contents. It refuses
 addresses that are not mapped, so it is safe even if the driver frees the memory in the meantime.
 
@@ -28,7 +28,7 @@ from queue import SimpleQueue
 
 # The kernel's number; Python's `mmap` has no name for it.
 _MADV_POPULATE_WRITE = 23
-# The kernel's name of shared memory without a file, which the driver maps.
+# The kernel's name of shared memory without a file, as the driver maps it.
 _SHARED = b"/dev/zero"
 _SECONDS_AT_A_TIME = 0.01
 # Pages of smaller mappings are found quickly.
@@ -57,7 +57,7 @@ def finding_pages(
     Args:
         threads: Number of threads.
         num_mappings: Number of mappings that are pinned at a time.
-        least_bytes: Minimum size of a mapping whose pages are prefaulted.
+        least_bytes: Minimum size of a mapping to prefault.
     """
     parts: SimpleQueue[Mapping | None] = SimpleQueue()
     lister, ended = MappingLister(), threading.Event()

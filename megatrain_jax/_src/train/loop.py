@@ -72,7 +72,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A dispatched step whose metrics have not been read yet.
+    """A dispatched step with metrics that have not been read yet.
 
     Attributes:
         step: Number of the step, from 1.
@@ -170,7 +170,7 @@ class Loop:
                     _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
                 )
             # The first signal does not interrupt this, because an exception inside a generator ends
-            # the generator, which the user may want to reuse.
+            # it, and the user may want to reuse it.
             with deferred_interrupt(insist=True):
                 batches.fill()
             every = self.options.eval_every

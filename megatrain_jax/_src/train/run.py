@@ -166,7 +166,7 @@ class Run:
         return error
 
     def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
-        """The error of a run whose data ended too early; None if there were enough batches."""
+        """The error of a run with too few batches; None if there were enough."""
         now = self.trainer.num_steps
         if now == before and self.first == 0:
             return DataRanOutError(EMPTY)
@@ -205,7 +205,7 @@ def _say(result: FitResult, signals: str, where: str) -> None:
 
 
 def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
-    """Tells the other processes of an error; returns the error that this process ends with.
+    """Tells all processes of an error; returns the error that this process ends with.
 
     A signal that ended another process ends this one as if it had arrived here.
     """

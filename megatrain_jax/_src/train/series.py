@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: one every few steps, of which the newest are kept."""
+"""The checkpoints of one training run: one is saved every few steps, and the newest are kept."""
 
 import os
 import time
@@ -98,7 +98,7 @@ class Checkpoints:
             raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Restores the newest usable checkpoint; newer ones, which are unusable, are renamed.
+        """Restores the newest usable checkpoint; newer, unusable ones are renamed.
 
         Returns:
             The facts saved beside the arrays, including the data's position; None if there is no

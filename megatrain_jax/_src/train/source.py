@@ -77,8 +77,8 @@ class Source(Iterator[Any]):
     Attributes:
         count: Number of batches drawn since the data's start.
         length: Number of batches from its start to its end; None if unknown.
-        first: Hash of the data's first batch, by which a resumed run recognises its data; None for
-            a run that does not compare it.
+        first: Hash of the data's first batch, so that a resumed run can recognise its data; None
+            for a run that does not compare it.
     """
 
     def __init__(self, data: Iterable[Any], *, saved: bool):
