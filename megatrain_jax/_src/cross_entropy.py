@@ -97,7 +97,7 @@ def next_token(
         head_dtype=head.dtype.name,
     )
     weights = _weights(labels, mask)
-    # Without a logit, such a label would contribute a loss without its second term.
+    # Such a label has no logit, so its loss would lack the term `- logits[label]`.
     beyond = (labels >= head.shape[0]) & (weights != 0)
     weights = jnp.where(beyond, jnp.nan, weights)
     flat = hidden.reshape(-1, hidden.shape[-1])

@@ -322,10 +322,9 @@ def _series(
 
 
 def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: int) -> Options:
-    """The options with a checkpoint's numbers of microbatches and waves, if its batches are alike.
+    """The options with the checkpoint's numbers of microbatches and waves, if they divide a batch.
 
-    On another machine the plan would choose other ones, and other keys for random numbers with
-    them.
+    On another machine the plan might choose different numbers, and random keys depend on them.
     """
     parts, rows = series.parts(), jax.tree.leaves(sample)[0].shape[0] * num_processes
     if parts is None or rows % (parts["microbatches"] * run.num_devices):

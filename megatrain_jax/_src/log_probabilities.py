@@ -1,8 +1,8 @@
 """Log-probabilities of tokens in chunks, without all logits.
 
-Their cotangents come per token and are known only in backward, unlike a sum's. So a chunk's logits
-are computed once in forward and again in backward, which is that of `next_token` with the tokens'
-cotangents as weights.
+Each token has its own cotangent, known only in backward, so forward can't compute gradients as
+`next_token` does. A chunk's logits are computed in forward and again in backward. Backward computes
+the gradients of `next_token`, with the negated cotangents as the tokens' weights.
 """
 
 from functools import partial
@@ -103,7 +103,7 @@ def _forward(options: LossOptions, hidden, head, labels):
 
 
 def _backward(options: LossOptions, saved, cotangent):
-    """The gradients: `log p` is minus a token's loss, so the cotangent is a weight."""
+    """The gradients: `log p` is minus a token's loss, so its weight is the negated cotangent."""
     hidden, head, labels = saved
     weights = jnp.where(labels < 0, 0, -cotangent)
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)

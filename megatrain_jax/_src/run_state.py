@@ -62,8 +62,7 @@ class RunState:
         self.training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
         self._made_of: dict[str, Any] | None = None
-        # After restoring a checkpoint: settings that were saved as state by the trainer that wrote
-        # it.
+        # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
 
@@ -81,7 +80,7 @@ class RunState:
         )
 
     def record(self, keep: int = 0) -> None:
-        """Records the steps made by hand, except the newest `keep`."""
+        """Adds the records of `Trainer.step`'s steps to the history, except the newest `keep`."""
         with deferred_interrupt():
             self.history.extend(self.by_hand.records(keep))
 
@@ -243,7 +242,7 @@ class RunState:
         placement = self.store.placement
         what = "restoring", self.spec, placement, self._progress
         with deferred_interrupt(), placement.outside_meshes(), group_bar(*what) as bar:
-            # Declared lost first and taken back afterwards, so that any interrupt in between leaves
+            # Marked as lost first and as valid afterwards, so that an interrupt in between leaves
             # the state marked as lost.
             training.lose(f"{path} could not be restored to its end")
             self.engine.abandon()

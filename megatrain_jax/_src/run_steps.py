@@ -128,7 +128,7 @@ class RunSteps:
 
 @contextlib.contextmanager
 def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
-    """Adds to an error in a step how its batch differs from the first one.
+    """Adds to a step's error the arrays whose shapes differ from those of the first batch.
 
     The error may be JAX's own, about two shapes in the middle of the model, or the user's.
     """

@@ -8,8 +8,8 @@ On a GPU, two threads work in parallel:
     pins host memory, shown in a bar    reads
     fills the store                     -
 
-Nothing else runs while memory is pinned but threads that find its pages: the kernel makes threads
-that need more memory wait, as a compiler's would (see `page_threads.py`).
+While memory is pinned, only threads that prefault its pages run (see `page_threads.py`): the kernel
+makes threads that need more memory wait, such as a compiler's.
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
 """
@@ -106,7 +106,7 @@ def cut_here(
     placement: Placement,
     has_gpu: bool,
 ) -> RunSpec:
-    """The run's spec, with numbers of microbatches and waves; on a GPU, they fit in its memory.
+    """The run's spec; on a GPU, its numbers of microbatches and waves fit in the GPU's memory.
 
     Args:
         adapted: The model.

@@ -93,13 +93,13 @@ class Trainer(ExplainedAttributes):
                 the model's further variables, which are ignored, and nothing else.
             progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Number of equal parts that each training batch is split into. The loss and
-                the gradient are the means over the parts. "auto" has the plan choose, by the memory
-                of the GPU, and with it the number of waves; 1 where there is no GPU. A loss should
-                be a mean over examples then: a sum would depend on the number.
+                the gradient are the means over the parts. "auto" lets the plan choose this number
+                and the number of waves, by the GPU's memory; it is 1 without a GPU. The loss should
+                then be a mean over examples: a sum would depend on the number.
             waves: Number of equal groups of microbatches that go through forward and backward one
-                after another. Each fetches all weights, and holds activations of its own alone.
-                None has the plan choose; one where a parameter is read by several blocks, as a
-                tied embedding is, since the sum of its gradients would be rounded differently.
+                after another. Each wave fetches all weights, and only its own activations exist
+                meanwhile. None lets the plan choose; it is 1 if several blocks read a parameter,
+                such as a tied embedding, as the sum of its gradients would be rounded differently.
             precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods,
                 "bfloat16", "float16" and "float32" for the dtype of the computation, or "auto" for
                 bfloat16, or float16 on a GPU without it.
@@ -120,8 +120,8 @@ class Trainer(ExplainedAttributes):
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
                 float16 always skip: this is how the scale of the loss is found.
-            max_skipped: Most consecutive skipped steps; reaching it is an error. In float16 it is
-                one only if the loss is not finite or its scale is 1 already.
+            max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an
+                error only if the loss is not finite or its scale is already 1.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
             hardware: The machine whose rates schedule and `plan` use, a `Hardware` or a card's name
                 such as "H100"; None for this machine, or an H200 without a GPU.
@@ -290,7 +290,7 @@ class Trainer(ExplainedAttributes):
 
     @property
     def stages(self) -> tuple[BoundStage, ...]:
-        """The stages of such a step, each with the groups it reads."""
+        """The stages of a step on the sample's shapes, each with the groups it reads."""
         return self._state.spec.first.stages
 
     @property

@@ -37,8 +37,8 @@ class InitialValues:
         variables: `variables()` returns the untrained state, in the order of
             `AdaptedModel.variable_paths`, as fresh arrays.
         files: The files that the parameters' values are read from, in the same order.
-        outlived: Shape and dtype of an array in the model that an earlier trace created, so that it
-            has no values; None if there is none.
+        outlived: Shape and dtype of an array in the model that an earlier trace created and that
+            therefore has no values (a leaked tracer); None if there is none.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
@@ -50,7 +50,7 @@ class InitialValues:
     def check(self) -> None:
         """Checks that all values exist.
 
-        A plan does without values, so a cached builder can be planned, but not trained.
+        A plan needs no values, so a model from a function with a cache can be planned, not trained.
 
         Raises:
             ValueError: The model holds an array that an earlier trace created.
@@ -83,7 +83,7 @@ def initial_values_of(
     Args:
         params: parameter leaves.
         variables: leaves of the untrained state.
-        shapes: the dtypes that they are given, parameters first.
+        shapes: shapes with the dtypes to cast to, parameters first.
     """
     values = [*params, *variables]
 

@@ -150,8 +150,8 @@ class Samples(Callback):
                 "tokens": tokens,
                 "last": ends - 1,
                 "temperatures": rates,
-                # One draw for each row, even if the row has ended, so that rows don't affect each
-                # other's draws.
+                # One draw for each row, even if the row has ended, so that a row's draws don't
+                # depend on the rest.
                 "draws": rng.random(self.num_rows, np.float32),
                 "row": np.arange(self.num_rows),
             }

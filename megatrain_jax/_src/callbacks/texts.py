@@ -12,7 +12,7 @@ _HEADER = re.compile(r"step (\d+): ")
 
 
 def as_text(step: int, name: str, rows: Rows) -> str:
-    r"""A table as plain text, one value per line, under a header that no value can imitate.
+    r"""A table as plain text, one value per line, under a header that no value can look like.
 
     Examples:
         >>> print(as_text(3, "samples", [{"prompt": "1 2", "text": "3\nstep 4: 5"}]))

@@ -70,18 +70,20 @@ _Slice = tuple[Index, StorePlace]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """One array of a checkpoint: an array of the run, or a part of one that is stored as codes.
+    """One array of a checkpoint: an array of the run, or one part of it if it is stored as codes.
+
+    An array stored as codes has several parts, such as codes and scales; see `Part`.
 
     Attributes:
         path: The array's path in the checkpoint.
         array: Path of the run's array, without the part's own name.
         part: Number of the part.
         whole: Shape of the run's array.
-        cuts: Index of the run's array's slice at each place.
+        cuts: For each place, the index of the slice of the run's array that is stored there.
         shape: Shape of the array in the checkpoint.
         dtype: Name of the array's dtype in the checkpoint.
         places: The array's places in the store; several if the store keeps it layer by layer.
-        indices: Index of the array's slice at each place.
+        indices: For each place, the index of the slice of the checkpoint's array stored there.
         key: If the array is the data of random keys, their implementation; else None.
     """
 
@@ -175,11 +177,11 @@ def _parts(
             own_shape = part_shape(layout, i, p)
             ranges = [(of, place) for index, place in slices if (of := range_of(index))]
             if ranges:
-                # Blocks of codes end where ranges end, so the parts of all ranges are one array's.
+                # Blocks of codes end where ranges end, so the ranges' parts join to one array.
                 whole = (len(slices) * own_shape[0],)
                 rows = [((of.of(shape[0], whole[0]),), place) for of, place in ranges]
             else:
-                # Such a part has none of the array's own axes; the sliced axes come first.
+                # Such a part is flat for each slice. The sliced axes come first.
                 axes = sliced_axes(slices[0][0])
                 whole = (*(shape[axis] for axis in axes), *own_shape)
                 rows = [(numbers(index), place) for index, place in slices]
@@ -229,7 +231,7 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = _key_data(tuple(shape), dtype)
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
-    # In the array's order; the store's order is that in which groups are used.
+    # Sorted by index; the store has the order in which groups are used.
     ordered = sorted(places, key=lambda row: numbers(row[0]))
     return ArrayEntry(
         path=path,

@@ -43,7 +43,8 @@ _NAMES = [kind.__name__ for kind in _BY_WEIGHT]
 
 # System errors about a missing file, which retrying does not help.
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
-# Parts of messages about the machine: from Python without threads, and from TensorStore.
+# Parts of messages about failures of the machine: from Python if it can't start a thread, and from
+# TensorStore.
 _OF_MACHINE = "can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"
 
 

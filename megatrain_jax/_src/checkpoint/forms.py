@@ -115,8 +115,8 @@ def other_forms(
     """
     found = {}
     for array, rows in _by_array(entries).items():
-        # Small arrays, integers and float64 have only one form; a different dtype is a mistake,
-        # which `check_arrays` reports.
+        # Arrays in no group, integers and float64 are never converted: a different dtype is a
+        # mistake, which `check_arrays` reports.
         if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
             continue
         coding, own = coded.get(pointer(array)), here.get(pointer(array))

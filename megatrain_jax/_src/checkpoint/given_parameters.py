@@ -1,7 +1,7 @@
 """Initial parameters given by the user instead of the model's own.
 
-All are checked before any is read. Then they are read one by one, from memory, from a checkpoint or
-from memory-mapped files: a whole model never exists beside its slabs.
+All parameters are checked before any is read. Then they are read one by one, from memory, from a
+checkpoint or from memory-mapped files, so the whole model never exists beside its slabs.
 """
 
 from collections import Counter
@@ -90,7 +90,7 @@ def _names(path: Iterable[str | int]) -> _Names:
 
 
 def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
-    """The path below which most of the parameters are; for example, `params` for Linen."""
+    """The path that is the parent of most parameters; for example, `params` for Linen."""
     # Each array votes for every prefix that would make it a parameter, so a few extra arrays don't
     # hide the right prefix.
     votes = Counter(name[:i] for name in given for i in range(len(name) + 1) if name[i:] in wanted)

@@ -1,7 +1,8 @@
 """A run's settings as saved in its checkpoints, and their comparison on resuming.
 
 A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
-optimizer, the precision and the data. `made_of` records these as JSON:
+optimizer, the precision and the data. `made_of` describes these as JSON, with fingerprints in place
+of functions:
 
     call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
     state     settings that are arrays in the checkpoint, so the checkpoint's values are used:
@@ -78,7 +79,7 @@ def differences(
     finished: bool,
     num_converted: int = 0,
 ) -> str | None:
-    """A line about the settings in which a run differs from the checkpoint that it resumes.
+    """A line that lists the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: The checkpoint's folder.
@@ -149,7 +150,7 @@ def batch_digest(batch: Any) -> str:
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.device_get(jax.random.key_data(x))
-        # As JAX computes with it: float64 from NumPy is float32 without x64, and no other data.
+        # In JAX's dtype: without x64, NumPy's float64 becomes float32 and is still the same data.
         array = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())

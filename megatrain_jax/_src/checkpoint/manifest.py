@@ -95,7 +95,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def strangers(path: Path) -> list[str]:
-    """The files in a checkpoint's folder that this library didn't put there.
+    """The files in a checkpoint's folder that its manifest doesn't list, and symbolic links.
 
     Raises:
         CheckpointError: If it is not a checkpoint of this library.

@@ -213,7 +213,7 @@ class _Loading:
 
     def _read(self, slab: _Slab) -> dict[_PartOf, list[Run]]:
         """Loads the parts of a slab's leaves as runs, except for kept slices."""
-        # On the reader's thread: it touches no device, and no array of the store.
+        # Runs on the reader's thread, so it must not use a device or an array of the store.
         empty, found = self._empty(slab), {}
         wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
         for i, p, part in _parts(slab):

@@ -90,8 +90,8 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        # Written: this process's part, as far as possible. Agreed: all processes' parts. Known: all
-        # processes know how it ended.
+        # Written: this process has written its part, or failed. Agreed: all processes know that all
+        # have. Known: all processes know whether saving failed.
         self._is_written, self._is_agreed = threading.Event(), threading.Event()
         self._is_known = False
         if params_only:
@@ -99,13 +99,13 @@ class Saving:
         self._entries, self._replaces = list(entries), workspace is not None
         self._processes = processes = store.placement.processes
         self._parts = _parts(spec, store, entries)
-        # By group, 1 until it is on disk.
+        # 1 for each group that is not on disk yet.
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
         )
-        # An interrupt in between would leave the workspace without an owner. A second one takes
-        # effect, for the case that the workspace must be waited for.
+        # An interrupt within these lines would leave the workspace without an owner. A second one
+        # takes effect, because claiming the workspace may wait long for another thread.
         with deferred_interrupt(insist=True):
             if workspace is None:
                 # A folder that can't be written is noticed here, before training continues.
@@ -207,8 +207,9 @@ class Saving:
         )
 
     def _write(self, facts: dict[str, Any]) -> None:
-        # On its own thread, with everything it calls. The remaining methods run on the main thread;
-        # only that one communicates with other processes, because messages must come in one order.
+        # Runs on its own thread, with everything it calls; the other methods run on the main
+        # thread. Only the main thread communicates with other processes, because their messages
+        # must have the same order in each.
         workspace, several = self._workspace, self._processes.count > 1
         try:
             self._write_parts()

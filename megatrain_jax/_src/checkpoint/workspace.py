@@ -38,7 +38,9 @@ _changed = threading.Condition()
 
 
 class Guest:
-    """A workspace that this process must not use: the run's first process holds it, or nobody.
+    """A run's workspace in a process that does not own it and must not change the folder.
+
+    The run's first process owns it, or nobody does, because the folder can't be written.
 
     Attributes:
         path: The folder.
@@ -46,11 +48,11 @@ class Guest:
     """
 
     def __init__(self, path: Path, unwritable: str | None = None):
-        """Makes the guest of a folder."""
+        """Records the folder."""
         self.path, self.unwritable = path, unwritable
 
     def share(self) -> None:
-        """Does nothing, because the process that holds the folder acts."""
+        """Does nothing, because only the owner changes the folder."""
 
     def release(self, *, run: bool) -> None:
         """See `share`."""
@@ -282,7 +284,7 @@ def _delete(path: Path) -> None:
 
 
 def _forget() -> None:
-    """Closes a forked child's copies of locks, which would outlive its parent's."""
+    """Closes a forked child's copies of locks, so that they don't outlive the parent's."""
     global _changed
     for workspace in _held.values():
         if workspace._lock is not None:

@@ -187,6 +187,6 @@ def _wait(futures: Sequence[Future | Any]) -> None:
 
 
 def _give_way() -> None:
-    """Lowers this thread's priority: writing to disk comes first, checksums need only keep up."""
+    """Lowers this thread's priority, because checksums only have to keep up with the disk."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

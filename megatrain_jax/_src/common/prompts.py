@@ -1,4 +1,4 @@
-"""Prompts of users, as texts, messages or token ids, and the tokenizer of them and of answers."""
+"""Users' prompts as texts, messages or token ids; their encoding, and the decoding of answers."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
 
 
 def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids of messages, up to where the answer begins."""
+    """The token ids of a chat, up to the beginning of the answer."""
     if not hasattr(tokenizer, "apply_chat_template"):
         hint = "only tokenizers of Transformers have a chat template: pass a text"
         raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))

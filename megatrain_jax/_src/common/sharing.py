@@ -1,8 +1,8 @@
 """The number of devices that share a loss, for this library's own functions inside it.
 
-XLA divides a loss over its examples by itself. It must not divide a loop over chunks of tokens,
-though: the loop's steps run one after another, each on all devices, so the devices would have to
-exchange their data.
+XLA by itself divides the examples of a loss over the devices. It must not divide a loop over chunks
+of tokens, though: the loop's steps run one after another, each on all devices, so the devices would
+have to exchange their data.
 """
 
 from collections.abc import Iterator

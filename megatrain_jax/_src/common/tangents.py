@@ -1,4 +1,4 @@
-"""Tangents in derivative rules."""
+"""Cotangents of integer arrays in derivative rules."""
 
 from typing import Any
 

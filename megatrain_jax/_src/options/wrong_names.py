@@ -109,7 +109,7 @@ _INSTEAD = {
 
 
 def naming_options(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A decorator of a function with keywords: an option without its name gets the name.
+    """A decorator that explains the error of an option that is passed without its name.
 
     The error is Python's own, followed by the name that the value's type suggests.
     """
@@ -148,7 +148,7 @@ def refuse_unknown(function: Callable[..., object], unknown: Iterable[str]) -> N
 class ExplainedAttributes:
     """A base of classes for users: an attribute that is missing or read-only gets an explanation.
 
-    Names in Keras, Lightning, PyTorch and scikit-learn get this library's way.
+    For names in Keras, Lightning, PyTorch and scikit-learn, it says how this library does the same.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

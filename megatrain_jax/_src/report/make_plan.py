@@ -205,7 +205,7 @@ def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> flo
 
 
 def _memory_bytes(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
-    """Bytes of each device's memory in the seconds that no product, loop or collective takes."""
+    """Each device's memory traffic in bytes, in the time without products, loops, collectives."""
     if hardware is None or math.isinf(hardware.memory_bytes_per_s):
         return 0.0
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
@@ -285,7 +285,7 @@ def fold(
     frozen: Collection[int],
     blocks: Sequence[Hashable] | None = None,
 ) -> tuple[GroupRow, ...]:
-    """Merges consecutive equal groups into one row each; of equal blocks in parts, part by part.
+    """Merges consecutive equal groups into rows; if blocks are cut into parts, one row per part.
 
     Args:
         names: The groups' names. Each sequence has one entry per group.
@@ -325,7 +325,7 @@ def _group_rows(
     state_bytes: Sequence[int],
     templates: Sequence[int | str],
 ) -> tuple[GroupRow, ...]:
-    """The rows of a run's groups, folded by the blocks that were there before parts were cut."""
+    """The rows of a run's groups, merged by the model's blocks before these were cut into parts."""
     grouping = spec.grouping
     parts = [spec.leaves[rows[0]].block for rows in grouping.leaves]
     blocks = [part and whole_block(part) for part in parts]

@@ -20,7 +20,7 @@ _SHOWN = 5
 
 def record_cells(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The table of a history, with a header; if there are many records, the middle is left out."""
-    # A single hidden record would take no more space than the dots.
+    # The row of dots takes as much space as one record, so at least two are hidden.
     hidden = len(records) - 2 * _SHOWN
     shown = [*records] if hidden <= 1 else [*records[:_SHOWN], *records[-_SHOWN:]]
     names = list(dict.fromkeys(name for record in shown for name in record))

@@ -20,16 +20,16 @@ class Dispatched:
         self._of_stage: jax.Array | None = None
 
     def note(self, task: int, result: jax.Array | None) -> None:
-        """Records the last result of a task so far; None if it returns none."""
+        """Records a task's newest result; None if its kernel returns nothing."""
         self._results[task] = result
 
     def note_stage(self, task: int, result: jax.Array | None, *, hold: bool = True) -> None:
-        """Records a stage's result, like `note`, until the next stage's.
+        """Records a stage's result like `note`, and keeps it until the next stage's result.
 
         Args:
             task: The stage's task.
             result: See `note`.
-            hold: Whether it may be held that long; not for a gradient, which an update frees.
+            hold: Whether it may be kept that long; False for a gradient, which an update frees.
         """
         self.note(task, result)
         self._of_stage = result if hold else None
@@ -54,7 +54,7 @@ class Dispatched:
             self._of_stage.block_until_ready()
 
     def forget_stage(self) -> None:
-        """Makes the next `wait_for_stage` wait for everything if no stage is recorded before."""
+        """Forgets the last stage: until one is recorded, `wait_for_stage` waits for all tasks."""
         self._of_stage = None
 
     def wait_for_all(self) -> None:

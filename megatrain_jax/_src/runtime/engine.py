@@ -33,8 +33,8 @@ class Engine:
 
     Attributes:
         store: The run's state. Steps replace it.
-        group_ok: Groups in the order of the last step's gradients, each with the value of `ok`
-            after its gradient.
+        group_ok: Numbers of groups in the order of the last step's gradients, each with the value
+            of `store.ok` after its gradient.
         kernels: The run's compiled functions.
     """
 
@@ -50,8 +50,8 @@ class Engine:
         self._found: dict[Hashable, Callable] = {}
         self._large: set[Hashable] = set()  # keys of functions with large temporaries
         self._dispatched = Dispatched()
-        self._running: Schedule | None = None  # of the lists since the state was last at rest
-        self._begun = 0  # tasks of the running lists
+        self._running: Schedule | None = None  # of the steps since the state was last at rest
+        self._begun = 0  # number of tasks in these steps
 
     # ---- whole steps
 
@@ -68,7 +68,7 @@ class Engine:
         if self.optimizer.skips:
             self.store.ok = self._true  # a skipped step must not make later steps skip
         self._running = schedule
-        # Kept beside the new ones, in case a number is not finite.
+        # The old ones are restored if a number is not finite.
         variables = self.store.variables
         scale = () if self.store.scaling is None else self.store.scaling[:1]
         live, seed, self.store.variables = self._begin(step, batch, scale)
@@ -235,7 +235,7 @@ class Engine:
         microbatch: int = 0,
         mode: Backward | None = None,
     ) -> Callable:
-        """A stage's function; waits first if it has large temporaries, so call it at once."""
+        """A stage's compiled function; waits if it has large temporaries, so call it at once."""
         key, placement = (op, number, step, mode), self.store.placement
         function = self._find(key, lambda: stage_kernel(step, op, number, placement, microbatch))
         if key in self._large:
@@ -276,7 +276,7 @@ class Engine:
         rows, waiting = live.wave_rows, live.wave_cotangents
         each = len(kept) // len(rows)
         sums = {g: self._take(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
-        made: dict[int, Slabs] = {}  # in fp32, if sums are in bfloat16
+        made: dict[int, Slabs] = {}  # the wave's sums in fp32, if sums are stored in bfloat16
         for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
             part = live.step.part(number, m)
             assert part.mode is not None
@@ -297,8 +297,8 @@ class Engine:
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
-            # One result stands for all of a kernel's results, unless a later kernel takes its
-            # memory.
+            # To wait for a kernel, one result is enough, preferably one whose memory no later
+            # kernel reuses.
             lasting = [i for i in bound.leaving if i not in live.step.taken_over]
             held = [cotangents[i] for i in lasting or bound.leaving]
             self._dispatched.note_stage(task, (held or gradients[0])[0], hold=bool(held))

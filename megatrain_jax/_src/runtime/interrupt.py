@@ -1,8 +1,8 @@
 """Makes Ctrl-C and SIGTERM take effect between steps, not within one, and only once per run.
 
 A step that is interrupted while it is dispatched leaves only some groups updated, so a signal waits
-until that work is complete. Supervisors repeat their signals, so a run that is already ending is
-not disturbed.
+until that work is complete. Supervisors send signals repeatedly, so a second signal does not
+disturb a run that is already ending.
 """
 
 import signal
@@ -88,7 +88,8 @@ class _Deferral:
 def _put_back(handlers: Mapping[int, Any], received: list[int]) -> BaseException | None:
     """Installs handlers, then sends again the signals that came meanwhile.
 
-    From the first handler on, a signal may raise anywhere in here; the rest is still done then.
+    Once the first handler is installed, a signal may raise anywhere in this function; the remaining
+    work is still done.
 
     Args:
         handlers: The handlers by the signals' numbers.

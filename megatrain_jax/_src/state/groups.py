@@ -76,7 +76,7 @@ class GroupLayout:
         return sum(s.stop - s.start for s in segments if s.codec.block > 1)
 
     def slab_draws(self, draw: tuple | None) -> list[Draw | None]:
-        """The draws of all slabs, masters first; different, as slabs number elements alike.
+        """The draws of all slabs, masters first; each slab has its own, as all count from 0.
 
         Args:
             draw: Arguments of `draw_of` for an update's random bits; None for no bits.
@@ -194,7 +194,7 @@ def layout_group(
     large = large_leaves(shapes) if apart else frozenset()
     order = sorted(order, key=large.__contains__)  # small leaves share an array
     unit = max((codec.block for codec in (*masters, *states)), default=1)
-    # An update of numbers goes by segment; an update of codes goes by pieces of any length.
+    # Updates of plain numbers run segment by segment, updates of codes in pieces of any length.
     alike = large if unit == 1 else ()
     return GroupLayout(
         master=layout_of(shapes, master, num_shards, masters, order, unit, large),

@@ -86,7 +86,7 @@ def reserve(
     """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
 
     On a GPU, each device's pool takes its share from the system in few large pieces, because a pool
-    that grows array by array can't be filled. Threads help the driver to find the pages. Memory
+    that grows array by array can't be filled. Threads prefault the pages for the driver. Memory
     that is free in a pool is used first. On a CPU this does nothing.
 
     Args:
@@ -302,7 +302,7 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
     """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
     held, taken = [], 0
     target = SingleDeviceSharding(device, memory_kind="pinned_host")
-    # Before the driver is busy with the first piece, because compiling would wait for it.
+    # Compiled now, because a compilation would have to wait while the driver pins a piece.
     makers = [_maker(size, target) for size in pieces]
     try:
         # All pieces are held until the last is allocated; otherwise the pool would reuse a freed

@@ -35,8 +35,8 @@ POOLS_OF_A_LIST = 32
 _LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
 # Memory of the driver, outside of the process.
 _POOLS_OF_THE_DRIVER = 80
-# The system and the driver's fixed part take about 1.5 GiB, 3/8; the rest keeps the system alive.
-# On a small machine it is a share.
+# Memory that processes leave to the system. The system and the driver's fixed part take about
+# 1.5 GiB of it, 3/8; the rest is a safety margin. A small machine leaves a share of its memory.
 _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
 
 
@@ -92,7 +92,7 @@ def process_budget_now(total: int, free: int) -> int:
 
 
 def _beside_driver(left: int) -> int:
-    """The bytes that processes can take of `left`, as the driver takes some for their pools."""
+    """The part of `left` that processes can take; the driver takes the rest for their pools."""
     pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
     return left - driver_bytes(max(0, int(pools)))
 

@@ -31,7 +31,7 @@ from megatrain_jax._src.trainer import Trainer
 
 @dataclass(frozen=True)
 class Save:
-    """Saves a run's checkpoints; without a folder for them it does nothing.
+    """Saves a run's checkpoints; does nothing if the run has no folder for them.
 
     Attributes:
         series: The run's checkpoints; None if it has no folder for them.
@@ -72,7 +72,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A dispatched step whose metrics have not been read yet.
+    """A dispatched step with metrics that have not been read yet.
 
     Attributes:
         step: Number of the step, from 1.
@@ -98,9 +98,9 @@ def is_unevaluated(history: History, options: LoopOptions) -> bool:
 class Loop:
     """The training loop of one run: its steps in flight, and their records.
 
-    A signal takes effect only between pieces of work that belong together: a step and its place
-    among those in flight, or a record and its place in the history. A second signal interrupts user
-    code that may hang (drawing a batch or an evaluation batch).
+    A signal never separates two actions that belong together: dispatching a step and adding it to
+    the steps in flight, or reading a record and adding it to the history. A second signal
+    interrupts user code that may hang (drawing a batch or an evaluation batch).
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Loop:
                 self.pending.append(
                     _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
                 )
-            # A first signal does not interrupt this: it would kill a generator that the user wants
-            # to reuse.
+            # The first signal does not interrupt this, because an exception inside a generator ends
+            # it, and the user may want to reuse it.
             with deferred_interrupt(insist=True):
                 batches.fill()
             every = self.options.eval_every
@@ -250,7 +250,7 @@ class Loop:
             self.pending.clear()  # steps dispatched after that one had no effect
             raise
         self.pending.popleft()
-        # A step lasts until the next one is dispatched: the driver waits for the device, so the
+        # A step lasts until the next one is dispatched. As the driver waits for the device, the
         # mean over many steps is the device's time.
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began

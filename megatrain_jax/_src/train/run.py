@@ -93,7 +93,7 @@ class Run:
                 # `islice` accepts no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
-                # A checkpoint without an evaluation doesn't tell if it was begun.
+                # A checkpoint without an evaluation doesn't tell whether one was begun.
                 if left != 0 and (self.first or trainer.history.cut_off == before):
                     loop.evaluate_cut_off()
                 loop.run(Prefetch(some, trainer.check_batch, processes, self.first))
@@ -112,7 +112,7 @@ class Run:
             insisted: KeyboardInterrupt | None = None
             try:
                 error = self._wound_up(loop, error, before)
-            # A user who insists this often gets no save.
+            # The third signal aborts the save.
             except KeyboardInterrupt as third:
                 insisted = third
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
@@ -132,7 +132,7 @@ class Run:
         return result
 
     def _total(self, left: int | None) -> int | None:
-        """The number of steps to show as the whole; without `steps`, by the data's length."""
+        """The total of the progress bar; without `steps`, from the data's length."""
         length = self.source.length
         return left if left is not None or length is None else max(0, length - self.first)
 
@@ -166,7 +166,7 @@ class Run:
         return error
 
     def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
-        """The error of a run with data that ended too early; None if it didn't."""
+        """The error of a run with too few batches; None if there were enough."""
         now = self.trainer.num_steps
         if now == before and self.first == 0:
             return DataRanOutError(EMPTY)
@@ -205,7 +205,7 @@ def _say(result: FitResult, signals: str, where: str) -> None:
 
 
 def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
-    """The error that a run of several processes ends with, after all of them know of it.
+    """Tells all processes of an error; returns the error that this process ends with.
 
     A signal that ended another process ends this one as if it had arrived here.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: one every few steps, of which the newest are kept."""
+"""The checkpoints of one training run: one is saved every few steps, and the newest are kept."""
 
 import os
 import time
@@ -25,7 +25,7 @@ from megatrain_jax._src.trainer import Trainer
 
 # Seconds to wait before retrying to read a checkpoint.
 _PAUSES = 0.5, 2.0
-# Letters of an error of an older checkpoint that the error of all of them repeats.
+# Maximum characters of each older checkpoint's error in the message about all checkpoints.
 _MOST_LETTERS = 150
 
 
@@ -98,7 +98,7 @@ class Checkpoints:
             raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Restores the newest complete checkpoint; newer ones are set aside.
+        """Restores the newest usable checkpoint; newer, unusable ones are renamed.
 
         Returns:
             The facts saved beside the arrays, including the data's position; None if there is no
@@ -235,7 +235,7 @@ class Checkpoints:
             self.finish()
 
     def _restore_patiently(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Restores a checkpoint; retries for passing faults, such as a file server's pause."""
+        """Restores a checkpoint; retries after temporary faults, such as a file server's pause."""
         for seconds in _PAUSES:
             with suppress(UnreadError):
                 return self._restore(trainer, step)
@@ -293,7 +293,7 @@ class Checkpoints:
 
 
 def _none_usable(refused: dict[int, CheckpointError]) -> CheckpointError:
-    """The error of the newest checkpoint, with a few words on each of the older ones."""
+    """The error of the newest checkpoint, followed by a shortened error of each older one."""
     newest, *older = refused.values()
     if not older:
         return newest
