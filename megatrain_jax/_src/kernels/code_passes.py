@@ -149,7 +149,7 @@ def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable
 
 
 def _traced(function: Callable, args: Sequence[Any]) -> jx.Traced:
-    """The needed equations of a function, with those of its remats among them."""
+    """The needed equations of a function, including the equations of its remats."""
     traced = jx.without_dead_code(jx.trace(function, *args))
     if not any(map(_is_remat, traced.jaxpr.eqns)):
         return traced
@@ -266,7 +266,7 @@ class _PassSearch:
         return False
 
     def _pays(self, group: Sequence[_Codes]) -> bool:
-        """Whether transposed codes are needed, and operands take no fewer bytes than the arrays."""
+        """Whether transposed codes are needed, and the arrays take at most twice the operands."""
         arrays = {v for codes in group for v in codes.arrays}
         most = 2 * sum(jx.num_bytes(codes.operand.aval) for codes in group)
         is_turned = any(self._turned[v] for codes in group for v in codes.made)

@@ -69,7 +69,7 @@ def _is_stored(workload: Workload, activation: int) -> bool:
 
 
 def _residuals(workload: Workload) -> list[tuple[float, int]]:
-    """The seconds that residuals of a stage save, and their bytes, of all stages with any."""
+    """For each stage with residuals, the seconds that they save, and their bytes."""
     return list(zip(workload.costs.recompute, workload.residuals, strict=False))
 
 

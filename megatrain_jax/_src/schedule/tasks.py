@@ -144,7 +144,7 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
     workload = replace(workload, waves=workload.waves - left_out)
     every = computing_order(workload)
     pending = Op.UPDATE if workload.deferred else None
-    # The first step has nothing to apply. Empty tasks are kept, so that all steps number alike.
+    # The first step has no updates. Empty tasks are kept, so that all steps number tasks alike.
     first = [[i for i in task if i.op is not pending] for task in every]
     at_rest = [[i for i in task if i.op is pending] for task in every]
     # `made` carries over from list to list, because they run one after another. The asserts check

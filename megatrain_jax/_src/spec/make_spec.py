@@ -25,7 +25,8 @@ from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.spec.run_spec import RunSpec, batch_key, trace_microbatch
 from megatrain_jax._src.state.groups import GroupLayout, layout_group
 
-# Plans that are compared have a few numbers of microbatches each, for a model and its first layers.
+# Number of cuts to keep for reuse: plans that are compared have a few numbers of microbatches each,
+# for a model and for its first layers.
 _MOST_CUTS = 12
 
 

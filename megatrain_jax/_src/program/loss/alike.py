@@ -11,7 +11,6 @@ Example: the equations of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` are 
 Their skeletons are equal: `x` and `n` appear there as a dtype and a shape. The slots are `(x of
 one, x of the second)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
 column 1. Each slot becomes one input: `x` is one already, `n` is new, and the prologue makes it.
-`x` is an input already; `n` becomes a new one, made by the prologue.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """Slices a traced update into the computations of single groups and of all groups together.
 
 Groups may depend on each other only through small values made from scalars. This file knows jaxprs;
-`trace.py` knows Optax.
+`trace_optimizer.py` knows Optax.
 
 Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one parameter p,
 gradient g and momentum t each, all of shape (4,). Equations, labels, and destinations:

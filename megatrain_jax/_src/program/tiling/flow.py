@@ -45,7 +45,7 @@ class Flow:
         constants: Literals and constants, by number.
         inputs: Numbers of the inputs.
         outputs: Numbers of the outputs.
-        levels: Cache of solved levels of its operations; see `order.py`.
+        levels: Cache of solved levels of its operations; see `loop_order.py`.
     """
 
     ops: tuple[Operation, ...]
