@@ -126,8 +126,8 @@ class GpuFunction:
         self._copied: set[Any] = set()
         self._carried = outputs - self._results
         self._summed = self._summed_products()
-        self._arrays: dict[Any, frozenset[Any]] = {}  # behind each value
-        self._read_bytes: dict[Any, int] = {}  # that a kernel reads to get a value
+        self._arrays: dict[Any, frozenset[Any]] = {}  # the arrays that each value is computed from
+        self._read_bytes: dict[Any, int] = {}  # bytes that a kernel reads to compute a value
         self.nodes: list[Node] = []
         self._make_nodes()
 

@@ -120,7 +120,7 @@ def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scales(largest: jax.Array) -> jax.Array:
-    """For each positive number, the smallest power of two that divides it to at most 448.
+    """The smallest power of two that divides each of some positive numbers to at most 448.
 
     Numbers that are not finite are returned unchanged. Powers of two divide and multiply exactly,
     so that codes do not depend on how the compiler arranges a division.

@@ -69,7 +69,7 @@ def _is_stored(workload: Workload, activation: int) -> bool:
 
 
 def _residuals(workload: Workload) -> list[tuple[float, int]]:
-    """For each stage with residuals, the seconds that they save, and their bytes."""
+    """Seconds that residuals save, and their bytes, of each stage with residuals."""
     return list(zip(workload.costs.recompute, workload.residuals, strict=False))
 
 

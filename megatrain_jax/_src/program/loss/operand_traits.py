@@ -100,7 +100,7 @@ def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandT
 
 
 def _joined(ins: Sequence[OperandTraits], laid_from: frozenset[int] | None) -> OperandTraits:
-    """The traits of a value computed from others."""
+    """The traits of a value computed from values with these traits."""
     return OperandTraits(
         laid_from=laid_from,
         of_batch=any(t.of_batch for t in ins),
