@@ -309,7 +309,7 @@ def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
             and any(not set(codes.arrays).isdisjoint(other.arrays) for other in group)
             and all(may_share(codes, other) for other in group)
         ]
-        # Two groups that were apart stay apart: one may depend on the other.
+        # Two existing groups are not merged, because one may depend on the other.
         groups = [group for group in groups if group not in common[:1]]
         groups.append([*(other for group in common[:1] for other in group), codes])
     return groups
@@ -328,7 +328,7 @@ def _by_column(eqn: Any) -> dict[int, Any]:
 
 
 def _ordered(jaxpr: Any, found: Sequence[_Pass]) -> list[Any] | None:
-    """The needed equations and passes, each after those that it reads; None if there is a cycle."""
+    """The needed equations and passes, each after its operands; None if there is a cycle."""
     coded = {v for one in found for v in one.outvars}
     nodes = [*found, *(eqn for eqn in jaxpr.eqns if coded.isdisjoint(eqn.outvars))]
     maker = {v: i for i, node in enumerate(nodes) for v in node.outvars}

@@ -235,6 +235,7 @@ class GpuFunction:
         return found
 
     def _make_nodes(self) -> None:
+        """Makes the nodes, and finds the arrays and bytes behind each fused value."""
         nothing: frozenset[Any] = frozenset()
         after: dict[Any, frozenset[int]] = {}  # the nodes that each value has to follow
         products = set(self._summed)  # also under other names

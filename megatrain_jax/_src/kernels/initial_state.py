@@ -72,7 +72,7 @@ def _masters(layout: GroupLayout, placement: Placement) -> Any:
 
 
 def _hidden(x: jax.Array) -> jax.Array:
-    """Returns an array whose value XLA doesn't know when it compiles.
+    """Returns an array with a value that XLA doesn't know when it compiles.
 
     Most initial state is zero. XLA would encode the zeros while it compiles, slowly, and keep the
     codes in the program.

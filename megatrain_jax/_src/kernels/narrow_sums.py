@@ -87,8 +87,8 @@ class NarrowSums:
 
     def _apart(self, leaves: Sequence[jax.Array | None]) -> Sequence[jax.Array | None]:
         """The gradients behind barriers, so that their products are not fused with the sums."""
-        # A product that adds to the stored sum would need the sum in fp32 before it, and its result
-        # would be read again after it. Several devices exchange gradients in between anyway.
+        # A product that adds to the stored sum needs the sum in memory in fp32 before it, and its
+        # result is read again after it. Several devices exchange gradients in between anyway.
         if self._placement.num_devices > 1:
             return leaves
         return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]

@@ -210,6 +210,7 @@ def _residuals(
 
 
 def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    """Shapes and shardings of the masters that a stage takes, at rest."""
     sharding = placement.slabs_on_device
     return [placed(layout.at_rest, sharding) for layout in binding.layouts]
 

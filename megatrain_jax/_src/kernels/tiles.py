@@ -1,7 +1,7 @@
 """Equations on tiles: common code of the kernels in Pallas for a GPU.
 
-Pallas compiles such a kernel by Triton. It computes one tile of an array at a time, and its
-equations are those of a traced function with arrays of the tile's shape, or without axes.
+Pallas compiles such a kernel by Triton. It computes one tile of an array at a time. Its equations
+come from a function that was traced on arrays of the tile's shape, or on scalars.
 """
 
 import warnings

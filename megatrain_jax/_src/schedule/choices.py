@@ -221,7 +221,7 @@ def _ranked(workload: Workload) -> list[int]:
 
 
 def _rests_in_host(unit: tuple[Key, ...]) -> bool:
-    """Whether a unit has its host memory anyway; moving a passing unit takes additional memory."""
+    """Whether a unit always has host memory; moving any other unit takes additional memory."""
     return unit[0].kind in LASTING
 
 

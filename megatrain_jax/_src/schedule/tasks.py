@@ -44,6 +44,7 @@ _TOUCHES = {
 }
 
 
+# The first, a middle and the last wave.
 _FEW_WAVES = 3
 
 
@@ -241,6 +242,7 @@ def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
 
 
 def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
+    """The task of these computations, with its parts in the order in which they are needed."""
     stages = [at for at, c in enumerate(computations) if c.instruction.stage is not None]
     # Parts that only later computations touch, such as an UPDATE's optimizer state, may arrive
     # while the stage computes. A task without a stage has no computation to hide their transfer.

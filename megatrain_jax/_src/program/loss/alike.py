@@ -1,6 +1,6 @@
 """Compares stages that compute the same with different numbers, so that they share a template.
 
-The template takes those numbers as inputs. An operand may differ if it is a literal, a constant of
+The template takes these numbers as inputs. An operand may differ if it is a literal, a constant of
 up to 1,024 elements, or a value from outside. It may also be a literal inside a `remat`, which then
 becomes an operand of it. Operands that decide which computation takes place stay in the template.
 

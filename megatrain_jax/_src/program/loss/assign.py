@@ -1,7 +1,7 @@
 """Assigns the main equations and effects of a loss to stages.
 
-An equation belongs to the stage between whose borders it lies, or to a later stage that computes
-one of its operands. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
+An equation belongs to the stage with borders around it, or to a later stage that computes one of
+its operands. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
 
     equation                position  by borders  why                             stage
     dot, tanh, mul, add     1-4       1           between 1 and 5                 1

@@ -319,7 +319,7 @@ def _uses_of_operands(
 
 
 def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
-    """The uses of an equation's operands, by those of its inner jaxprs' inputs."""
+    """The uses of an equation's operands, from the uses of its inner jaxprs' inputs."""
     count = len(eqn.invars) - (eqn.primitive.name == "cond")
     rows = [found.uses[len(found.uses) - count :] for found in inner]
     uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]

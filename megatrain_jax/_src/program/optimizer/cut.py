@@ -212,7 +212,7 @@ class _Cutter:
         return dict(zip([*self.grads, *self.params], [*groups, *groups], strict=True))
 
     def _owners(self) -> list[int | None]:
-        """Owner of each token: the one group whose arrays it meets; None if it is shared.
+        """Owner of each token: the only group with arrays that it meets; None if it is shared.
 
         For a single number, or a token that meets no group's arrays, its path in Optax's state
         decides. A token initialised from several groups' parameters is shared, whatever its path.

@@ -162,8 +162,8 @@ class Slicer:
             group = next(iter(large))
             # Another group's scalar, used unchanged, becomes a message as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
-        # Only numbers: of one group they stay its own. Combined with further groups' they are
-        # nobody's, unless only this group needs the result.
+        # Only scalars. If all belong to one group, the result does, too. A combination with scalars
+        # of further groups is mixed, unless only this group needs the result.
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
         else:

@@ -157,7 +157,7 @@ def _barrier_primitive() -> Any:
 
 
 def _needed(ops: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
-    """The operations that outputs depend on, and those with effects."""
+    """The operations that outputs depend on, and all operations with effects."""
     needed, kept = set(outputs), []
     for op in reversed(ops):
         if op.eqn.effects or not needed.isdisjoint(op.makes):
