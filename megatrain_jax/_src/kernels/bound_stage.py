@@ -56,11 +56,11 @@ class Backward:
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
         give_outputs: Whether to return the outputs as well, because the stage has no forward.
-        rounding: For each slab, "stochastic" or "nearest" if its gradient is stored in bfloat16, as
-            is then the gradient that exists; None if it is stored in the dtype in `gradients`.
-        is_partial: Whether the results are gradients in fp32 of some of a wave's microbatches,
-            and so are the gradients that exist. They stay beside the stored ones.
-        completes: Whether such gradients are added to the stored ones as well.
+        rounding: For each slab, "stochastic" or "nearest" if its gradient is stored in bfloat16,
+            and so is an existing gradient; None if it is stored in the dtype in `gradients`.
+        is_partial: Whether the results are sums in fp32 over some of a wave's microbatches, kept
+            beside the stored gradients. An existing gradient is such a sum, too.
+        completes: Whether such sums are added to the stored gradients, by a wave's last microbatch.
     """
 
     gradients: tuple[str | None, ...]

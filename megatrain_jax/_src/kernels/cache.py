@@ -108,7 +108,7 @@ class KernelCache:
         return len(self._functions)
 
     def compile_beside(self, kernels: Iterable[Kernel]) -> None:
-        """Has the next `compile` also compile these kernels, without counting their memory."""
+        """Adds kernels to the next call of `compile`, which does not count their memory."""
         self._beside += _different(kernels)
 
     def compile(self, kernels: Iterable[Kernel]) -> int:

@@ -101,7 +101,7 @@ def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, di
 
 
 def _around(eqn: Any, body: Any, within: Divided) -> dict[Any, int]:
-    """The operands and results of an equation that are divided because inner arrays are."""
+    """The divided operands and results of an equation, given its divided inner arrays."""
     pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
     if eqn.primitive.name != "scan":
         return {v: within[r] for v, r in pairs if _is_in(r, within)}

@@ -46,7 +46,7 @@ from megatrain_jax._src.program.primitives import (
     REDUCTIONS,
 )
 
-# Operations with results that are their operands' bytes, at least for a product.
+# Operations that return their operand's bytes, at least for a product that reads them.
 _RENAMING = frozenset("copy expand_dims name reshape squeeze stop_gradient transpose".split())
 _RENAMING |= {BARRIER}
 # Operations that rename their operand if they keep its dtype and its number of elements.
@@ -58,7 +58,7 @@ _FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS
 # Operations that overwrite a part of their first operand.
 _OVERWRITING = frozenset(("dynamic_update_slice", "scatter", "scatter-add"))
 _SUMS = ("add", "add_any")
-# Operations that read no more of an array than they write, and indices.
+# Operations that read only as many bytes of an array as they write, and indices.
 _PARTS = ("gather", "dynamic_slice", "slice")
 # Operations that take as long as reading so many times their result.
 _SLOW = {"gather": 3, "tanh": 1, "erf": 1}
@@ -126,8 +126,8 @@ class GpuFunction:
         self._copied: set[Any] = set()
         self._carried = outputs - self._results
         self._summed = self._summed_products()
-        self._arrays: dict[Any, frozenset[Any]] = {}  # behind each value
-        self._read_bytes: dict[Any, int] = {}  # that a kernel reads to get a value
+        self._arrays: dict[Any, frozenset[Any]] = {}  # the arrays that each value is computed from
+        self._read_bytes: dict[Any, int] = {}  # bytes that a kernel reads to compute a value
         self.nodes: list[Node] = []
         self._make_nodes()
 
@@ -235,6 +235,7 @@ class GpuFunction:
         return found
 
     def _make_nodes(self) -> None:
+        """Makes the nodes, and finds the arrays and bytes behind each fused value."""
         nothing: frozenset[Any] = frozenset()
         after: dict[Any, frozenset[int]] = {}  # the nodes that each value has to follow
         products = set(self._summed)  # also under other names

@@ -33,7 +33,12 @@ class Node(NamedTuple):
 
 
 def in_order(nodes: Sequence[Node], held: Any) -> list[int]:
-    """The numbers of nodes in the order of their execution."""
+    """The numbers of nodes in the order of their execution.
+
+    Args:
+        nodes: The nodes, in the order of their equations.
+        held: Function from arrays to the bytes that they allocate.
+    """
     followers: dict[int, list[int]] = {}
     missing = [len(node.waits) for node in nodes]
     for number, node in enumerate(nodes):
@@ -104,7 +109,7 @@ def _last(nodes: Sequence[Node]) -> set[int]:
 
 
 def _smaller(nodes, number, held, order, readers):
-    """The products of an operand of a product that could run before it, and need less memory."""
+    """Products that share an operand with a product, could run before it, and need less memory."""
     node = nodes[number]
     if not node.multiplies or number in order:
         return []

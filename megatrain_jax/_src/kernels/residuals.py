@@ -33,7 +33,7 @@ from megatrain_jax._src.program.loss.stages import Stage
 Keeps = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether to save the results of a primitive."""
 
-# The equations from an array to the scale of its float8 codes.
+# Primitives that compute the scale of an array's float8 codes from the array.
 _OF_SCALES = frozenset(
     """
     abs add and bitcast_convert_type convert_element_type is_finite max reduce_max reduce_min
@@ -61,7 +61,7 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 def _is_one_number(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether a result is the largest number of a whole array, as a float8 operand's scale is.
 
-    It is four bytes, and its recomputation reads the array once more.
+    It has four bytes, and to recompute it the array is read once more.
     """
     return primitive.name in ("reduce_max", "reduce_min") and len(params["axes"]) == avals[0].ndim
 
@@ -172,10 +172,10 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
 
 
 def _alike(jaxpr: Any) -> Callable[[Any], Any]:
-    """A function from an output to the first one that is equal, for scales of arrays.
+    """A function that replaces the scale of an array by the first equal output.
 
-    Products with the same operand compute its scale each. The compiler only sees that these are
-    equal if the backward gets one array.
+    Each product with the same operand computes the operand's scale. The compiler only sees that
+    these scales are equal if the backward gets one array.
     """
     numbers: dict[Any, Any] = {}
     known: dict[Any, Any] = {}

@@ -183,7 +183,7 @@ def backward_of_kept(
 
 
 def keeping_names(lean: bool) -> tuple[str, str]:
-    """The names of the two kernels of a stage that saves all residuals, or the costliest."""
+    """Names of forward and backward of a stage that saves residuals: all, or the costliest."""
     if lean:
         return "forward keeping the costliest", "backward of the costliest"
     return "forward keeping", "backward of kept"
@@ -210,6 +210,7 @@ def _residuals(
 
 
 def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    """Shapes and shardings of the masters that a stage takes, at rest."""
     sharding = placement.slabs_on_device
     return [placed(layout.at_rest, sharding) for layout in binding.layouts]
 
@@ -249,7 +250,7 @@ def _cotangent_bytes(
 
 
 def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> Callable:
-    """A pullback, which returns gradients first, with gradients in fp32 for fp32 sums."""
+    """A pullback with gradients in fp32 where they enter fp32 sums; it returns gradients first."""
     stage, mode = bound.stage, bound.mode
     assert mode is not None
     # With effects, it would be traced and evaluated in a second place.

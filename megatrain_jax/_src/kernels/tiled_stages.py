@@ -84,8 +84,8 @@ class Divisible:
 def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
     """A kernel in tiles, or whole if it can't be divided so; it is traced when it is built.
 
-    Kernels of one backward, for different microbatches, have one number of tiles, but some may be
-    divisible where others are not.
+    Kernels of one backward, for different microbatches, have one number of tiles, but perhaps not
+    all of them can be divided into it.
     """
 
     def build() -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The one answer to which axes of arrays an operation can be divided along.
+"""The axes along which the arrays of an operation can be divided, for all parts of the library.
 
 Three parts of the library divide arrays: a kernel that computes its rows in tiles to save memory,
 several devices that share the examples of a batch, and a stack of layers that is cut into slices.

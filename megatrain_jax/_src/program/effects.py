@@ -145,7 +145,7 @@ def _effects(before: Any, eqns: Sequence[Any]) -> frozenset:
 
 
 def _within(eqn: Any, flags: Sequence[bool]) -> Any:
-    """An equation whose inner jaxprs have lost the effects that do not depend on late values."""
+    """An equation without the effects in its inner jaxprs that do not depend on late values."""
     params = dict(eqn.params)
     inner = []
     for name, value in params.items():

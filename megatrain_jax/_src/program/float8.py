@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 
 CODE = jnp.dtype(jnp.float8_e4m3fn)
-# Parts of a large array, about, whose largest magnitudes are found side by side.
+# Approximate number of parts of a large array; their largest magnitudes are found in parallel.
 _PARTS = 2048
 
 Codes = tuple[jax.Array, jax.Array]
@@ -38,7 +38,7 @@ Codes = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of a product: all that is known of it without its operands.
+    """The static description of a product: axes, dtypes, and the operands that need gradients.
 
     Attributes:
         contracted: The contracted axes of the left operand, and the matching ones of the right.
@@ -120,10 +120,10 @@ def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scales(largest: jax.Array) -> jax.Array:
-    """The smallest powers of two that divide positive numbers to at most 448, or the numbers.
+    """The smallest power of two that divides each of some positive numbers to at most 448.
 
-    They are the numbers where these are not finite. Powers of two divide and multiply exactly, so
-    that codes do not depend on how the compiler arranges a division.
+    Numbers that are not finite are returned unchanged. Powers of two divide and multiply exactly,
+    so that codes do not depend on how the compiler arranges a division.
     """
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     # 448 is 1.75 * 2**8: a larger mantissa carries to the exponent in this sum.
@@ -200,8 +200,9 @@ def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | Non
         (cotangent, tuple(range(first, first + len(other_free))), tuple(range(num_batch))),
         (other, other_free, form.batch[1 - side]),
     ]
-    # Now they are the batch axes, and in one order or the other this operand's free axes and the
-    # opposite contracted axes, ascending. In the operand's own order nothing has to be transposed.
+    # The gradient's axes are the batch axes, then this operand's free axes, then its contracted
+    # axes, ordered by the opposite operand; with the pairs reversed, the last two swap. In the
+    # operand's own order nothing has to be transposed.
     lies = [own_free, tuple(own[opposite.index(axis)] for axis in sorted(opposite))]
     if min(own, default=0) < min(own_free, default=0):
         pairs.reverse()

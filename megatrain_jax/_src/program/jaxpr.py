@@ -208,7 +208,7 @@ def called(eqn: Any, names: Collection[str] = CALLS | REMAT) -> Body | None:
 
     Args:
         eqn: The equation.
-        names: Primitives whose bodies are wanted, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
+        names: Primitives to look into, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
     """
     if eqn.primitive.name not in names:
         return None

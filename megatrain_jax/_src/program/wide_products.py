@@ -20,7 +20,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import REMAT
 
 _WIDE = jnp.dtype("float32")
-# A result's elements in a different order are as wide as the result.
+# Primitives that only reorder elements, so that their result has the dtype of their operand.
 _REORDERING = ("reshape", "transpose")
 
 
@@ -95,6 +95,6 @@ def _operands_have(eqn: Any, dtype: Any) -> bool:
 
 def is_open(eqn: Any) -> bool:
     """Whether a call's equations may be evaluated one by one."""
-    # A compiler must not share the equations of a remat with others if that asks for it.
+    # With `prevent_cse`, a compiler must not merge equations of a remat with equal ones outside.
     closed = eqn.primitive.name in REMAT and eqn.params.get("prevent_cse")
     return jx.called(eqn) is not None and not closed

@@ -1,9 +1,9 @@
 """The choices of a schedule search: stages that save residuals, and parts that stay on the device.
 
-A `Choice` fixes the stages that save residuals from forward to backward, and the number of these
-stages that may move their residuals to the host in between. The remaining residuals have to stay on
-the device. It also ranks further *units* that may stay there: masters with optimizer state,
-gradients, activations, residuals. The search then tries several numbers of units.
+A `Choice` fixes the stages that save residuals from forward to backward, and how many of them may
+offload these residuals to the host in between. The remaining residuals stay on the device. It also
+ranks further *units* that may stay there: masters with optimizer state, gradients, activations,
+residuals. The search then tries several numbers of units.
 
 Example: 6 stages have equal residuals. The device has memory for 2 of them beside the tasks' needs,
 and the host for 3. Stages 1 to 5 save residuals, because late stages need theirs for a shorter
@@ -27,11 +27,11 @@ from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
-# The number of counts of stages with residuals to try, of all that fit.
+# Number of candidates for the count of stages that save residuals.
 _NUM_KEPT_CANDIDATES = 6
-# The fraction of stages up to which few stages save residuals.
+# Up to this fraction, the stages that save residuals are few.
 _FEW = 1 / 8
-# The number of task lists that a search may need again; each takes some MiB.
+# Number of task lists that a search keeps for reuse; each takes some MiB.
 _MOST_LISTS = 16
 
 
@@ -41,7 +41,7 @@ class Choice:
 
     Attributes:
         lists: The tasks.
-        num_travelling: Number of stages with residuals that may wait in the host, like activations.
+        num_travelling: Number of stages that may offload their residuals, as activations are.
         spares_host: Whether activations stay on the device in preference to masters and optimizer
             state. This saves host memory, because state has its memory there anyway.
         masters_first: Whether masters stay in preference to gradients and optimizer state. This
@@ -105,7 +105,7 @@ def find_choices(
     # Moving all residuals would fill the host, while each byte of them saves little time.
     if workload.may_travel and lean is not None and all(c.num_kept < able for c in found):
         found += _travelling(lean, budget, fits_host)
-    # If the device can hold residuals of few stages from forward to backward, others may move.
+    # If the device can hold the residuals of few stages only, further residuals may be offloaded.
     most = max((choice.num_kept for choice in found), default=0)
     if workload.may_travel and most <= _FEW * able:
         found += _spread_out(workload, budget, fits_host)
@@ -138,7 +138,7 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
 def _travelling(
     workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
 ) -> Iterator[Choice]:
-    """The choice with the most stages that save residuals, if some may wait in the host."""
+    """The choice with the most stages that save residuals, if some are offloaded to the host."""
     able = len(_ranked(workload))
     every = keeping_residuals(workload, able, able)
     if not able or every.least_bytes(0) > budget:
@@ -163,10 +163,10 @@ def _travelling(
 def _spread_out(
     workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
 ) -> Iterator[Choice]:
-    """Choices in which residuals of stages far from each other wait in the host.
+    """Choices that offload the residuals of stages far from each other.
 
     The residuals of neighbours would be on the device, and on the link, at the same time. With
-    other stages between them, one stage's residuals move while the others compute.
+    stages between them, the residuals of one stage move while these stages compute.
     """
 
     @functools.cache
@@ -221,7 +221,7 @@ def _ranked(workload: Workload) -> list[int]:
 
 
 def _rests_in_host(unit: tuple[Key, ...]) -> bool:
-    """Whether a unit has its host memory anyway; moving a passing unit takes additional memory."""
+    """Whether a unit always has host memory; moving any other unit takes additional memory."""
     return unit[0].kind in LASTING
 
 

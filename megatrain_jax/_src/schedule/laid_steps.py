@@ -4,10 +4,10 @@ This writes a first step, and further steps until one of them leaves no more on 
 started with. The instructions of that step are valid after every step. Of a step with many waves,
 only three are written: the first, a middle one, and the last. They give the time of all waves::
 
-    waves laid down   over at   of 8 waves
-    0                 10 s      10 s
-    1                 16 s      46 s: six middle waves, 6 s each
-    2                 23 s      53 s
+    wave      ends, of 3 waves    ends, of 8 waves
+    first     10 s                10 s
+    middle    16 s                46 s: six middle waves, 6 s each
+    last      23 s                53 s
 """
 
 import functools
@@ -30,7 +30,7 @@ _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
 # Copies may take longer than estimated by this fraction.
 SLOWER = 0.05
-# The number of steps that a search may ask for again.
+# Number of written steps that a search keeps for reuse.
 _MOST_REMEMBERED = 256
 
 

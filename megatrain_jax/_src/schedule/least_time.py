@@ -69,7 +69,7 @@ def _is_stored(workload: Workload, activation: int) -> bool:
 
 
 def _residuals(workload: Workload) -> list[tuple[float, int]]:
-    """The seconds that residuals of a stage save, and their bytes, of all stages with any."""
+    """Seconds that residuals save, and their bytes, of each stage with residuals."""
     return list(zip(workload.costs.recompute, workload.residuals, strict=False))
 
 

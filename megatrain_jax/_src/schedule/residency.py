@@ -268,8 +268,8 @@ class Residency:
         uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
-        # Gradients stay first, because an evicted gradient takes additional memory in the host.
-        # Parts within reach are used up by the time a task has to wait for room.
+        # Gradients are kept first, because an evicted gradient takes additional memory in the host.
+        # Before a task has to wait for memory, earlier tasks have used the parts within reach.
         leave = self.present.difference(uses[: self.reach])
         beyond = [key for key in dict.fromkeys(uses[self.reach :]) if key in leave]
         for key in sorted(beyond, key=lambda key: key.kind in LASTING):
@@ -359,8 +359,8 @@ class Residency:
         # Parts within reach are kept: their next uses come before all uses beyond the reach.
         if next_use < self.reach or key.kind is not Kind.GRADIENT:
             return next_use < self.reach
-        # A sum would leave and come back. It stays if all parts that are used before it fit beside
-        # it, so that it delays none of them.
+        # An evicted sum of gradients would cost an offload and a fetch. It stays if all parts that
+        # are used before it fit beside it, so that it delays none of them.
         room, known = self.room, set[Key]()
         for at in range(self.reach, next_use):
             use = line[at]

@@ -148,10 +148,10 @@ def _waits(steps: Steps, computing: float) -> bool:
 def _for_slow_links(
     choices: Sequence[Choice], steps: Steps, room: "_Room", *, sure: bool = False
 ) -> Iterator[Steps]:
-    """Steps that may be faster than steps that wait for copies.
+    """Candidates for a step that waits for copies: they keep masters on the device first.
 
-    Groups on the device as a whole need the least host memory for arrays on their way, but masters
-    alone save more copies per byte.
+    Keeping whole groups needs the least host memory for arrays in flight. Keeping only masters
+    saves more copies per byte.
     """
     fastest = steps.seconds
     for choice in sorted(choices, key=lambda choice: choice.lists.computing):
@@ -166,7 +166,7 @@ def _for_slow_links(
 def _with_more_kept(
     steps: Steps, workload: Workload, choices: Sequence[Choice], room: "_Room"
 ) -> Steps:
-    """The steps, or faster ones in which more stages save residuals than in these.
+    """The given steps, or faster steps in which more stages save residuals.
 
     In a step of many waves, computation takes most of the time, so each stage counts.
 
@@ -183,7 +183,7 @@ def _with_more_kept(
         count = (kept + above.num_kept) // 2
         choice = keeping_residuals(workload, count)
         choice = dataclasses.replace(choice, spares_host=above.spares_host)
-        # These residuals stay on the device, where those of the choice above may have left it.
+        # All these residuals stay on the device; the choice above may have offloaded some.
         fits = choice.least_bytes(0) <= room.device
         found = _best([steps, _with_residents(choice, room)], room) if fits else steps
         if found is steps:
@@ -244,7 +244,7 @@ def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
 def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> Steps:
     """The fastest steps; among steps of about the same time, the ones with the fewest copies.
 
-    If `sure`, these are about as fast even if copies take somewhat longer.
+    With `sure`, they must be about as fast even if copies take somewhat longer.
     """
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
@@ -257,15 +257,15 @@ def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> St
 
     most = functools.cache(lambda: (1 + _SMALL_UNCERTAINTY) * seconds_if_slower(fastest))
 
-    # Fewer copies gain something if links are slower than estimated. But in steps that compute for
-    # longer, because fewer stages save residuals, that time is certainly lost.
+    # Fewer copies save time only if links are slower than estimated. More computation, because
+    # fewer stages save residuals, costs time in any case.
     def pays(steps: Steps) -> bool:
-        if steps.workload.waves > 1:  # laying down waves once more would take long
+        if steps.workload.waves > 1:  # writing steps of waves again would take long
             gained = SLOWER * (seconds - steps.copied[1])
             is_alike = steps.lists.computing <= (1 + _SMALL_UNCERTAINTY) * fastest.lists.computing
             return is_alike or steps.seconds - fastest.seconds <= gained
         if steps.workload.accumulate:
-            return True  # such a step may go in waves instead, which are tried if it is slow
+            return True  # if such a step is slow, several waves are tried instead
         is_alike = steps.lists.computing <= fastest.lists.computing and not sure
         return is_alike or seconds_if_slower(steps) <= most()
 

@@ -100,7 +100,7 @@ class Workload:
         makes: For each stage, the counted activations it makes; empty for none.
         reads: For each stage, the counted activations it reads; empty for none.
         residuals: For each stage, bytes of the residuals that it can save, or 0; empty for none.
-        may_travel: Whether residuals may wait in the host, if they are the costliest results only.
+        may_travel: Whether residuals may be offloaded to the host until their backward.
         kept: The stages that save residuals.
         again: The stages with a forward that runs once more before their backward, so that their
             outputs need not be stored until then; see `order.py`.

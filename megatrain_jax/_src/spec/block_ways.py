@@ -1,4 +1,4 @@
-"""The ways to cut blocks that don't fit: in parts, then also with their experts in groups."""
+"""The ways to split blocks that don't fit: into parts, then also their experts into groups."""
 
 import math
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ block is one more."""
 def ways_after(
     way: Way, left: Sequence[Way], leaves: Sequence[Leaf], has_smaller_parts: bool
 ) -> tuple[Way, ...]:
-    """The further ways that may take fewer bytes.
+    """The ways still to be tried that may need fewer bytes.
 
     Args:
         way: The way that was tried last.
-        left: The ways behind it.
-        leaves: The leaves of that way.
+        left: The ways after it.
+        leaves: The leaves, cut in that way.
         has_smaller_parts: See `Cut`.
     """
     parts = [other for other in left if other.num_groups == 1]

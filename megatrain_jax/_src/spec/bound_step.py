@@ -141,7 +141,7 @@ class BoundStep:
 
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
-        """Ids of the variables' new values that stages compute, not the prologue, by variable."""
+        """Ids, by variable, of new values of variables that stages compute, not the prologue."""
         program = self.program
         new, early = program.outputs[1 + len(program.metrics) :], set(program.prologue_values)
         return {k: i for k, i in enumerate(new) if i not in early}

@@ -9,7 +9,8 @@ memory in reserve are also cut, if their parts save residuals in the same memory
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
-    1. for the minimum budget, functions need 6 GiB, uncounted values 1, the largest slab 2
+    1. for the minimum budget, functions need 6 GiB, values that the schedule doesn't count 1, the
+       largest slab 2
     2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages save residuals by new functions
     3. these need 8 GiB, more than 6: the budget is 84 GiB
 
@@ -39,7 +40,7 @@ RESERVED = 0.05
 """Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
 to one more of the largest arrays."""
 LARGE = 0.2
-"""Fraction of device memory from which on the functions' memory may be reduced by smaller tiles."""
+"""If functions need more than this fraction of device memory, smaller tiles are tried."""
 # Fractions of the functions' memory to try instead, if it exceeds `LARGE` of the device.
 _SHARES = (0.5, 0.25)
 # Fraction of a step's estimated time that smaller tiles must save.
@@ -92,7 +93,9 @@ def fit_to_machine(
 def _faster_in_parts(
     whole: RunSpec, fitted: Callable[[RunSpec], RunSpec], device_bytes: int
 ) -> RunSpec:
-    """The run with blocks cut into parts, if they save residuals in the same memory, or whole.
+    """The run with blocks cut into parts if they are faster in the same memory, or whole.
+
+    Parts may save residuals where whole blocks can't.
 
     Args:
         whole: The fitted run with whole blocks.
@@ -105,7 +108,7 @@ def _faster_in_parts(
     if whole.options.device_budget is not None or schedule.kept or has_more or not able:
         return whole
     finer = _finer(whole)
-    # Experts are divided by need only: their groups pass on the rows of all tokens.
+    # Experts are divided only if they don't fit: each group passes on the rows of all tokens.
     if finer is None or finer.num_groups > whole.num_groups:
         return whole
     trial = fitted(finer)
@@ -205,11 +208,11 @@ class _Fitting:
         return fitted
 
     def _worth(self, room: int) -> float:
-        """The largest estimate with which undivided functions are compiled, or counted.
+        """The largest estimate, in bytes, with which functions are tried without tiles.
 
-        Tiles read and write sums of gradients, so unneeded ones may take a twentieth of a step. But
-        XLA takes minutes to compile a huge function undivided, because it times all ways to compute
-        products of a second each.
+        Each tile reads and writes the sums of gradients, so unneeded tiles may take 5% of a step.
+        But XLA takes minutes to compile a huge function without tiles, because it times all
+        algorithms for products that take a second each.
         """
         first = self._spec.first
         longest = max(first.workload.costs.backward) / first.wave_microbatches

@@ -118,7 +118,7 @@ def coded_differences(
         optimizer: The optimizer.
         num_leaves: For each group the number of its parameters.
     """
-    # Codes without a mapping exclude such state anyway.
+    # A single code for all state never codes such state.
     if precision.state is None or precision.state in _CODES:
         return []
     found = []

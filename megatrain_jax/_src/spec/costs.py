@@ -112,7 +112,7 @@ def coding_seconds(optimizer: OptimizerCut, layouts: Sequence[GroupLayout]) -> t
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    """A group's update, equal to others with its key."""
+    """A group's update; two updates are equal if their keys are."""
 
     fragment: Fragment
 

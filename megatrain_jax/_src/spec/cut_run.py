@@ -32,8 +32,9 @@ from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, Optimiz
 from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.state.groups import Grouping, group_leaves
 
-# Experts are divided if their state doesn't fit: in fp32, parameters, gradients and two moments. A
-# border between groups hands on the rows of all tokens, usually fewer bytes.
+# Device bytes per byte of an expert's parameters. Experts are divided if their state doesn't fit:
+# in fp32, parameters, gradients and two moments. A border between groups passes on the rows of all
+# tokens, usually fewer bytes.
 _WEIGHT_OF_EXPERTS = 4
 
 
@@ -73,7 +74,7 @@ def cut_run(
 
     Args:
         adapted: The model.
-        traced: The loss, traced for experts in so many groups.
+        traced: The loss, traced for experts in `num_groups` groups.
         optimizer: The optimizer.
         options: Options of the run.
         num_parts: Number of parts that each block is cut into.

@@ -217,7 +217,7 @@ def _advice(fixed: int, most: int) -> str:
     """Sentences on what to change where a process may take less than training needs.
 
     Args:
-        fixed: Bytes that the process needs beside what it trains.
+        fixed: Bytes that the process needs besides the arrays of the run.
         most: Bytes that the process may take.
     """
     allowed = "give this process or container more memory, end other programs"

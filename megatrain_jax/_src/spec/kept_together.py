@@ -1,4 +1,4 @@
-"""The arrays of a block's largest part, in words, if no cut divides them.
+"""A clause for messages: the arrays of a block's largest part, if no cut divides them.
 
 Example: one operation reads three arrays, each with the weights of all experts of a layer::
 

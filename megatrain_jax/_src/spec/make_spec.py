@@ -25,7 +25,8 @@ from megatrain_jax._src.spec.kept_together import kept_together
 from megatrain_jax._src.spec.run_spec import RunSpec, batch_key, trace_microbatch
 from megatrain_jax._src.state.groups import GroupLayout, layout_group
 
-# Plans that are compared have a few numbers of microbatches each, for a model and its first layers.
+# Number of cuts to keep for reuse: plans that are compared have a few numbers of microbatches each,
+# for a model and for its first layers.
 _MOST_CUTS = 12
 
 
@@ -143,8 +144,9 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
     precision = options.dtypes
     check_paths(precision, cut.leaves, cut.optimizer)
-    # Several devices gather leaves in one collective, which copies them anyway. A single microbatch
-    # reads and writes a part of a slab once, but a library's kernels need a copy of it.
+    # Large leaves have their own arrays (`apart`) if this saves copies. Several devices copy leaves
+    # anyway when they gather them in one collective. A single microbatch reads and writes a part of
+    # a slab once, without a copy, unless a library's kernels read it.
     several = options.microbatches != 1
     by_kernels = any(EXPERTS in computed_by_kernels(s.jaxpr) for s in cut.program.stages)
     found = []

@@ -20,9 +20,10 @@ from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import numbered_kernels
 from megatrain_jax._src.state.placement import Placement
 
-# A step with a shorter estimate is not worth timing its functions.
+# In seconds: the functions of a step with a shorter estimate are not timed.
 _SHORTEST = 0.05
-# Steps with a longer estimate are worth two seconds for times at a sustained clock.
+# In seconds: for a step with a longer estimate, functions are timed at the GPU's sustained clock,
+# which takes two seconds more.
 _LONG = 1.0
 
 

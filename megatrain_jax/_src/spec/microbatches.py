@@ -35,7 +35,7 @@ from megatrain_jax._src.spec.wave_search import fit_in_waves
 
 # Fraction of device memory that the temporaries of a microbatch's kernel may take.
 _SHARE = 1 / 8
-# Fraction of a need that must be proportional to rows, for smaller microbatches to be worth it.
+# Microbatches become smaller only while this fraction of a kernel's bytes is proportional to rows.
 _LEAST_LESS = 1 / 2
 # Fraction of a step's estimated time that smaller microbatches must save.
 _WORTH = 0.02
@@ -115,7 +115,7 @@ class _Dividing:
         while fitted is first and (number := fitted.first.waves) == fitted.first.microbatches:
             enough = (1 - _WORTH) * self._cautious(fitted)
             finer = next((n for n in self._numbers if n >= 2 * number), None)
-            # Smaller microbatches compute for no less time, with any memory.
+            # Smaller microbatches never compute faster, however much memory they leave.
             if finer is None or least_seconds(fitted.first.workload, fitted.first.lean) > enough:
                 break
             trial = self._in_waves(self._divided(finer), device_bytes)
@@ -220,7 +220,7 @@ class _Dividing:
 
     def _sized(self, number: int) -> RunSpec:
         """The run in a number of microbatches, to ask for its kernels' memory."""
-        # Before anything is scheduled within a budget.
+        # With the minimum budget, because only the memory of kernels is needed here.
         run = dataclasses.replace(self._run, microbatches=number, device_budget="minimum")
         return self._make(run)
 

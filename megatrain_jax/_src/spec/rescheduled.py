@@ -119,7 +119,7 @@ def _computing_again(workload: Workload, again: frozenset[int]) -> Workload:
 
 
 def run_with_all_waves(spec: RunSpec) -> RunSpec:
-    """A run whose training step has the instructions of all waves; see `with_all_waves`."""
+    """A run with the instructions of all waves in its training step; see `with_all_waves`."""
     return dataclasses.replace(spec, first=with_all_waves(spec.first))
 
 

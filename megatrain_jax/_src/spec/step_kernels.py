@@ -19,7 +19,7 @@ from megatrain_jax._src.state.placement import Placement
 
 
 def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
-    """The kernel of a step's begin."""
+    """The kernel that begins a step: it splits the batch and runs the prologue."""
     return steps.begin(step.key, step.program, step.microbatches, placement)
 
 

@@ -31,7 +31,7 @@ from megatrain_jax._src.spec.run_spec import RunSpec
 # Fraction of a step's estimated time that several waves must save, because small microbatches and
 # two-way traffic cost somewhat more than the clock estimates.
 _WORTH = 0.05
-# With fewer tokens than two balanced waves have, a step waits for the link.
+# A step with fewer tokens than so many balanced waves waits for the link in any case.
 _FEWEST = 2
 
 

@@ -1,6 +1,6 @@
 """Compares stages that compute the same with different numbers, so that they share a template.
 
-The template takes those numbers as inputs. An operand may differ if it is a literal, a constant of
+The template takes these numbers as inputs. An operand may differ if it is a literal, a constant of
 up to 1,024 elements, or a value from outside. It may also be a literal inside a `remat`, which then
 becomes an operand of it. Operands that decide which computation takes place stay in the template.
 
@@ -11,7 +11,6 @@ Example: the equations of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` are 
 Their skeletons are equal: `x` and `n` appear there as a dtype and a shape. The slots are `(x of
 one, x of the second)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
 column 1. Each slot becomes one input: `x` is one already, `n` is new, and the prologue makes it.
-`x` is an input already; `n` becomes a new one, made by the prologue.
 """
 
 from collections import defaultdict

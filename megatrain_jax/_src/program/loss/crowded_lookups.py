@@ -1,4 +1,4 @@
-"""Lookups of few rows by many indices, whose gradient is one matrix product.
+"""Lookups of few rows by many indices, with a matrix product as their gradient.
 
 JAX's gradient of a lookup adds the cotangents of all indices to the rows of a table. On a GPU,
 threads that add to the same row wait for each other. If thousands of indices share a row, that
@@ -22,10 +22,10 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.wide_products import is_open
 
-# The indices per row from which a product takes over, and the most rows for each number of a row,
-# so that zeros and ones take no more memory than a few times the cotangents.
+# A product takes over from so many indices per row on, if the table has at most so many rows for
+# each number of a row. Its zeros and ones then take at most a few times the cotangents' memory.
 _INDICES_PER_ROW, _MOST_ROWS = 64, 4
-# Products are added if they have fewer rows than this part of the numbers that each sums.
+# Several products are added if each of them still sums at least so many numbers per row.
 _SHORT = 4
 
 

@@ -2,9 +2,9 @@
 
 Where a block doesn't fit in any number of parts, its experts are divided: an array with an expert
 at each position of its first axis becomes leaves with some experts each, in different parts. The
-loss must read these leaves apart. The library's own mixtures of experts do, if
-they are traced for groups (`dividing_experts.py`). A product with the experts as an axis, as in
-`einsum("td,edf->etf", x, w)`, is divided by its rule (`piecewise.py`). Where one operation reads
+loss must read each of these leaves separately. The library's own mixtures of experts do, if they
+are traced for groups (`dividing_experts.py`). A product with the experts as an axis, as in
+`einsum("td,edf->etf", x, w)`, is divided by its rule (`piecewise.py`). If one operation reads
 several groups, as `jax.lax.ragged_dot` does, the array stays whole.
 
 Example, for 8 experts of 16 x 32 in 2 groups::

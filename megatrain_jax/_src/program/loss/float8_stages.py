@@ -7,7 +7,8 @@ derivative rules of their own. The products of adapters (LoRA) stay as they are.
 
 If the user names no parameters, the purpose of a product's result counts too, so equations are
 searched from the loss backwards. A head is a product that no later product with a parameter depends
-on; a router is one by whose result something is chosen, before a further product.
+on. A router is a product with a result that a choice, such as a `top_k`, depends on before any
+further product.
 
 Example: a block `y = softmax(q k) v` with `q = x @ w.T`; x arrives from the block before::
 
@@ -53,8 +54,8 @@ _LEAST_WIDTH = 1024
 _LEAST_WIDTH_BESIDE = 512
 # Least `1 / (1 / inputs + 1 / outputs)` of a weight with many rows of data. Operations per number
 # to code are proportional to it, and below it coding takes the time that float8 saves: on an H100,
-# two products with weights of 2,048 x 2,560 (1,138) took as long as in bfloat16, by scales of rows
-# longer. The outputs of all products with the same data count together: the data is coded once.
+# two products with weights of 2,048 x 2,560 (1,138) took as long as in bfloat16, and longer with
+# scales of rows. Outputs of all products with the same data count together: it is coded once.
 _LEAST_SIZE = 1150
 _CHOICES = {"argmax": 0, "argmin": 0, "top_k": 1, "approx_top_k": 1}
 _NOT_ASKED = (None, jax.lax.Precision.DEFAULT)
@@ -318,7 +319,7 @@ def _uses_of_operands(
 
 
 def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
-    """The uses of an equation's operands, by those of its inner jaxprs' inputs."""
+    """The uses of an equation's operands, from the uses of its inner jaxprs' inputs."""
     count = len(eqn.invars) - (eqn.primitive.name == "cond")
     rows = [found.uses[len(found.uses) - count :] for found in inner]
     uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]

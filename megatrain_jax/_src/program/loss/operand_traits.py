@@ -29,8 +29,8 @@ class OperandTraits:
     """The traits of a value in a stage.
 
     Attributes:
-        laid_from: The leaves that it is laid out from, none for a constant; None for a value
-            that is computed otherwise.
+        laid_from: The leaves that it is a rearrangement of, none for a constant; None for a value
+            that is computed in any other way.
         of_batch: Whether it depends on the batch.
         varies: Whether it depends on a parameter.
         is_perturbed: Whether it depends on a trained parameter.
@@ -100,7 +100,7 @@ def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandT
 
 
 def _joined(ins: Sequence[OperandTraits], laid_from: frozenset[int] | None) -> OperandTraits:
-    """The traits of a value computed from others."""
+    """The traits of a value computed from values with these traits."""
     return OperandTraits(
         laid_from=laid_from,
         of_batch=any(t.of_batch for t in ins),

@@ -89,7 +89,7 @@ class Program:
         state: How the model's variables are used.
         metrics: Names of the metrics, which follow the loss in `outputs`.
         warnings: The parts that could not be cut, in words.
-        shared: Leaves whose path is in a block, but that belong to none, because further blocks
+        shared: Leaves that belong to no block, though their path is in one, because further blocks
             read them.
         in_float8: Leaves with a product in float8.
     """

@@ -143,8 +143,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     Args:
         traced: The loss.
         leaves: The leaves.
-        opened: Whether to open each `remat` that reads more than one leaf, not only those that span
-            several blocks.
+        opened: Whether to open each `remat` that reads more than one leaf, not only each one that
+            spans several blocks.
 
     Raises:
         ValueError: The loss can't be differentiated stage by stage; see `builder.cut`.

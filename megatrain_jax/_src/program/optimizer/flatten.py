@@ -71,7 +71,7 @@ def flatten_init(leaf_map: LeafMap) -> jx.Traced:
 
 
 def _without_repeats(traced: jx.Traced) -> jx.Traced:
-    """Computes each tiny value once, of which an update has many copies.
+    """Removes repeated computations of tiny values.
 
     Optax computes the learning rate for every parameter. Each of these values would be a separate
     message to its parameter's group, or a separate equation in *combine*.

@@ -50,7 +50,7 @@ class StateLeaf:
         index: Index of this slice in the state leaf; `()` for all of it.
         shape: Shape of this array, without the sliced axes.
         dtype: Dtype of this array.
-        mirrors: Number of the parameter whose state it is, if that has the same shape; else None.
+        mirrors: Number of its parameter, if both have the same shape; else None.
     """
 
     name: str
@@ -73,8 +73,8 @@ class TracedOptimizer:
         state_def: Tree structure of the state.
         state_shapes: Shape and dtype of each leaf of the state.
         state_names: Path of each leaf of the state.
-        state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
-            or None.
+        state_of: For each leaf of the state, the parameter with a path that is a suffix of the
+            leaf's path, or None.
         is_scaled: Whether gradients belong to a scaled loss.
     """
 
@@ -164,7 +164,7 @@ def trace_optimizer(
 
 
 def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
-    """The parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+    """The parameter with the longest suffix of a path: `.mu['e']` ends with `['e']`."""
     suffixes = (path[i:] for i in range(len(path) + 1))
     return next((owners[s] for s in suffixes if s in owners), None)
 

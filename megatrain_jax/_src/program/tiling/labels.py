@@ -29,7 +29,7 @@ class Labels:
 
     Attributes:
         divisions: The division of each divided operation, by its position.
-        made: The label with which each divided value is made; all remaining values are made whole.
+        made: The label of each value when it is made; values that are missing are made whole.
     """
 
     divisions: Mapping[int, Division]

@@ -24,7 +24,7 @@ _SEEDS = 8  # shapes of values whose axes are tried: those with the most bytes
 _TRIED = 3  # ways to divide that are compared by memory
 _COMPARED = 64  # number of tiles for the comparison, or the most possible
 _FAR_LESS = 0.8  # a way that divides fewer bytes must need less than this fraction of memory
-_MANY = 2**20  # so many tiles that one takes next to nothing
+_MANY = 2**20  # so many tiles that one tile takes next to no memory
 # The smallest numbers of tiles: a number of rows without any of these factors is not divided.
 FACTORS = (2, 3, 5, 7)
 _WORTH = 0.9  # fraction of the whole's memory above which tiles are not worth their time
