@@ -1,8 +1,8 @@
 """Log-probabilities of tokens in chunks, without all logits.
 
-Their cotangents come per token and are known only in backward, unlike a sum's. So a chunk's logits
-are computed once in forward and again in backward, which is that of `next_token` with the tokens'
-cotangents as weights.
+Each token has its own cotangent, known only in backward, so forward can't compute gradients as
+`next_token` does. A chunk's logits are computed in forward and again in backward. Backward computes
+the gradients of `next_token`, with the negated cotangents as the tokens' weights.
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ from megatrain_jax._src.cross_entropy import (
     checked_arrays,
     chunked,
     label_logits,
+    map_token_parts,
     num_parts,
-    of_parts,
     sum_and_gradients,
 )
 
@@ -92,7 +92,7 @@ def _logs(
         logs = jax.lax.map(of_chunk, tuple(chunked(options.chunk, *arrays)))
         return logs.reshape(-1)[: arrays[0].shape[0]]
 
-    logs = of_parts(options.parts, of_part, hidden, labels).reshape(-1)
+    logs = map_token_parts(options.parts, of_part, hidden, labels).reshape(-1)
     # Such labels have no logit, so `of_label` is 0 and the result would look like a probability.
     beyond = jnp.where(labels >= head.shape[0], jnp.nan, logs)
     return jnp.where(labels < 0, 0, beyond)
@@ -103,7 +103,7 @@ def _forward(options: LossOptions, hidden, head, labels):
 
 
 def _backward(options: LossOptions, saved, cotangent):
-    """The gradients: `log p` is minus a token's loss, so the cotangent is a weight."""
+    """The gradients: `log p` is minus a token's loss, so its weight is the negated cotangent."""
     hidden, head, labels = saved
     weights = jnp.where(labels < 0, 0, -cotangent)
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)

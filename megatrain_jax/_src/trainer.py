@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import History
@@ -37,11 +37,11 @@ from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.run_steps import RunSteps
 from megatrain_jax._src.runtime.compute_copy import ComputeCopy
-from megatrain_jax._src.runtime.exhausted import advised
+from megatrain_jax._src.runtime.out_of_memory import with_memory_advice
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.spec.run_spec import exact_dtypes
-from megatrain_jax._src.start import cut_here, on_this_machine, start
+from megatrain_jax._src.start import local_run_spec, on_this_machine, start
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.processes import Processes
 
@@ -93,13 +93,13 @@ class Trainer(ExplainedAttributes):
                 the model's further variables, which are ignored, and nothing else.
             progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Number of equal parts that each training batch is split into. The loss and
-                the gradient are the means over the parts. "auto" has the plan choose, by the memory
-                of the GPU, and with it the number of waves; 1 where there is no GPU. A loss should
-                be a mean over examples then: a sum would depend on the number.
+                the gradient are the means over the parts. "auto" lets the plan choose this number
+                and the number of waves, by the GPU's memory; it is 1 without a GPU. The loss should
+                then be a mean over examples: a sum would depend on the number.
             waves: Number of equal groups of microbatches that go through forward and backward one
-                after another. Each fetches all weights, and holds activations of its own alone.
-                None has the plan choose; one where a parameter is read by several blocks, as a
-                tied embedding is, since the sum of its gradients would be rounded differently.
+                after another. Each wave fetches all weights, and only its own activations exist
+                meanwhile. None lets the plan choose; it is 1 if several blocks read a parameter,
+                such as a tied embedding, as the sum of its gradients would be rounded differently.
             precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods,
                 "bfloat16", "float16" and "float32" for the dtype of the computation, or "auto" for
                 bfloat16, or float16 on a GPU without it.
@@ -120,8 +120,8 @@ class Trainer(ExplainedAttributes):
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
                 float16 always skip: this is how the scale of the loss is found.
-            max_skipped: Most consecutive skipped steps; reaching it is an error. In float16 it is
-                one only if the loss is not finite or its scale is 1 already.
+            max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an
+                error only if the loss is not finite or its scale is already 1.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
             hardware: The machine whose rates schedule and `plan` use, a `Hardware` or a card's name
                 such as "H100"; None for this machine, or an H200 without a GPU.
@@ -164,9 +164,9 @@ class Trainer(ExplainedAttributes):
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.
         del model
-        spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
         if params is not None:
-            initial = starting_from(params, initial, adapted, exact_dtypes(spec))
+            initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
             del params
         spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
         self._startup = dict(seconds)
@@ -180,7 +180,7 @@ class Trainer(ExplainedAttributes):
     def _repr_html_(self) -> str:
         return html_box(html_table(self._state.cells()))
 
-    @advised()
+    @with_memory_advice()
     def step(self, batch: Any) -> StepMetrics:
         """Dispatches one training step, and adds its record to the history.
 
@@ -199,7 +199,7 @@ class Trainer(ExplainedAttributes):
         self._state.record(keep=1)  # completed steps; at most one step is in flight
         return self._steps.train(batch, by_hand=True)
 
-    @advised()
+    @with_memory_advice()
     def dispatch(self, batch: Any) -> StepMetrics:
         """Dispatches one training step like `step`, but leaves its record to the caller."""
         return self._steps.train(batch, by_hand=False)
@@ -218,7 +218,7 @@ class Trainer(ExplainedAttributes):
         """
         self._steps.check(batch, training=training)
 
-    @advised()
+    @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step and returns its metrics as Python numbers.
 
@@ -232,7 +232,7 @@ class Trainer(ExplainedAttributes):
         """
         return self._steps.read(metrics)
 
-    @advised()
+    @with_memory_advice()
     def evaluate(
         self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None = None
     ) -> dict[str, float]:
@@ -294,7 +294,7 @@ class Trainer(ExplainedAttributes):
 
     @property
     def stages(self) -> tuple[BoundStage, ...]:
-        """The stages of such a step, each with the groups it reads."""
+        """The stages of a step on the sample's shapes, each with the groups it reads."""
         return self._state.spec.first.stages
 
     @property

@@ -1,7 +1,7 @@
 """Splits NNX modules, Linen modules and plain pytrees into parts, and calls them.
 
-One function per kind splits a model into parameters, untrained state and the static rest. All of
-them work on tracers too, so a model can be split without being allocated.
+One function per kind of model splits it into parameters, untrained state and a static part. These
+functions also work on tracers, so a model can be split without being allocated.
 """
 
 import re
@@ -64,7 +64,7 @@ def flatten(tree: Any) -> tuple[tuple[ModelPath, ...], list[Any], Any]:
 
 
 def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ...]:
-    """Tells which parameters will be trained.
+    """Selects the parameters to train.
 
     Args:
         trainable: a regular expression to search for in a parameter's path, a tuple of them of
@@ -233,7 +233,7 @@ def linen_parts(
         key: the key of `module.init(key, ...)`, so the values are the same.
         args: arguments of loss_fn after the model.
     """
-    # The loss itself initialises the module, so no separate call has to be invented for a batch.
+    # The loss initialises the module, because it knows how to call the module on a batch.
     initialise = linen.init(loss_fn, module, mutable=True)
     # Without metadata boxes (sharding, names), which are the user's own and hold no numbers.
     collections = _plain(initialise(key, *args))
@@ -276,7 +276,7 @@ def _is_linen_state(
     except flax.errors.FlaxError:
         return True
     except Exception:
-        # The module did not miss it; loss_fn itself reads the sown values.
+        # The module works without the collection; loss_fn itself reads the sown values.
         return False
     return False
 

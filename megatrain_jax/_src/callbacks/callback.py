@@ -10,7 +10,7 @@ from megatrain_jax._src.common.checks import is_number
 
 
 class Callback:
-    """A callback with a beginning and an end; a function ``(trainer, record)`` is one without.
+    """A callback with methods for a run's beginning and end; a function has only `__call__`.
 
     The methods are called in the order of `callbacks`. They must not move the trainer, by a step or
     by restoring. A run that had nothing left to do calls none of them.

@@ -12,8 +12,8 @@ from megatrain_jax._src.common import checks
 class LiveCurve(Callback):
     """Plots metrics of the history in a notebook, updated every few steps.
 
-    The plot appears in the training cell, as one image that is replaced. Needs IPython, which every
-    notebook has.
+    The plot appears in the output of the training cell, as one image that is replaced. Needs
+    IPython, as every notebook does.
     """
 
     def __init__(

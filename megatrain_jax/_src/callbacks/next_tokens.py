@@ -1,7 +1,8 @@
 """Computes the next token of each row by an evaluation, because streamed models return no logits.
 
-The Python side is in `samples.py`. An evaluation returns means of scalar metrics over its
-microbatches, so each row's token is a separate metric, with the number of parts as weight.
+`samples.py` calls this. An evaluation returns means of scalar metrics over its microbatches. So
+each row's token is a metric of its own, with the value 0 in microbatches without the row. The
+metric "weight" counts microbatches: a mean times "weight" is the token.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
         if len(shape) == 3:
             found = jnp.take_along_axis(found, batch["last"][:, None, None], axis=1)[:, 0]
         tokens = choose(found, batch["temperatures"], batch["draws"])
-        # Each row is in one part of the batch; only the first process's rows count.
+        # Each row is in one microbatch; only the first process's rows count.
         each = {f"row {k}": jnp.where(batch["row"] == k, tokens, 0).sum() for k in range(num_rows)}
         loss = jax.nn.logsumexp(found.astype(jnp.float32), axis=-1).mean()
         return loss, each | {"weight": jnp.float32(1)}

@@ -12,7 +12,7 @@ _HEADER = re.compile(r"step (\d+): ")
 
 
 def as_text(step: int, name: str, rows: Rows) -> str:
-    r"""A table as plain text, one value per line, under a header that no value can imitate.
+    r"""A table as plain text, one value per line, under a header that no value can look like.
 
     Examples:
         >>> print(as_text(3, "samples", [{"prompt": "1 2", "text": "3\nstep 4: 5"}]))
@@ -48,7 +48,7 @@ class TextFile:
         """Names the file after its log: `run.csv.txt` beside `run.csv`."""
         self._path = log.with_name(log.name + ".txt")
 
-    def go_on(self, num_steps: int) -> None:
+    def remove_later(self, num_steps: int) -> None:
         """Removes the file's tables of later steps."""
         if not self._path.exists():
             return

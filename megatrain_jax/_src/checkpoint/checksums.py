@@ -1,8 +1,8 @@
 """Checks a checkpoint's arrays: their checksums, and that their numbers are finite.
 
 Each checksum covers the bytes of a chunk, not of the files it was written to, so it protects the
-whole way from the store to disk and back. xxHash is several times faster than a disk, and other
-threads run meanwhile.
+whole way from the store to disk and back. xxHash is several times faster than a disk, and does not
+block Python's remaining threads.
 
 The manifest has, for each array, the shape of its chunks and their checksums in order::
 
@@ -68,7 +68,7 @@ class Checksums:
         """The chunks of an array.
 
         Raises:
-            CheckpointError: If the manifest's chunks are not the ones that this library makes.
+            CheckpointError: If the manifest's chunks don't fit the array's shape.
         """
         facts = self._facts(path)
         chunk = tuple(facts["chunk"])

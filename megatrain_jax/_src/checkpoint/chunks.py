@@ -22,20 +22,20 @@ from megatrain_jax._src.program.layers.index import Index, Range, range_of, rema
 
 # Maximum bytes of a chunk; several are written in parallel.
 MOST_BYTES = 512 << 20
-# Below the first number, a chunk's overhead dominates. A leaf with smaller shares, or with shares
-# that are not whole rows, has chunks of about the second number, which ignore where shares end.
+# Chunks below _LEAST_BYTES are mostly overhead. If a leaf's shares are smaller, or are not whole
+# rows, its chunks have about _ODD_BYTES, and ignore where shares end.
 _LEAST_BYTES, _ODD_BYTES = 64 << 10, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One chunk of an array, seen as part of a slice.
+    """One chunk of an array, with its position in a slice of the array.
 
     Attributes:
         number: Number of the chunk among all of the array, in row-major order.
         start: Its first element in the flattened slice.
         stop: The element after its last.
-        box: Subscript of the array that takes it.
+        box: Subscript that selects it in the array.
     """
 
     number: int
@@ -74,7 +74,7 @@ class Grid:
         return Cell(number=number, start=0, stop=size, box=box)
 
     def boxes(self) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """All chunks: their numbers, and the subscripts that take them."""
+        """All chunks: their numbers, and the subscripts that select them in the array."""
         return enumerate(self._box(at) for at in itertools.product(*map(range, self.counts)))
 
     def divides(self, index: Index) -> bool:
@@ -90,8 +90,8 @@ class Grid:
     def cells(self, index: Index) -> Iterator[Cell]:
         """The chunks of the slice at an index, in order; `divides` must hold.
 
-        A chunk may begin before a range of axis 0 and end after it. Elements are counted from the
-        begin of the range, so these have negative numbers.
+        If the index is a range of axis 0, a chunk may begin before it and end after it. Elements
+        are counted from the beginning of the range, so earlier ones have negative numbers.
         """
         rows: list[Sequence[int]] = [range(count) for count in self.counts]
         sliced, start = sliced_axes(index), 0

@@ -39,7 +39,7 @@ TreePath = tuple[str, ...]
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
 
 
-class Small(enum.Enum):
+class SmallArrays(enum.Enum):
     """The lists of small arrays, which belong to no group."""
 
     VARIABLES = enum.auto()  # the model's variables beside its parameters
@@ -56,7 +56,7 @@ class StorePlace:
         position: The array's position among the holder's leaves.
     """
 
-    holder: Key | Small
+    holder: Key | SmallArrays
     position: int
 
     @property
@@ -70,18 +70,20 @@ _Slice = tuple[Index, StorePlace]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """One array of a checkpoint: an array of the run, or a part of one that is stored as codes.
+    """One array of a checkpoint: an array of the run, or one part of it if it is stored as codes.
+
+    An array stored as codes has several parts, such as codes and scales; see `Part`.
 
     Attributes:
         path: The array's path in the checkpoint.
         array: Path of the run's array, without the part's own name.
         part: Number of the part.
         whole: Shape of the run's array.
-        cuts: Index of the run's array's slice at each place.
+        cuts: For each place, the index of the slice of the run's array that is stored there.
         shape: Shape of the array in the checkpoint.
         dtype: Name of the array's dtype in the checkpoint.
         places: The array's places in the store; several if the store keeps it layer by layer.
-        indices: Index of the array's slice at each place.
+        indices: For each place, the index of the slice of the checkpoint's array stored there.
         key: If the array is the data of random keys, their implementation; else None.
     """
 
@@ -112,7 +114,7 @@ class ArrayEntry:
         return frozenset(place.group for place in self.places if place.group is not None)
 
 
-Row = tuple[ArrayEntry, Index, Reader]
+SliceReader = tuple[ArrayEntry, Index, Reader]
 """One slice of an array as the store keeps it, or the whole array: its index and a reader."""
 
 
@@ -153,12 +155,12 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
             place = StorePlace(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             slices[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
-        place = StorePlace(holder=Small.OPTIMIZER, position=position)
+        place = StorePlace(holder=SmallArrays.OPTIMIZER, position=position)
         slices[leaf.leaf].append((leaf.index, place))
     for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
         path = (STATE, *keys)
         # Shared state is not in a slab, so it is never stored as codes.
-        if any(isinstance(place.holder, Small) for _, place in slices[i]):
+        if any(isinstance(place.holder, SmallArrays) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
         else:
             yield from _parts(spec, path, shape.shape, slices[i])
@@ -175,11 +177,11 @@ def _parts(
             own_shape = part_shape(layout, i, p)
             ranges = [(of, place) for index, place in slices if (of := range_of(index))]
             if ranges:
-                # Blocks of codes end where ranges end, so the parts of all ranges are one array's.
+                # Blocks of codes end where ranges end, so the ranges' parts join to one array.
                 whole = (len(slices) * own_shape[0],)
                 rows = [((of.of(shape[0], whole[0]),), place) for of, place in ranges]
             else:
-                # Such a part has none of the array's own axes; the sliced axes come first.
+                # Such a part is flat for each slice. The sliced axes come first.
                 axes = sliced_axes(slices[0][0])
                 whole = (*(shape[axis] for axis in axes), *own_shape)
                 rows = [(numbers(index), place) for index, place in slices]
@@ -198,7 +200,7 @@ def layout_at(spec: RunSpec, place: StorePlace) -> tuple[Layout, int]:
 def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
     shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
-        place = StorePlace(holder=Small.VARIABLES, position=position)
+        place = StorePlace(holder=SmallArrays.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
@@ -206,7 +208,7 @@ def _run() -> Iterable[ArrayEntry]:
     """The entries of the seed's key and the number of the next step."""
     key = _seed_key()
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
-        place = StorePlace(holder=Small.RUN, position=position)
+        place = StorePlace(holder=SmallArrays.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
@@ -229,7 +231,7 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = _key_data(tuple(shape), dtype)
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
-    # In the array's order; the store's order is that in which groups are used.
+    # Sorted by index; the store has the order in which groups are used.
     ordered = sorted(places, key=lambda row: numbers(row[0]))
     return ArrayEntry(
         path=path,
@@ -244,7 +246,9 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     )
 
 
-def rows_of(store: Store, entries: Iterable[ArrayEntry], group: int | None = None) -> list[Row]:
+def slice_readers(
+    store: Store, entries: Iterable[ArrayEntry], group: int | None = None
+) -> list[SliceReader]:
     """The slices of entries that belong to a group, with readers of the store's current arrays.
 
     Args:
@@ -284,20 +288,20 @@ def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Gri
     return found
 
 
-def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
+def small_arrays(store: Store) -> dict[SmallArrays, list[jax.Array]]:
     """The store's arrays that belong to no group, by list."""
     return {
-        Small.VARIABLES: list(store.variables),
-        Small.OPTIMIZER: list(store.globals),
-        Small.RUN: [store.key, store.step],
+        SmallArrays.VARIABLES: list(store.variables),
+        SmallArrays.OPTIMIZER: list(store.globals),
+        SmallArrays.RUN: [store.key, store.step],
     }
 
 
-def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> None:
+def set_small_arrays(store: Store, arrays: Mapping[SmallArrays, list[jax.Array]]) -> None:
     """Replaces the store's arrays that belong to no group."""
-    store.variables = list(arrays[Small.VARIABLES])
-    store.globals = list(arrays[Small.OPTIMIZER])
-    store.key, store.step = arrays[Small.RUN]
+    store.variables = list(arrays[SmallArrays.VARIABLES])
+    store.globals = list(arrays[SmallArrays.OPTIMIZER])
+    store.key, store.step = arrays[SmallArrays.RUN]
 
 
 def _as_data(x: jax.Array) -> np.ndarray:

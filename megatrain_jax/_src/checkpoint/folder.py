@@ -43,7 +43,8 @@ _NAMES = [kind.__name__ for kind in _BY_WEIGHT]
 
 # System errors about a missing file, which retrying does not help.
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
-# Parts of messages about the machine: from Python without threads, and from TensorStore.
+# Parts of messages about failures of the machine: from Python if it can't start a thread, and from
+# TensorStore.
 _OF_MACHINE = "can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"
 
 
@@ -95,7 +96,7 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
     return found
 
 
-def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+def in_first_process(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
     """Calls a file operation in the first process only, and returns its result in all of them.
 
     Args:
@@ -121,7 +122,7 @@ def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any
     return value
 
 
-def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+def in_all_processes(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
     """Calls a function in each process; an error in one is raised in all of them.
 
     Args:

@@ -1,7 +1,7 @@
 """Initial parameters given by the user instead of the model's own.
 
-All are checked before any is read. Then they are read one by one, from memory, from a checkpoint or
-from memory-mapped files: a whole model never exists beside its slabs.
+All parameters are checked before any is read. Then they are read one by one, from memory, from a
+checkpoint or from memory-mapped files, so the whole model never exists beside its slabs.
 """
 
 from collections import Counter
@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.adapt.model_kinds import flatten
-from megatrain_jax._src.checkpoint.foreign import saved_arrays
+from megatrain_jax._src.checkpoint.saved_arrays import saved_arrays
 from megatrain_jax._src.common.trees import described, listed
 
 _Names = tuple[str, ...]
 
 
-def starting_from(
+def with_given_parameters(
     params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
 ) -> InitialValues:
     """Initial values with given parameters in place of the model's own.
@@ -47,16 +47,16 @@ def starting_from(
     given = {_without_value(name): array for name, array in given.items()}
     prefix = _prefix(given, wanted)
     found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
-    strangers = [n for n in found if n not in wanted and n not in known]
+    unknown_names = [n for n in found if n not in wanted and n not in known]
     # A checkpoint may hold more than parameters, such as an optimizer's state.
     if not is_folder:
-        strangers += [n for n in given if n[: len(prefix)] != prefix and n not in known]
+        unknown_names += [n for n in given if n[: len(prefix)] != prefix and n not in known]
     if is_folder:  # Orbax can't save empty arrays, so checkpoints lack them
         empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
         found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
         *(f"{_text(name)} is missing" for name in wanted if name not in found),
-        *(f"{_text(name)} is not part of the model" for name in strangers),
+        *(f"{_text(name)} is not part of the model" for name in unknown_names),
         *(
             line
             for name, shape in wanted.items()
@@ -90,7 +90,7 @@ def _names(path: Iterable[str | int]) -> _Names:
 
 
 def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
-    """The path below which most of the parameters are; for example, `params` for Linen."""
+    """The path that is the parent of most parameters; for example, `params` for Linen."""
     # Each array votes for every prefix that would make it a parameter, so a few extra arrays don't
     # hide the right prefix.
     votes = Counter(name[:i] for name in given for i in range(len(name) + 1) if name[i:] in wanted)

@@ -11,7 +11,7 @@ def likely_cause(folder: Path, unequal: Collection[TreePath], only_dtypes: bool)
 
     Args:
         folder: The checkpoint's folder.
-        unequal: Paths of the arrays that only one of both has, or that differ.
+        unequal: Paths of the arrays that differ, or that only the checkpoint or the run has.
         only_dtypes: Whether both have the same arrays in the same shapes.
     """
     if only_dtypes:

@@ -1,8 +1,8 @@
 """Uses of Orbax: its format and options, with workarounds for paths that it would misread.
 
-Orbax's own `save` involves all devices, which must not happen during a step, and lets one process
-write everything in host memory. So each process writes its own chunks to the store that Orbax would
-use, and the first process merges and describes them as Orbax does.
+Orbax's own `save` uses all devices, which must not happen during a step, and lets one process write
+everything that is in host memory. So each process writes its own chunks to the TensorStore database
+that Orbax would use, and the first process merges and describes them as Orbax does.
 """
 
 import asyncio
@@ -271,8 +271,8 @@ def check_arrays(
         found: Shapes and dtypes of its arrays, by path.
         entries: Entries of the expected arrays.
         what: Description of a checkpoint with different arrays, for the message.
-        cause: Returns sentences on the cause, for the message, from the paths that differ and
-            whether only dtypes do.
+        cause: Function that returns sentences on the cause, for the message. Its arguments are the
+            paths of arrays that differ, and whether only dtypes differ.
 
     Raises:
         CheckpointError: If they differ; the first differences are listed.

@@ -22,7 +22,7 @@ class _Option:
     Attributes:
         text: The option as it is written in a command.
         changes: The settings that it changes.
-        cost: Its disadvantage, as a clause whose subject is the option.
+        cost: Its disadvantage, as words that follow the option in a sentence.
     """
 
     text: str
@@ -81,7 +81,7 @@ def _chosen(
     settings: PlanSettings,
     is_enough: Callable[[Sequence[_Option]], bool],
 ) -> list[_Option]:
-    """The least intrusive options that are enough together; empty if not even all of them are.
+    """The least intrusive options that together make the run fit; empty if all together do not.
 
     Args:
         options: The options, from the least to the most intrusive.
@@ -122,7 +122,7 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
         if budget is not None and budget != "minimum":
             cost = "copies more in each step, which may take longer"
             yield _option("--device-budget minimum", cost, device_budget="minimum")
-    # Smaller functions on the GPU, and in waves less that waits in the host.
+    # Smaller microbatches need less GPU memory and, in waves, keep fewer bytes in the host.
     if settings.tokens is not None and settings.microbatches != "auto":
         rows = settings.tokens // settings.length
         if rows // settings.gpus > settings.microbatches:

@@ -1,8 +1,8 @@
 """Log-probabilities of a packed batch's answers, shared by the objectives that compare answers.
 
-A step's metric is the mean over its microbatches. So a metric that is a sum, such as the number of
-tokens, is multiplied by the number of microbatches; a mean over pairs is divided by the number of
-pairs that the batch's counts give, which is the same in each microbatch.
+A step reports the mean of a metric over its microbatches. So a sum, such as the number of tokens,
+is multiplied by the number of microbatches. A mean over pairs is divided by a number of pairs that
+comes from the whole batch's counts, so each microbatch has the same divisor.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ Loss = Callable[[models.Decoder, Batch], tuple[Array, dict[str, Array]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The parts of a run that its loss has to know.
+class LossContext:
+    """The settings of a run that its loss needs.
 
     Attributes:
         microbatches: Parts that a batch is cut into.
@@ -40,7 +40,7 @@ class Comparison:
         return answers(before, batch)
 
 
-def token_logs(model: models.Decoder, batch: Batch) -> Array:
+def token_log_probs(model: models.Decoder, batch: Batch) -> Array:
     """The log-probability of each position's label."""
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
     return losses.log_probabilities(
@@ -50,7 +50,7 @@ def token_logs(model: models.Decoder, batch: Batch) -> Array:
 
 def answers(model: models.Decoder, batch: Batch) -> Array:
     """The log-probability of each answer: chosen, rejected, chosen, ... of each row."""
-    return answer_sums(token_logs(model, batch) * batch["mask"], batch)
+    return answer_sums(token_log_probs(model, batch) * batch["mask"], batch)
 
 
 def answer_sums(values: Array, batch: Batch) -> Array:
@@ -71,9 +71,9 @@ def sides(columns: Array) -> tuple[Array, Array]:
 
 
 def answers_as_metrics(rows: int, pairs: int) -> Loss:
-    """A loss for evaluations whose metrics are the log-probabilities of all answers in a batch.
+    """A loss for evaluations; its metrics are the log-probabilities of all answers in a batch.
 
-    The metric for column i of row r is `f"{r} {i}"`, and 0 in parts of the batch without the row.
+    The metric of answer i in row r is named `f"{r} {i}"`; it is 0 in microbatches without the row.
 
     Args:
         rows: Rows of the batch; their numbers are in `row`.
@@ -93,16 +93,16 @@ def answers_as_metrics(rows: int, pairs: int) -> Loss:
 
 
 def mean_where(values: Array, counts: Array, count: Array) -> Array:
-    """The sum of the values that count, divided by a count; 0 without any.
+    """The sum of the values under a mask, divided by a count; not divided if the count is 0.
 
     Args:
-        values: The values; anything where they don't count.
-        counts: Whether each counts.
+        values: The values; masked ones may be anything, even NaN.
+        counts: The mask: whether each value counts.
         count: The divisor; in a microbatch it may be below 1.
     """
     return jnp.where(counts, values, 0).sum() / jnp.where(count > 0, count, 1)
 
 
 def num_tokens(batch: Batch, microbatches: int) -> Array:
-    """The number of a batch's tokens without padding, for a mean over microbatches."""
+    """Tokens without padding, times `microbatches`: their mean over microbatches is the sum."""
     return microbatches * (batch["segments"] > 0).sum(dtype=jnp.float32)

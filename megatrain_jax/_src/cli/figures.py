@@ -1,4 +1,4 @@
-"""A run in numbers, for its report: rates, losses, peaks, and the seconds of its parts."""
+"""The numbers of a run's report: throughput, losses, peak memory, seconds of each phase."""
 
 import resource
 import statistics
@@ -49,7 +49,7 @@ def figures(
 
 
 def steady(history: Sequence[Mapping[str, Any]], began: Collection[int]) -> list[Mapping[str, Any]]:
-    """The records whose seconds cover only a regular step.
+    """The records of regular steps, without compilation and final waits in their seconds.
 
     The first steps of a process compile; the last ones wait for steps in flight.
 
@@ -62,15 +62,15 @@ def steady(history: Sequence[Mapping[str, Any]], began: Collection[int]) -> list
     return [record for start, end in bounds for record in history[start + 3 : end - 2]]
 
 
-class Laps:
-    """The seconds of each part of a run."""
+class PhaseTimer:
+    """A timer of the phases of a run."""
 
     def __init__(self):
-        """Starts the first part."""
+        """Starts the first phase."""
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Ends a part."""
+        """Records the seconds of the phase that ends, and starts the next."""
         now = time.perf_counter()
         self.seconds[name], self._start = now - self._start, now

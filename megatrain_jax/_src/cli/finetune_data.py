@@ -28,7 +28,7 @@ def dataset(
     *,
     images: bool = False,
 ) -> data.Dataset:
-    """The batches of some files; `images` says whether the data has images.
+    """The batches of some files; `images` is whether the data has images.
 
     Raises:
         ValueError: If they can't be used.
@@ -56,13 +56,13 @@ def shapes(settings: FinetuneSettings) -> Shapes:
 
 
 def chat_template(given: str | None) -> str | None:
-    """A chat template, read from a file if it is a path; a template's text is not a path."""
+    """A chat template: the given text, or the contents of the file with this path."""
     if given is None or "{" in given or not Path(given).is_file():
         return given
     return Path(given).read_text(encoding="utf-8")
 
 
-def _conversing(settings: FinetuneSettings) -> dict[str, Any]:
+def _conversation_options(settings: FinetuneSettings) -> dict[str, Any]:
     """The options of readers that render conversations."""
     return {
         "chat_template": chat_template(settings.chat_template),
@@ -77,26 +77,34 @@ def _text(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> 
 
 
 def _chat(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**common, **_conversing(settings), "train_on": settings.train_on}
+    options = {**common, **_conversation_options(settings), "train_on": settings.train_on}
     return data.chat(files, readable_tokenizer(settings), **options)
 
 
 def _images(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**image_options(common), **_conversing(settings), "train_on": settings.train_on}
+    options = {
+        **image_options(common),
+        **_conversation_options(settings),
+        "train_on": settings.train_on,
+    }
     return data.image_chat(files, settings.model, **options)
 
 
 def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.preferences(files, readable_tokenizer(settings), **common, **_conversing(settings))
+    return data.preferences(
+        files, readable_tokenizer(settings), **common, **_conversation_options(settings)
+    )
 
 
 def _margins(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**common, **_conversing(settings), "margins": True}
+    options = {**common, **_conversation_options(settings), "margins": True}
     return data.preferences(files, readable_tokenizer(settings), **options)
 
 
 def _unpaired(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.unpaired(files, readable_tokenizer(settings), **common, **_conversing(settings))
+    return data.unpaired(
+        files, readable_tokenizer(settings), **common, **_conversation_options(settings)
+    )
 
 
 def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
@@ -115,7 +123,7 @@ _READERS: dict[str, Callable[..., data.Dataset]] = {
 }
 # Arrays of `topk` entries per token.
 _ENTRIES = {"topk_token_ids": jnp.int32, "topk_logprobs": jnp.float32}
-# Arrays beside those of all batches: the second axis, 0 for none, and the dtype.
+# Arrays besides the common ones: size of the second axis (0 for none) and dtype.
 _PER_ROW = (0, jnp.float32)
 _PAIRED: dict[str, tuple[int, Any]] = {"pairs": (_PAIRS, jnp.bool_), "pairs_per_row": _PER_ROW}
 _CHOSEN = {"chosen_learned_per_row": _PER_ROW, "chosen_tokens_per_row": _PER_ROW}

@@ -9,26 +9,26 @@ import jax.numpy as jnp
 
 from megatrain_jax import data, models
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.cli.run_data import called
+from megatrain_jax._src.cli.run_data import errors_name_option
 from megatrain_jax._src.common.hf_folder import PROCESSOR_FILES
 
 # Without a pattern from the user, only the decoder is trained.
 DECODER = "^(?!vision/)"
 
 
-def with_images(settings: FinetuneSettings) -> bool:
-    """Whether the checkpoint has a processor of images, and the data has images.
+def trains_with_images(settings: FinetuneSettings) -> bool:
+    """Whether the run trains with images: the checkpoint has an image processor, the data images.
 
-    Without a processor, images are no content of messages, and columns of images are ignored.
+    Without a processor, messages can't contain images, and image columns are ignored.
 
     Raises:
-        ValueError: If it has, and the settings can't be used with images.
+        ValueError: If the run trains with images, and a setting can't be used with them.
     """
     folder = Path(settings.model).expanduser()
     has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if not has_processor or settings.format != "chat" or settings.objective == "distill":
         return False
-    with called("data"):
+    with errors_name_option("data"):
         found = any(data.has_images(source) for source in settings.sources)
     if not found:
         return False

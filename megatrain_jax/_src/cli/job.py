@@ -18,11 +18,11 @@ class Job:
 
     Attributes:
         model: Function that builds the model.
-        params: Parameters to start from; None for those that the model is built with.
+        params: Parameters to start from; None for the initial ones of the built model.
         trainable: Patterns of the trained parameters; None for all.
         frozen: Form of frozen parameters at rest.
-        loss_of: Function from the number of microbatches to the loss, the same one for the same
-            number. One of its metrics is `tokens`, the step's tokens without padding.
+        loss_of: Function from the number of microbatches to the loss; equal numbers give the same
+            object. One of the loss's metrics is `tokens`, the step's tokens without padding.
         shapes: Shapes of a batch.
         reference: Folders of the checkpoint, and of its adapters, that serve as reference model
             before training; empty if the loss needs none.

@@ -21,18 +21,17 @@ from megatrain_jax.models import DecoderConfig
 
 # A first layer, a last one, and two between them, because these are scheduled differently.
 _LAYERS = 4
-# More than the longest period of layers with differences that only their family knows.
+# For families with kinds of layers that `DecoderConfig` doesn't list: more than their period.
 _UNKNOWN_LAYERS = 7
-# A search starts with the number of tokens at which each token takes about this many bytes for each
-# dimension of its queries: with functions in small tiles, only attention's inputs and outputs are
-# left whole.
+# The first guess of a search: a token takes about this number of bytes for each dimension of its
+# queries. With small tiles, only the inputs and outputs of attention are whole.
 _BYTES = 36
-# Used for the next guess: a step's fixed memory exists once, and functions that don't fit are
-# tiled, so at half of the memory about four times as much fits.
+# For the next guess: fixed memory doesn't grow, and functions that don't fit are tiled. So if a
+# size takes half of the memory, about four times that size fits.
 _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 # Minimum step of the search, as a number of places, before the first doubling.
 _STRIDE = 0.25
-# A model's state may take this factor less of the host per parameter than a small model's.
+# A large model's host bytes per parameter may be this factor smaller than a small model's.
 _SLACK = 1.02
 # Later layers may be this factor smaller than the first ones.
 _UNEQUAL = 1.25
@@ -109,7 +108,7 @@ def largest_size(
 def _largest_of(
     planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: float
 ) -> tuple[int, Plan] | None:
-    few = shallow(config)
+    few = with_few_layers(config)
 
     def planned(config: DecoderConfig, n: int, *, least: bool) -> Plan | None:
         try:
@@ -128,7 +127,7 @@ def _largest_of(
 
 def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
     """Whether a model's state alone exceeds the host's memory, so that no batch fits."""
-    host, few = planner.host_limit or math.inf, shallow(config)
+    host, few = planner.host_limit or math.inf, with_few_layers(config)
     try:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
         # layer counts a part of the model's ends too, so this overestimates.
@@ -145,7 +144,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     more of the host, so few plans find the limit. Device memory depends on a model's widest layer,
     so all smaller models are tried until one fits.
     """
-    few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
+    few = with_few_layers(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
     host = planner.host_limit or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
@@ -157,7 +156,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         return planner.plan(config_of(by_size[size]), rows, length)
 
     def share(size: int) -> float:
-        # Steps adapt to the host's memory, so only the fact whether a plan fits is useful here.
+        # Schedules adapt to the host's memory: its fraction in use says nothing about the limit.
         return 1.5 if planned(size).fits_host is False else 0.5
 
     place = largest(share, sizes[-1], sizes) if sizes else None
@@ -173,14 +172,14 @@ def fits(plan: Plan) -> bool:
 def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
     """The fewest host bytes of a model's state and its process, from a plan of a few layers."""
     layers = [row for row in few.groups if row.name.startswith("layers.")]
-    each = sum(row.count * row.host_bytes for row in layers) / shallow(config).num_layers
-    missing = config.num_layers - shallow(config).num_layers
+    each = sum(row.count * row.host_bytes for row in layers) / with_few_layers(config).num_layers
+    missing = config.num_layers - with_few_layers(config).num_layers
     beside = (few.host_process_bytes or 0) - (few.host_pool_bytes or 0)
     return few.host_bytes + missing * each / _UNEQUAL + beside
 
 
-def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
-    """The configuration with only a few layers, at least this many, covering each kind it has."""
+def with_few_layers(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
+    """The configuration with only its first layers: `least`, or more to have each kind of layer."""
     experts = config.experts
     sparse = () if experts is None else experts.layers
 
@@ -256,7 +255,7 @@ def _place_of(number: float, numbers: Sequence[int]) -> int:
 
 
 def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[int]) -> float:
-    """The number that may just fit, from the fractions of one that fits and one that doesn't.
+    """The next number to try, from the fractions of one that fits and one that doesn't.
 
     Args:
         low: Place and fraction of a number that fits; place -1 for none.
@@ -274,11 +273,11 @@ def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[in
 def confirmed(
     planned: Callable[[int], Plan | None], place: int | None, numbers: Sequence[int] | None = None
 ) -> tuple[int, Plan] | None:
-    """The largest number with a plan that fits, at most the one at `place`; None for none.
+    """The largest number with a plan that fits, up to the number at `place`; None if none fits.
 
     Args:
         planned: The plan of a number; None if it is refused.
-        place: Place of a number that may be too large; None for none.
+        place: Place of the largest candidate, which may be too large; None if there is none.
         numbers: See `largest`.
     """
     numbers = numbers or _NUMBERS

@@ -24,7 +24,7 @@ def tokenizer_of(settings: FinetuneSettings) -> Any:
     tokenizer = load_tokenizer("model", settings.model)
     if settings.new_tokens is not None:
         tokenizer.add_tokens(_tokens(settings.new_tokens))
-        # The config.json beside it has the size before.
+        # The config.json in that folder has the old vocabulary size.
         tokenizer.name_or_path = ""
     return tokenizer
 
@@ -35,7 +35,7 @@ def readable_tokenizer(settings: FinetuneSettings) -> Any:
 
 
 def check_new_rows(settings: FinetuneSettings, trainable: Sequence[str] | str | None) -> None:
-    """Refuses new tokens whose rows of the embeddings would stay as they begin.
+    """Refuses new tokens if their rows of the embeddings would not be trained.
 
     Args:
         settings: The settings.

@@ -17,7 +17,7 @@ class ObjectiveKind:
     """A training objective, as the settings see it.
 
     Attributes:
-        options: Names of the settings that only this objective and its like read.
+        options: Names of the settings that the objective reads beside the common ones.
         rows: The kind of its rows, which `finetune_data` reads.
         has_reference: Whether it compares the model with the model before training.
         scores: Whether it trains a reward model, with a score head.

@@ -14,7 +14,7 @@ from optax import contrib
 
 from megatrain_jax._src.common.suggestions import did_you_mean
 
-# Of Muon's updates beside AdamW's, so that both have one learning rate and one weight decay
+# RMS of Muon's updates: as AdamW's, so that both have one learning rate and one weight decay
 # (https://arxiv.org/abs/2502.16982).
 _MUON_RMS = 0.2
 
@@ -114,7 +114,7 @@ def _axes(path: Any, array: Any) -> contrib.MuonDimensionNumbers | None:
         return None
     if array.ndim != 2 and not (array.ndim == 3 and "/experts/" in name):
         return None
-    # Matrices of experts that aren't modules have their inputs first.
+    # Expert matrices that are plain arrays have the input axis first.
     out_first = array.ndim == 2 or re.search(r"(weight|lora_[AB])(/|$)", name)
     out, inside = (array.ndim - 2, array.ndim - 1) if out_first else (2, 1)
     return contrib.MuonDimensionNumbers(reduction_axis=inside, output_axis=out)

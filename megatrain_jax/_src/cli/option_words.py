@@ -97,7 +97,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     return f"{option(name)} is no option{re.sub('`(.*?)`', lambda m: f'`{option(m[1])}`', hint)}"
 
 
-def retold(message: str, kinds: Mapping[str, Any]) -> str:
+def cli_error_message(message: str, kinds: Mapping[str, Any]) -> str:
     """A message of jsonargparse in the terms of the command line.
 
     Args:
@@ -126,7 +126,7 @@ def _each(kind: Any) -> list[str]:
         return [_LISTS.get(get_args(kind)[0], "a list of them such as [a, b]")]
     if (plain := get_origin(kind) or kind) in _WORDS:
         return [_WORDS[plain]]
-    # A list "of them" follows its values.
+    # "A list of them" refers to the values before it.
     order = {list: 1, type(None): 2}
     members = sorted(get_args(kind), key=lambda member: order.get(get_origin(member) or member, 0))
     return [words for member in members for words in _each(member)]

@@ -15,7 +15,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice, advice_on_process
 from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.cli.errors import in_options
-from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, shallow
+from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, with_few_layers
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.garbage import leaving_garbage
@@ -25,7 +25,7 @@ from megatrain_jax.models import DecoderConfig
 
 def run(settings: PlanSettings) -> int:
     """Prints a plan, or the largest sizes that fit; returns 1 if nothing fits, else 0."""
-    with _many_plans():
+    with _planning_cache():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
         return _print_plan(settings, settings.model, settings.tokens)
@@ -48,9 +48,9 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
             def planned(config: DecoderConfig) -> mt.Plan:
                 return other.plan(config, tokens // changed.length, changed.length, least=True)
 
-            # A whole model takes seconds to plan. It takes no less of the GPU than a few of its
-            # layers, and these tell how much of the host its state takes at least.
-            small, host = shallow(config), other.host_limit or math.inf
+            # Planning a whole model takes seconds. A few of its layers give lower bounds of its GPU
+            # memory, and of the host memory of its state.
+            small, host = with_few_layers(config), other.host_limit or math.inf
             few = planned(small)
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
             return may_fit and fits(few if small == config else planned(config))
@@ -89,7 +89,7 @@ def _print_largest(settings: PlanSettings) -> int:
 
 
 def _announce_search() -> None:
-    """Says on standard error why a minute may pass without output."""
+    """Explains on standard error why there may be no output for a minute."""
     print("Looking for options with which it fits ...", file=sys.stderr, flush=True)
 
 
@@ -106,7 +106,7 @@ def _advice(planner: Planner) -> str:
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds, so they run in processes if they can."""
+    """The lines of all sizes; searches take seconds, so they run in parallel if there are cores."""
     line = partial(_line, settings, planner.machine)
     kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
     others = min(len(kinds), len(os.sched_getaffinity(0))) - 1
@@ -130,7 +130,7 @@ def _use_cpu() -> None:
 
 
 def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    with _many_plans():
+    with _planning_cache():
         return _found(Planner(settings, machine), kind)
 
 
@@ -141,7 +141,7 @@ def _found(planner: Planner, kind: str) -> str | None:
 
 
 @contextmanager
-def _many_plans() -> Iterator[None]:
+def _planning_cache() -> Iterator[None]:
     """Lets plans share common results, and pauses cyclic garbage collection.
 
     The garbage is half a GiB at most, and collecting it would take a sixth of the time.

@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import precision_of
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import sized
 
 # No host with a GPU has less; a number without a unit means bytes.
@@ -42,7 +42,7 @@ class Planner:
             machine: The machine, if another planner has found it already.
 
         Raises:
-            ValueError: If the GPU isn't known, or none is here and none is named.
+            ValueError: If the GPU isn't known, or none is named and this machine has none.
         """
         self.settings = settings
         self.machine = machine or _machine(settings)
@@ -54,7 +54,7 @@ class Planner:
             "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": self.host_budget,
         }
-        # No plan depends on the learning rate. Plans share what they compute for the same objects.
+        # No plan depends on the learning rate. Plans share results computed for the same objects.
         name, clip, given = settings.optimizer, settings.clip, settings.optimizer_options
         self._optimizer = remembered(
             "optimizer",
@@ -118,7 +118,7 @@ class Planner:
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""
         rows, length = self.settings.least_rows, self.settings.length
-        key = Same(self), config
+        key = IdentityKey(self), config
         return remembered(
             "smallest plan", lambda: key, lambda: self.plan(config, rows, length, least=True)
         )
@@ -147,7 +147,7 @@ class Planner:
         return "\n".join(remarks) or None
 
     def _remark_on_packing(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
-        """A remark that only packed documents keep a plan from an attention kernel, if they do."""
+        """A remark if only packed documents prevent an attention kernel; None otherwise."""
         width, widest = config.head_dim, self.machine.widest_heads
         has_kernel = self.settings.compute != "float32" and config.attention_softcap is None
         if plan.attention_flops_per_step or not has_kernel or not width <= widest < width + _MARK:

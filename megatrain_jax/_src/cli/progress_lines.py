@@ -12,14 +12,14 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax._src.common.progress import tqdm
 
-# Steps in the mean time that gives the rate and the time left.
+# Number of recent steps from which throughput and remaining time are computed.
 _RECENT = 20
 # The first steps of a process compile, so they are not included.
 _COMPILING = 2
 
 
 @dataclass
-class Lines:
+class ProgressLines:
     """A callback of `fit` that prints loss, learning rate, gradient norm, rate and time left.
 
     It adds the learning rate to the record, for later callbacks.

@@ -12,7 +12,7 @@ _PUSHED = "pushed to"
 
 
 def check_push(settings: TrainingSettings) -> None:
-    """Checks before training that the user can upload, as far as it is known here.
+    """Checks before training that the user can upload, as far as this is known now.
 
     Raises:
         ImportError: See `hub.check_upload`.

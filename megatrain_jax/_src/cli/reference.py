@@ -1,9 +1,9 @@
-"""The reference model of preference learning with all parameters trained: its log-probabilities.
+"""Log-probabilities of the reference model, for preference learning that trains all parameters.
 
-The initial model is gone after the first training step, so it computes the log-probabilities of all
-answers before that, and they are stored in the run's folder. Each is looked up by the answer
-itself, its tokens and its mask, in any row of any epoch. All belong to one checkpoint, by its
-content, and one precision.
+The reference is the initial model, which is gone after the first training step. So the
+log-probabilities of all answers are computed before training, and stored in the run's folder. An
+answer is found by a hash of its tokens and its mask, in any row of any epoch. A file is valid for
+one checkpoint, identified by its content, and one precision.
 """
 
 import gc
@@ -34,7 +34,7 @@ _Batch = Mapping[str, np.ndarray]
 
 
 @dataclass
-class Reference:
+class ReferenceLogProbs:
     """The log-probabilities of answers under the initial model.
 
     Attributes:
@@ -75,7 +75,7 @@ class Reference:
         self.values |= {digest: float(found[r, i]) for r, i, digest in answers_of(batch)}
 
     def joined(self, batch: _Batch) -> dict[str, np.ndarray]:
-        """A batch with its answers' log-probabilities, `reference`, 0 if a row has no such pair."""
+        """A batch with `reference`: the log-probability of each answer, 0 for missing pairs."""
         rows, pairs = batch["pairs"].shape
         reference = np.zeros((rows, 2 * pairs), np.float32)
         for r, i, digest in answers_of(batch):
@@ -96,7 +96,7 @@ def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
 
 
 @dataclass(frozen=True)
-class Joined:
+class BatchesWithReference:
     """Batches with their answers' log-probabilities, iterated like the dataset.
 
     Attributes:
@@ -105,7 +105,7 @@ class Joined:
     """
 
     batches: data.Dataset | data.Mixture
-    reference: Reference
+    reference: ReferenceLogProbs
 
     def __iter__(self) -> "_JoinedIterator":
         """Starts with the first batch."""
@@ -113,9 +113,9 @@ class Joined:
 
 
 class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
-    """An iterator over such batches; its state is that of the dataset's iterator."""
+    """An iterator over these batches, with the state of the dataset's iterator."""
 
-    def __init__(self, iterator: Any, reference: Reference):
+    def __init__(self, iterator: Any, reference: ReferenceLogProbs):
         self._iterator, self._reference = iterator, reference
         self.get_state, self.set_state = iterator.get_state, iterator.set_state
 
@@ -124,9 +124,9 @@ class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
         return self._reference.joined(next(self._iterator))
 
 
-def find_reference(
+def load_or_compute_reference(
     folder: RunFolder, datasets: Sequence[data.Dataset], job: Job, options: Mapping[str, Any]
-) -> Reference | None:
+) -> ReferenceLogProbs | None:
     """Loads the log-probabilities of all answers from the run's folder, or computes missing ones.
 
     Args:
@@ -147,7 +147,9 @@ def find_reference(
     arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
     if precision.products is not None:
         arithmetic += f" {precision.products}"
-    reference = Reference(folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}")
+    reference = ReferenceLogProbs(
+        folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}"
+    )
     if folder.has_checkpoints and folder.note("reference") != reference.key:
         raise ValueError(
             f"`model` = {' with '.join(job.reference)} has changed since {folder.path} began, but "
@@ -176,7 +178,7 @@ def _computed(
     batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
 ) -> Iterator[tuple[_Batch, np.ndarray]]:
     """Batches with the log-probabilities of their answers, under the initial model."""
-    nothing = Reference(Path(), "", _Zeros())
+    nothing = ReferenceLogProbs(Path(), "", _Zeros())
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
@@ -203,7 +205,7 @@ def _computed(
 
 
 class _Zeros(dict[bytes, float]):
-    """Log-probabilities that are all unknown, taken as 0."""
+    """A mapping that gives 0 for every answer."""
 
     def __missing__(self, digest: bytes) -> float:
         return 0.0

@@ -45,9 +45,9 @@ def _of_module(place: str) -> Any:
 
 
 def _look_in(folder: Path) -> None:
-    """Lets Python find the modules of a folder, after all that are installed.
+    """Appends a folder to `sys.path`, after installed modules.
 
-    It stays so, because a function may import a module when it is called.
+    It is not removed again, because a function may import a module when it is called.
     """
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -62,7 +62,7 @@ def _of_file(place: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, because dataclasses look their module up.
+    # Registered before it runs, because dataclasses look up their module.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.cli.run_settings import RunSettings
-from megatrain_jax._src.cli.training_settings import FREE
+from megatrain_jax._src.cli.training_settings import CHANGEABLE_OPTIONS
 from megatrain_jax._src.common.settings import changes
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
@@ -49,7 +49,7 @@ class RunFolder:
 
     @property
     def _has_result(self) -> bool:
-        """Whether other settings would contradict something that the run has left."""
+        """Whether the folder has results that different settings would contradict."""
         return self.has_checkpoints or self.ended is not None or self.report is not None
 
     def check(self, settings: RunSettings) -> None:
@@ -73,15 +73,16 @@ class RunFolder:
                 )
             return
         now = _as_json(settings)
-        if self._has_result and (changed := changes(before, now, FREE)):
+        if self._has_result and (changed := changes(before, now, CHANGEABLE_OPTIONS)):
             is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
             remedy = "Choose another `out`, or go on with the settings of that run"
+            advice = self._how_to_continue(now) if is_longer else remedy
             raise ValueError(
                 f"`out` = {self.path} belongs to a run with different settings: "
-                f"{', '.join(changed.values())}. {self._going_on(now) if is_longer else remedy}"
+                f"{', '.join(changed.values())}. {advice}"
             )
 
-    def _going_on(self, settings: Mapping[str, Any]) -> str:
+    def _how_to_continue(self, settings: Mapping[str, Any]) -> str:
         """Instructions to continue training from this run's result, in words."""
         exported = self.path / "model"
         command = "grpo" if "rewards" in settings else "finetune"
@@ -119,10 +120,10 @@ class RunFolder:
             )
 
     def changed_files(self, stamps: Mapping[str, str]) -> list[str]:
-        """The options with files that were written to since a process of the run read them.
+        """The options that name files changed since a process of the run read them.
 
         Args:
-            stamps: A hash by each option of the state that its files are in.
+            stamps: For each option, a hash of its files, from `file_stamps`.
         """
         before = {option: self.note(f"files of {option}") for option in stamps}
         return [option for option in stamps if before[option] not in (None, stamps[option])]

@@ -14,13 +14,17 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.cli.devices import num_gpus
-from megatrain_jax._src.cli.errors import checking, in_options
-from megatrain_jax._src.cli.figures import Laps, figures
+from megatrain_jax._src.cli.errors import as_command_errors, with_cli_options
+from megatrain_jax._src.cli.figures import PhaseTimer, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
-from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.progress_lines import ProgressLines
 from megatrain_jax._src.cli.push import check_push, push
-from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
+from megatrain_jax._src.cli.reference import (
+    BatchesWithReference,
+    ReferenceLogProbs,
+    load_or_compute_reference,
+)
 from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
@@ -34,7 +38,7 @@ _INTERRUPTED = 130
 
 
 def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
-    """Does a run, or the rest of it.
+    """Starts a run, or resumes it.
 
     Args:
         settings: The settings.
@@ -45,11 +49,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         its export could not be uploaded.
 
     Raises:
-        AskedWronglyError: If the request is invalid; raised before training begins.
+        CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    laps = Laps()
-    with checking():
+    laps = PhaseTimer()
+    with as_command_errors():
         folder.check(settings)
         check_push(settings)
         if folder.is_done(settings):
@@ -69,7 +73,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
-        print(in_options(str(plan)), flush=True)
+        print(with_cli_options(str(plan)), flush=True)
         _check_memory(plan, settings)
         laps.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
@@ -79,9 +83,9 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         for name, value in _notes(settings, identity, batches, options).items():
             folder.take_note(name, value)
     laps.lap("data")
-    with checking():
+    with as_command_errors():
         schedule = schedule_of_run(settings, batches.steps)
-        reference = find_reference(folder, batches.datasets, job, options)
+        reference = load_or_compute_reference(folder, batches.datasets, job, options)
     if reference is not None:
         laps.lap("reference")
     result = _train(settings, folder, job, options, batches, schedule, logs, reference)
@@ -131,7 +135,7 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
 
 
 def _parts(settings: TrainingSettings, folder: RunFolder) -> dict[str, Any]:
-    """The number of microbatches; in a run that goes on, also of waves, as the plan chose them."""
+    """The number of microbatches; in a resumed run with "auto", also of waves, as chosen before."""
     chosen = folder.note("microbatches") if folder.has_checkpoints else None
     if settings.microbatches == "auto" and chosen is not None:
         return dict(zip(("microbatches", "waves"), map(int, chosen.split()), strict=True))
@@ -142,7 +146,7 @@ def _notes(
     settings: TrainingSettings, identity: str, batches: RunData, options: Mapping[str, Any]
 ) -> dict[str, str]:
     """The notes for later processes of a run."""
-    # External logs identify a run that continues in a second process by the first one.
+    # External logs recognise a resumed run by its first process's identity.
     found = {"identity": identity, "data": batches.fingerprint}
     if settings.microbatches == "auto":
         found["microbatches"] = f"{options['microbatches']} {options['waves']}"
@@ -196,10 +200,10 @@ def _train(
     batches: RunData,
     schedule: optax.Schedule,
     logs: list[callbacks.Callback],
-    reference: Reference | None,
+    reference: ReferenceLogProbs | None,
 ) -> mt.FitResult:
     every = settings.log_every
-    lines = Lines(batches.steps, schedule, every, folder.begin_at)
+    lines = ProgressLines(batches.steps, schedule, every, folder.begin_at)
     saving: dict[str, Any] = {}
     if settings.checkpoints:
         saving = {
@@ -212,11 +216,11 @@ def _train(
     return mt.fit(
         job.model,
         job.loss_of(options["microbatches"]),
-        _with(reference, batches.train),
+        _with_reference(reference, batches.train),
         optimizer_of_run(settings, schedule),
         steps=ended["steps"] if ended else batches.steps,
         params=job.params,
-        eval_data=_with(reference, batches.held_out),
+        eval_data=_with_reference(reference, batches.held_out),
         eval_every=settings.eval_every,
         callbacks=_callbacks(settings, folder, lines, logs),
         progress=sys.stderr.isatty(),
@@ -225,13 +229,20 @@ def _train(
     )
 
 
-def _with(reference: Reference | None, batches: Any) -> Any:
+def _with_reference(reference: ReferenceLogProbs | None, batches: Any) -> Any:
     """Batches with the log-probabilities of the reference, if there is one."""
-    return batches if reference is None or batches is None else Joined(batches, reference)
+    return (
+        batches
+        if reference is None or batches is None
+        else BatchesWithReference(batches, reference)
+    )
 
 
 def _callbacks(
-    settings: TrainingSettings, folder: RunFolder, lines: Lines, logs: list[callbacks.Callback]
+    settings: TrainingSettings,
+    folder: RunFolder,
+    lines: ProgressLines,
+    logs: list[callbacks.Callback],
 ) -> list[Any]:
     """The callbacks in order: callbacks that add values before logs, callbacks that stop last."""
     judged: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""Layers in which adapters and their base model differ: a sign of adapters of another base.
+"""Finds layers that differ between adapters and base: a sign of adapters of a different base.
 
-PEFT adapts all modules that its settings ask for. If a base has more layers than the adapters were
-trained with, the further ones silently get none; adapters of further layers are left out.
+PEFT adapts all modules that its settings ask for. If the base has more layers than the model that
+the adapters were trained with, the additional layers silently get no adapters. If it has fewer, the
+adapters of the missing layers are silently left out.
 
 Example: adapters of `q_proj` in three layers, and a base with four::
 
@@ -18,7 +19,7 @@ from typing import Any
 def different_layers(
     adapted: Iterable[str], modules: Iterable[str], settings: Mapping[str, Any]
 ) -> list[str]:
-    """Modules that either adapters or their base have, and both have in a different layer.
+    """Modules that only the adapters or only the base has, while both have them in some layer.
 
     Args:
         adapted: Names of the modules with adapters, as in the base.

@@ -1,4 +1,4 @@
-"""The compute capability of an NVIDIA GPU: the generation of its units."""
+"""The compute capability of an NVIDIA GPU, which numbers the generations of its hardware."""
 
 from typing import Any
 

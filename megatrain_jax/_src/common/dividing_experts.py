@@ -1,7 +1,8 @@
 """The number of groups into which a trace divides the experts of each layer.
 
-Where the experts of one layer don't fit on a device, a run traces its loss for so many groups. Then
-a model's experts are read group by group, `weights[start:stop]`, and each group becomes a stage.
+If the experts of one layer don't fit on a device together, a run traces its loss for several groups
+of experts. The model then reads its experts group by group, `weights[start:stop]`, and each group
+becomes a stage.
 """
 
 from contextlib import AbstractContextManager
@@ -23,5 +24,5 @@ def num_groups_of(num_experts: int) -> int:
 
 
 def groups_among(num_experts: int, wanted: int) -> int:
-    """The least number of equal groups that is at least the wanted one: 10 of 60 experts for 8."""
+    """The least number of equal groups from `wanted` on: 10 for 60 experts and 8 wanted groups."""
     return next((n for n in range(wanted, num_experts) if num_experts % n == 0), num_experts)

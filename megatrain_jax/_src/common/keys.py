@@ -26,10 +26,10 @@ PASSING = frozenset({Kind.ACTIVATION, Kind.RESIDUALS})
 
 
 class Key(NamedTuple):
-    """The name of one part, the unit that has a size, has a place and moves.
+    """The name of one part: the unit of memory that is placed and transferred as a whole.
 
-    The microbatches of a wave move together. If they moved one by one, the microbatch would
-    be a third field.
+    Activations and residuals of a wave's microbatches move together. If they moved one by one, the
+    microbatch would be a third field.
 
     Attributes:
         kind: The kind of the part.

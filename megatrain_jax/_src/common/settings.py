@@ -16,8 +16,8 @@ def changes(
 ) -> dict[str, str]:
     """The settings that differ, by name, each as a clause with both values.
 
-    A setting that only one side has is ignored: a version of this library that did not know it
-    wrote the other side.
+    A setting that is missing on one side is ignored: a version of this library without the setting
+    wrote that side.
 
     Args:
         before: The settings that the folder was started with.

@@ -214,7 +214,7 @@ class Batches:
         return whole
 
     def _count(self) -> int | None:
-        """The number of rows until a corpus has none left for its turn."""
+        """The number of rows until a corpus has no row left when its turn comes."""
         ends = []
         for turn, part in enumerate(self._parts):
             if part.count is not None:

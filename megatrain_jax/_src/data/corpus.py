@@ -26,7 +26,7 @@ _NO_ENTRIES: Mapping[str, np.ndarray] = MappingProxyType({})
 class Corpus:
     """Documents; a document that is too long for a row may have become several pieces.
 
-    Pieces that must share a row form a unit: the two of a pair, or else each piece by itself.
+    Pieces that must share a row form a unit: the two of a pair. Otherwise each piece is a unit.
 
     Attributes:
         tokens: The documents one after the other, and a zero.
@@ -106,7 +106,7 @@ class TokenFiles(Protocol):
 
 
 class _Entries:
-    """Numbers of all tokens so far, `size` for each."""
+    """Values of all tokens so far: `size` numbers per token."""
 
     def __init__(self, size: int, dtype: np.dtype[Any]):
         self.size, self.dtype = size, dtype

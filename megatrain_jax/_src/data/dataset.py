@@ -89,7 +89,7 @@ class Dataset:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The arrays of its batches beside those of all datasets."""
+        """Names of its batches' arrays beside the common ones."""
         pairs = ("pairs",) if self._corpus.pieces_per_unit > 1 else ()
         sizes = {name: array.shape[1] for name, array in self._corpus.token_values.items()}
         entries = (f"{name} ({size})" for name, size in sizes.items())

@@ -12,7 +12,7 @@ _NAMES = ("input_ids", "topk_token_ids", "topk_logprobs")
 _LARGEST_ID = 2**31 - 1
 # Log-probabilities that were rounded to bfloat16 may sum to a probability slightly above 1.
 _MOST_PROBABILITY = 1.02
-# Rounding turns none into a number above 0; the difference of two fp32 numbers may be one.
+# The largest accepted value above 0: a difference of two fp32 numbers may be slightly positive.
 _MOST_ABOVE = 1e-4
 
 
@@ -42,7 +42,7 @@ def to_distilled(row: Row, topk: int, tail: bool) -> DistilledRow:
             one, of lists of ids and of numbers, in any order; optionally "completion_mask", as long
             too, 1 for the tokens to learn.
         topk: Number of entries per token: the likeliest are kept, missing ones filled.
-        tail: Whether the rest of the vocabulary counts, so that logits won't do.
+        tail: Whether the rest of the vocabulary counts; then logits are refused.
 
     Raises:
         InvalidRow: If it is no such row. The message names the field.
@@ -77,7 +77,7 @@ def to_distilled(row: Row, topk: int, tail: bool) -> DistilledRow:
 
 
 def _check_probability(logs: Float32[np.ndarray, " k"], place: int) -> None:
-    """Checks that a position's numbers can be log-probabilities: their tail would have the rest."""
+    """Checks that a position's numbers can be log-probabilities: the tail gets the remainder."""
     total = np.exp(logs.astype(np.float64)).sum()
     above = logs[logs > _MOST_ABOVE]
     if above.size or total > _MOST_PROBABILITY:

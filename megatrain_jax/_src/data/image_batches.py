@@ -10,8 +10,8 @@ from megatrain_jax._src.data.packing import Packing
 def most_images(corpus: Corpus, chosen: Int32[np.ndarray, " n"], packing: Packing) -> int:
     """Returns the maximum number of images in a row, in all epochs; 0 if documents have none.
 
-    An epoch draws units of the same length for a place, so each place counts with the most images
-    of its length.
+    Every epoch assigns units of the same length to a place of a row, so a place counts with the
+    maximum number of images among units of its length.
 
     Args:
         corpus: The documents; each is one unit.

@@ -39,9 +39,9 @@ class ImageReference:
         """Decodes the image.
 
         Returns:
-            The image as Transformers has it before its processor: of a file upright and in RGB,
-            without transparency; of bytes upright, as `datasets` decodes them; and a PIL image as
-            it is. The processor then puts transparent pixels on white.
+            The image as Transformers passes it to its processor. A file is turned upright and
+            converted to RGB, without transparency. Bytes are turned upright, as `datasets` decodes
+            them. A PIL image stays as it is. The processor then puts transparent pixels on white.
 
         Raises:
             ValueError: If it can't be read; the message names its row.
@@ -50,7 +50,7 @@ class ImageReference:
         try:
             if isinstance(given, Image.Image):
                 given.load()
-                # Pillow converts this mode to no other.
+                # Pillow converts the mode "La" only to "LA".
                 return given.convert("LA") if given.mode == "La" else given
             with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
                 upright = ImageOps.exif_transpose(image)
@@ -103,7 +103,7 @@ def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
             pixels = given.tobytes()
         except Exception as error:  # see `open`; PIL decodes late
             raise InvalidRow(_UNREADABLE, str(error)) from error
-        # Equal pixels with another palette are other colours.
+        # With a different palette, equal pixels are different colours.
         form = f"{given.mode} {given.size} {given.getpalette()} {given.info.get('transparency')}"
         return ImageReference(source=given, digest=_hash(form.encode() + pixels), origin=origin)
     if not isinstance(given, str | PathLike | bytes):
@@ -132,7 +132,7 @@ class ImageProcessor:
         chat_template: The chat template; None if there is none.
         begin: The token that a chat template writes for an image.
         expanded: The tokens of an image as text, in place of `begin`.
-        tokens: The ids in it that are never labels.
+        tokens: Ids of the image tokens, which are never labels.
     """
 
     def __init__(self, given: Any):
@@ -170,7 +170,7 @@ class ImageProcessor:
         self, images: Sequence[Image.Image]
     ) -> Float32[np.ndarray, "n channels height width"]:
         """Returns the pixel values of images, converted to RGB, resized and normalised."""
-        # As the whole processor passes it: files of released checkpoints leave the option open.
+        # As the whole processor passes it: released preprocessor files don't set this option.
         options = {"do_convert_rgb": True, "return_tensors": "np"}
         found = self._processor.image_processor(images=list(images), **options)
         return np.asarray(found["pixel_values"], np.float32)

@@ -77,7 +77,7 @@ class Mixture:
     @cached_property
     def _batches(self) -> Batches:
         options = self.datasets[0].options
-        # Each dataset draws its own epochs; the batches only decide whose turn it is.
+        # Each dataset draws its own epochs; the batches only choose the dataset of each row.
         rows = [dataset.rows for dataset in self.datasets]
         return Batches(rows, self.proportions, options.length, options.batch_size)
 

@@ -99,7 +99,7 @@ def _objects(
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Names a file that is not valid gzip."""
+    """Turns errors of gzip into a `DataError` that names the file."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as caught:
@@ -206,7 +206,7 @@ def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
             yield from scanner.array()
             return
     if _is_json(_first_line(path)):
-        # Then a broken line does not make the rest unreadable.
+        # Read line by line, so that a broken line does not make all later ones unreadable.
         yield from _json_lines(path)
         return
     with _characters(path) as stream:

@@ -33,7 +33,7 @@ class TooLong(InvalidRow):
     """A row that is longer than `length`."""
 
 
-class Unclear(InvalidRow):
+class AssistantTextNotFound(InvalidRow):
     """A conversation for which the chat template does not reveal the assistant's text."""
 
 
@@ -42,7 +42,7 @@ class RowOrigin(NamedTuple):
 
     Attributes:
         path: The file, as the user named it, or the argument that contained the row.
-        number: Its line or row, counted from 1; 0 stands for the whole file.
+        number: Its line or row, counted from 1; 0 for the whole file.
         unit: "line" or "row".
     """
 
@@ -51,7 +51,7 @@ class RowOrigin(NamedTuple):
     unit: str = "line"
 
     def __str__(self) -> str:
-        """Reads ``chats.jsonl, line 7``."""
+        """Returns text such as ``chats.jsonl, line 7``."""
         return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
 
 

@@ -14,9 +14,9 @@ from megatrain_jax._src.data.turns import (
     Message,
     TurnRules,
     Turns,
-    arrange,
     check_content,
     merged,
+    order_turns,
     read_tools,
     read_turns,
     valid_text,
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
     """A conversation to train on.
 
     Attributes:
-        messages: Dicts with a role and a content, in an order checked by `arrange`.
+        messages: Dicts with a role and a content, in an order checked by `order_turns`.
         learned: For each message, whether the loss may count it: false for user messages, for
             assistant messages with weight 0 or `train` false, and for messages of a prompt.
         tools: JSON schemas of the available tools, or None.
@@ -165,7 +165,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
 
 
 def to_margin(row: Row) -> float:
-    """Returns the margin of a pair: the least difference of its scores, 0 if it has none.
+    """Returns the margin of a pair, the minimum difference of its scores; 0 if it has none.
 
     Raises:
         InvalidRow: If it is not a finite number.
@@ -200,7 +200,7 @@ def to_text(row: Row) -> Text:
 
 
 def _conversation(row: Row, turns: Turns, read: set[str], rules: TurnRules) -> Conversation:
-    turns, changed = arrange(_with_system(row, turns), rules)
+    turns, changed = order_turns(_with_system(row, turns), rules)
     if not any(turns.learned):
         raise InvalidRow(
             "nothing to learn", "every turn of the assistant has a weight of 0, or `train` false"
@@ -261,7 +261,7 @@ def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
 
 
 def _question(form: str, row: Row) -> Turns:
-    """The turns before an answer; those in a prompt that is a conversation are not learned."""
+    """The turns before an answer; turns of a prompt that is a conversation are not learned."""
     given = row[form]
     if not isinstance(given, str) and form in ("prompt", *_CONVERSATIONS):
         return _unlearned(read_turns(form, given))

@@ -1,6 +1,6 @@
 """The turns of a conversation: read, merged, ordered and checked.
 
-Rows of every format end here, as messages for chat templates.
+Rows of every format become these turns, as messages for chat templates.
 """
 
 import json
@@ -38,8 +38,8 @@ _FOLLOWS = {
 _BEFORE_QUESTIONS = (None, "system", "developer")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The fields that templates read in addition to role and content.
-_PASSED_ON = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
-_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_PASSED_ON}
+_TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
+_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_TEMPLATE_FIELDS}
 
 
 class TurnRules(NamedTuple):
@@ -85,7 +85,7 @@ def read_turns(field: str, turns: Any) -> Turns:
         given = {name: value for name, value in turn.items() if value is not None}
         read.messages.append(message := _message(given, number))
         read.learned.append(_counts(given, number) and message["role"] == "assistant")
-        # Only the assistant is learned, so this asks for something that is not done.
+        # Only assistant turns are learned, so `train` of a different role has no effect.
         if given.get("train") and message["role"] != "assistant":
             read.ignored.add(f"{field}[].train of {message['role']}")
         read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
@@ -106,7 +106,7 @@ def _counts(given: Mapping[str, Any], number: int) -> bool:
     return bool(weight) and train
 
 
-def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
+def order_turns(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
     r"""Merges and drops turns by the rules, and checks the order of the rest.
 
     For example, with ``TurnRules("\n", "drop")`` the turns assistant "hi", user "a", user "b",
@@ -185,10 +185,10 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     if content is not None:
         message["content"] = _content(content, number)
     # Templates read no further fields; all remaining ones are counted as ignored.
-    message |= {field: turn[field] for field in _PASSED_ON if field in turn}
+    message |= {field: turn[field] for field in _TEMPLATE_FIELDS if field in turn}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_opened(call, number) for call in calls]
-    for text in _strings([message.get(field) for field in _PASSED_ON]):
+    for text in _strings([message.get(field) for field in _TEMPLATE_FIELDS]):
         valid_text(text, f"turn {number}")
     check_content(message, f"turn {number}")
     return message

@@ -64,7 +64,7 @@ class Vocabulary:
             return None
         beyond = ids[ids >= self.size]
         token = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
-        # An id that was not made by the tokenizer may be none of its own.
+        # An id that does not come from the tokenizer may be unknown to it.
         first = f"id {beyond[0]}" if token is None else f"{token!r} ({beyond[0]})"
         return BeyondVocabulary(
             f"a token beyond the {self.size:,} of {self.config}",

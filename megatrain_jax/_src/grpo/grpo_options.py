@@ -24,7 +24,9 @@ _MEANT = {
 @suggesting(near_or_meant(_MEANT))
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
-    """The options of GRPO, with the names and, except for the two numbers, the defaults of TRL.
+    """The options of GRPO, with the names and, except for a step's size, the defaults of TRL.
+
+    The size is `prompts_per_step` times `num_generations`.
 
     Attributes:
         num_generations: Number of completions of each prompt, which are compared with each other;
@@ -33,8 +35,8 @@ class GrpoOptions:
             `num_generations` rows.
         max_completion_length: Maximum number of tokens of a completion.
         temperature: Divisor of the logits, in sampling and in the loss; above 0.
-        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict the sampling, and the
-            loss knows nothing of them: its log-probabilities are among all tokens.
+        top_p: See `models.generate`. As in TRL, `top_p` and `top_k` restrict only the sampling:
+            the loss has log-probabilities among all tokens.
         top_k: See `models.generate`.
         stop: See `models.generate`.
         loss_type: See `losses.grpo`.

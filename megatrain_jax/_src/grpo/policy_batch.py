@@ -20,10 +20,10 @@ from megatrain_jax._src.objectives.policy_losses import policy_tokens
 
 Batch = Mapping[str, Any]
 Loss = Callable[[nnx.Module, Batch], tuple[Array, dict[str, Array]]]
-# The most numbers of rows that batches of a run have.
+# Maximum number of different row counts among a run's batches: each is compiled.
 _NUMBERS_OF_ROWS = 8
-# A row holds several documents of maximum length if there are this number of rows for each
-# microbatch, and if it has this number of tokens at most.
+# A row holds several documents of maximum length only if each microbatch keeps at least this number
+# of rows, and if the row has at most this number of tokens.
 _FEWEST_ROWS, _LONGEST_ROW = 4, 4096
 
 
@@ -39,8 +39,8 @@ def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
 def documents_per_row(completions: int, longest: int, unit: int) -> int:
     """The number of documents of maximum length that a row holds.
 
-    More of them leave less padding. But rows must still differ in number from step to step, and
-    attention may compute a row's whole square.
+    With more documents per row there is less padding. But the number of rows must still be able to
+    vary between steps, and attention may compute scores for all pairs of a row's tokens.
 
     Args:
         completions: Number of completions of a batch.
@@ -57,16 +57,16 @@ def documents_per_row(completions: int, longest: int, unit: int) -> int:
 def packed_rows(
     completions: Sequence[Completion], length: int, unit: int, most: int
 ) -> list[np.ndarray]:
-    """The numbers of the completions of each row, packed by best fit.
+    """The indices of the completions in each row, packed by best fit.
 
-    A step is compiled for each number of rows, so there are few: multiples of `unit` and of about
-    an eighth of the most.
+    A step is compiled for each number of rows, so few numbers are used: multiples of `unit`, about
+    an eighth of the maximum apart.
 
     Args:
         completions: The completions.
         length: Number of tokens of a row.
         unit: Number of microbatches times that of devices.
-        most: The most rows, a multiple of `unit`.
+        most: Maximum number of rows, a multiple of `unit`.
     """
     lengths = np.array([_length(one) for one in completions], np.int32)
     packing = pack(lengths, length)
@@ -87,7 +87,7 @@ def policy_batch(
     """A batch of completions with their prompts; each completion is a document of its own.
 
     Args:
-        rows: The numbers of the completions in each row.
+        rows: The indices of the completions in each row.
         completions: The completions.
         advantages: The advantage of each.
         length: Number of tokens of a row.

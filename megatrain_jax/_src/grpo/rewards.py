@@ -13,7 +13,7 @@ import numpy as np
 from megatrain_jax._src.common import checks
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
-# The arguments beside the columns of the rows.
+# Arguments of reward functions in addition to the rows' columns.
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
@@ -57,8 +57,8 @@ class Rewards:
                 f"`reward_weights` has {len(weights)} weights for {len(given)} reward functions"
             )
         self._functions = given
-        # Names of the functions that have told completions apart, or were warned of.
-        self._settled: set[str] = set()
+        # Names of functions that gave a prompt different rewards, or have been warned about.
+        self._checked_functions: set[str] = set()
         self.names = _different([getattr(f, "__name__", type(f).__name__) for f in given])
         self.weights = np.array([1.0] * len(given) if weights is None else weights, np.float64)
 
@@ -108,16 +108,16 @@ class Rewards:
         return np.array(found, np.float64).T
 
     def warn_of(self, rewards: np.ndarray, group_size: int) -> None:
-        """Warns once of each function that has not told the completions of a prompt apart so far.
+        """Warns once about each function that has given no prompt different rewards so far.
 
         Args:
             rewards: The rewards (completions, functions) of a step.
             group_size: Number of completions of each prompt.
         """
         for name, column in zip(self.names, rewards.T, strict=True):
-            if name in self._settled:
+            if name in self._checked_functions:
                 continue
-            self._settled.add(name)
+            self._checked_functions.add(name)
             groups = np.where(np.isnan(column), -np.inf, column).reshape(-1, group_size)
             lowest = np.where(np.isnan(column), np.inf, column).reshape(-1, group_size).min(axis=1)
             if np.isnan(column).all():
@@ -147,7 +147,7 @@ def _different(names: Sequence[str]) -> list[str]:
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    """The parameters of a function; further ones by name alone if it has no signature."""
+    """The parameters of a function; `**columns` if it has no signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -184,7 +184,7 @@ def _awaited(found: Any) -> Any:
     async def rewards() -> Any:
         return await found
 
-    # In a thread of its own, because a notebook's thread has a loop that runs already.
+    # In a new thread, because a notebook's thread already runs an event loop.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, rewards()).result()
 

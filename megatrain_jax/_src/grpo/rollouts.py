@@ -1,7 +1,7 @@
-"""Batches of completions that the model in training writes itself, with their advantages.
+"""Batches of completions sampled from the model in training, with their advantages.
 
-A batch is drawn right after the step before it has been dispatched, so completions are always
-written by the newest parameters.
+A batch is generated right after the previous step has been dispatched, so completions always come
+from the newest parameters.
 """
 
 import time
@@ -71,7 +71,7 @@ class Prompts:
         self.columns = [name for name in rows[0] if name != "prompt"]
 
     def of_generation(self, number: int) -> list[int]:
-        """The numbers of the rows of a generation, numbered from 0."""
+        """The indices of the rows of a generation; generations are counted from 0."""
         size = self._options.prompts_per_step
         return [self._at(i) for i in range(number * size, (number + 1) * size)]
 
@@ -88,11 +88,11 @@ class Prompts:
 
 
 class Rollouts(Iterator[dict[str, np.ndarray]]):
-    """The batches of a run, endless; an iterator with a state, as `train` saves it.
+    """An endless iterator over the batches of a run, with a state that `train` saves.
 
     Attributes:
-        notes: Numbers of the completions of the last few steps, by step.
-        num_rows: The most rows of a batch.
+        notes: Metrics of the completions of the last few steps, by step.
+        num_rows: Maximum number of rows of a batch.
         length: Number of tokens of a row.
     """
 
@@ -105,7 +105,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         tokenizer: Any,
         unit: int | None,
     ):
-        """Generates nothing yet; `use` must be called before.
+        """Generates nothing yet; call `use` before the first batch.
 
         Args:
             prompts: The prompts.
@@ -133,7 +133,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch: new completions, or the last ones once more."""
         assert self._trainer is not None
-        # The trainer's own count: the options of a run that continues may have changed.
+        # The trainer's own count: the options of a resumed run may have changed.
         step = self._trainer.num_steps + 1
         if self._batch is None or self._num_updates >= self._options.num_iterations:
             self._generate(step)
@@ -163,7 +163,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position."""
+        """Restores a position."""
         self._num_generations, self._num_updates = state["generations"], state["updates"]
         self._batch, self._shared = state["batch"], dict(state["notes"])
 
@@ -171,7 +171,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         """Writes completions and rewards them."""
         assert self._trainer is not None
         options, number = self._options, self._num_generations
-        # Otherwise the time of generation would include the rest of the step in flight.
+        # Otherwise the time of generation would include the end of the training step in flight.
         self._trainer.flush()
         began = time.perf_counter()
         if self._returned is not None:
@@ -206,7 +206,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             "generation/tokens_per_second": tokens / seconds,
         }
         every, last = options.log_completions, step + options.num_iterations - 1
-        # Whether one of the updates on these completions is due.
+        # Whether a table is due in one of the updates on these completions.
         if every and last // every > (step - 1) // every:
             self.notes[step]["completions"] = self._table(rows, found, each, advantages)
 
@@ -229,9 +229,9 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
     def _numbers(
         self, found: Sequence[Completion], each: np.ndarray, total: np.ndarray
     ) -> dict[str, float]:
-        """The numbers for the record, with TRL's names."""
+        """The metrics for the record, with TRL's names."""
         groups = total.reshape(-1, self._options.num_generations)
-        spreads = np.array([_spread(group) for group in groups])
+        spreads = np.array([_sample_std(group) for group in groups])
         lengths = [len(one.ids) for one in found]
         numbers = {
             "tokens": float(sum(len(one.prompt_ids) + len(one.ids) for one in found)),
@@ -243,7 +243,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         }
         for name, column in zip(self._rewards.names, each.T, strict=True):
             numbers[f"rewards/{name}/mean"] = _mean(column)
-            numbers[f"rewards/{name}/std"] = _spread(column)
+            numbers[f"rewards/{name}/std"] = _sample_std(column)
         return numbers
 
     def _table(
@@ -263,8 +263,8 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         ]
 
 
-class RolloutNotes:
-    """A callback that adds the numbers of completions, and the rate of training, to records."""
+class RolloutMetrics:
+    """A callback that adds metrics of completions, and training throughput, to records."""
 
     def __init__(self, rollouts: Rollouts):
         """Reads from the batches of the run."""
@@ -285,7 +285,7 @@ def _mean(values: np.ndarray) -> float:
     return float(there.mean()) if len(there) else 0.0
 
 
-def _spread(values: np.ndarray) -> float:
-    """The unbiased standard deviation of rewards; 0 of a single one."""
+def _sample_std(values: np.ndarray) -> float:
+    """The unbiased standard deviation of rewards; 0 for a single one."""
     there = values[np.isfinite(values)]
     return float(there.std(ddof=1)) if len(there) > 1 else 0.0

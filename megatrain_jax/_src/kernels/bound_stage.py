@@ -47,7 +47,7 @@ class Binding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backward:
+class BackwardMode:
     """The mode of a stage's backward: its further arguments, and its results.
 
     Attributes:
@@ -56,11 +56,11 @@ class Backward:
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
         give_outputs: Whether to return the outputs as well, because the stage has no forward.
-        rounding: For each slab, "stochastic" or "nearest" if its gradient is stored in bfloat16, as
-            is then the gradient that exists; None if it is stored in the dtype in `gradients`.
-        is_partial: Whether the results are gradients in fp32 of some of a wave's microbatches,
-            and so are the gradients that exist. They stay beside the stored ones.
-        completes: Whether such gradients are added to the stored ones as well.
+        rounding: For each slab, "stochastic" or "nearest" if its gradient is stored in bfloat16,
+            and so is an existing gradient; None if it is stored in the dtype in `gradients`.
+        is_partial: Whether the results are sums in fp32 over some of a wave's microbatches, kept
+            beside the stored gradients. An existing gradient is such a sum, too.
+        completes: Whether such sums are added to the stored gradients, by a wave's last microbatch.
     """
 
     gradients: tuple[str | None, ...]
@@ -72,7 +72,7 @@ class Backward:
     is_partial: bool = False
     completes: bool = False
 
-    def of_microbatch(self, *, first: bool, last: bool) -> "Backward":
+    def of_microbatch(self, *, first: bool, last: bool) -> "BackwardMode":
         """The mode for one of a wave's microbatches, the first or the last of them or neither.
 
         Gradients that are stored in bfloat16 are read and rounded once per wave: by the last
@@ -101,17 +101,17 @@ class BoundStage:
         sent: Ids of inputs with a cotangent from another stage already, in input order.
         residuals: Residuals that the forward can save; None if none are worth saving.
         tiles: The tiles of a kernel, by its name; kernels that are missing here are not tiled.
-        lean: Only the costliest residuals; None if none stand out.
+        selective: Only the costliest residuals; None if none stand out.
     """
 
     stage: Stage
     groups: tuple[int, ...]
     binding: Binding
-    mode: Backward | None
+    mode: BackwardMode | None
     sent: tuple[int, ...]
     residuals: Residuals | None
     tiles: Mapping[str, Tiling] = dataclasses.field(default_factory=dict)
-    lean: Residuals | None = None
+    selective: Residuals | None = None
 
     def __repr__(self) -> str:
         """Returns the stage's name, groups and size: its jaxpr may be long."""

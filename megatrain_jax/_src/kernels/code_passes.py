@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from megatrain_jax._src.kernels.tiles import evaluate_on_tile, fits_tile, pallas
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.float8 import CODE
+from megatrain_jax._src.program.fp32_products import is_open
 from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, FUSING, REMAT
-from megatrain_jax._src.program.wide_products import is_open
 
 # Rows and columns of a tile, and groups of 32 threads that compute it.
 _TILE = 64, 64
@@ -149,7 +149,7 @@ def with_code_passes(function: Callable, *, interpret: bool = False) -> Callable
 
 
 def _traced(function: Callable, args: Sequence[Any]) -> jx.Traced:
-    """The needed equations of a function, with those of its remats among them."""
+    """The needed equations of a function, including the equations of its remats."""
     traced = jx.without_dead_code(jx.trace(function, *args))
     if not any(map(_is_remat, traced.jaxpr.eqns)):
         return traced
@@ -266,7 +266,7 @@ class _PassSearch:
         return False
 
     def _pays(self, group: Sequence[_Codes]) -> bool:
-        """Whether transposed codes are needed, and operands take no fewer bytes than the arrays."""
+        """Whether transposed codes are needed, and the arrays take at most twice the operands."""
         arrays = {v for codes in group for v in codes.arrays}
         most = 2 * sum(jx.num_bytes(codes.operand.aval) for codes in group)
         is_turned = any(self._turned[v] for codes in group for v in codes.made)
@@ -309,7 +309,7 @@ def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
             and any(not set(codes.arrays).isdisjoint(other.arrays) for other in group)
             and all(may_share(codes, other) for other in group)
         ]
-        # Two groups that were apart stay apart: one may depend on the other.
+        # Two existing groups are not merged, because one may depend on the other.
         groups = [group for group in groups if group not in common[:1]]
         groups.append([*(other for group in common[:1] for other in group), codes])
     return groups
@@ -328,7 +328,7 @@ def _by_column(eqn: Any) -> dict[int, Any]:
 
 
 def _ordered(jaxpr: Any, found: Sequence[_Pass]) -> list[Any] | None:
-    """The needed equations and passes, each after those that it reads; None if there is a cycle."""
+    """The needed equations and passes, each after its operands; None if there is a cycle."""
     coded = {v for one in found for v in one.outvars}
     nodes = [*found, *(eqn for eqn in jaxpr.eqns if coded.isdisjoint(eqn.outvars))]
     maker = {v: i for i, node in enumerate(nodes) for v in node.outvars}

@@ -56,7 +56,7 @@ class _Tile:
     Attributes:
         shape: Blocks of the tile, and numbers of a block.
         before: A jaxpr of the numbers that all elements share.
-        consts: Values of its first inputs; messages are the others.
+        consts: Values of its first inputs; the remaining inputs are messages.
         shared: The variables of these numbers.
         rows: Variables of the gradient, the masters and the state.
         at: The variable of the elements' columns in their shard.

@@ -28,14 +28,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatrain_jax._src.kernels.division import (
-    Divided,
-    divided_axes,
-    divided_within,
-    gathered_operands,
-)
 from megatrain_jax._src.kernels.flat_equations import Equation, FlatEquations
 from megatrain_jax._src.kernels.gpu_order import Node, in_order
+from megatrain_jax._src.kernels.sharding_prediction import (
+    ShardedAxes,
+    gathered_operands,
+    sharded_axes,
+    sharded_axes_within,
+)
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.kernel_costs import workspace_bytes
 from megatrain_jax._src.program.primitives import (
@@ -46,7 +46,7 @@ from megatrain_jax._src.program.primitives import (
     REDUCTIONS,
 )
 
-# Operations with results that are their operands' bytes, at least for a product.
+# Operations that return their operand's bytes, at least for a product that reads them.
 _RENAMING = frozenset("copy expand_dims name reshape squeeze stop_gradient transpose".split())
 _RENAMING |= {BARRIER}
 # Operations that rename their operand if they keep its dtype and its number of elements.
@@ -58,7 +58,7 @@ _FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS
 # Operations that overwrite a part of their first operand.
 _OVERWRITING = frozenset(("dynamic_update_slice", "scatter", "scatter-add"))
 _SUMS = ("add", "add_any")
-# Operations that read no more of an array than they write, and indices.
+# Operations that read only as many bytes of an array as they write, and indices.
 _PARTS = ("gather", "dynamic_slice", "slice")
 # Operations that take as long as reading so many times their result.
 _SLOW = {"gather": 3, "tanh": 1, "erf": 1}
@@ -68,7 +68,7 @@ _WORKSPACE = 2**26
 _SMALL = 2**16
 
 
-def gpu_temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 1) -> int:
+def gpu_temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: int = 1) -> int:
     """Estimates the peak bytes of a jaxpr's intermediate values on a GPU.
 
     Args:
@@ -91,7 +91,7 @@ class GpuFunction:
     def __init__(
         self,
         jaxpr: Any,
-        axes: Divided,
+        axes: ShardedAxes,
         num_devices: int,
         *,
         in_loop: bool,
@@ -109,7 +109,7 @@ class GpuFunction:
         flat = FlatEquations(jaxpr, stored)
         pairs = zip(flat.invars, jaxpr.invars, strict=True)
         given = {v: axes[own] for v, own in pairs if own in axes}
-        self._axes = divided_axes(flat, given, num_devices) if given else {}
+        self._axes = sharded_axes(flat, given, num_devices) if given else {}
         self._num_devices = num_devices
         self._eqns = flat.eqns
         self.made_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
@@ -126,8 +126,8 @@ class GpuFunction:
         self._copied: set[Any] = set()
         self._carried = outputs - self._results
         self._summed = self._summed_products()
-        self._arrays: dict[Any, frozenset[Any]] = {}  # behind each value
-        self._read_bytes: dict[Any, int] = {}  # that a kernel reads to get a value
+        self._arrays: dict[Any, frozenset[Any]] = {}  # the arrays that each value is computed from
+        self._read_bytes: dict[Any, int] = {}  # bytes that a kernel reads to compute a value
         self.nodes: list[Node] = []
         self._make_nodes()
 
@@ -176,7 +176,7 @@ class GpuFunction:
         in_loop = eqn.name in ("scan", "while")
         most = max(
             GpuFunction(body, axes, self._num_devices, in_loop=in_loop).peak()
-            for body, axes in divided_within(eqn, self._axes, self._num_devices)
+            for body, axes in sharded_axes_within(eqn, self._axes, self._num_devices)
         )
         return most + sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, self._axes))
 
@@ -235,6 +235,7 @@ class GpuFunction:
         return found
 
     def _make_nodes(self) -> None:
+        """Makes the nodes, and finds the arrays and bytes behind each fused value."""
         nothing: frozenset[Any] = frozenset()
         after: dict[Any, frozenset[int]] = {}  # the nodes that each value has to follow
         products = set(self._summed)  # also under other names
@@ -256,9 +257,9 @@ class GpuFunction:
                     continue
                 makes.append(v)
             if is_node:
-                floats = eqn.name in _FUSED and not waits
+                arguments_only = eqn.name in _FUSED and not waits
                 multiplies = eqn.name == "dot_general" or not products.isdisjoint(eqn.operands)
-                self.nodes.append(Node(eqn, behind, waits, makes, floats, multiplies))
+                self.nodes.append(Node(eqn, behind, waits, makes, arguments_only, multiplies))
 
     def _behind(self, v: Any) -> frozenset[Any]:
         return self._arrays.get(v, frozenset((v,)))

@@ -14,11 +14,11 @@ Example: attention written out, with scores of 1 GiB in bfloat16::
     o = dot p v
 
 Softmax moves 4 GiB. A product counts the bytes that take longer than its arithmetic.
-Products of many matrices need these one after another in memory: operands with heads behind the
-tokens are copied first.
+A product of many matrices needs them one after another in memory, so operands with the heads' axis
+behind the tokens' axis are copied first.
 
 A convolution is fast only if its channels are whole vectors of 16 bytes. XLA does not pad them, so
-images with 3 channels are convolved by slower kernels, whose operations are counted apart.
+images with 3 channels are convolved by slower kernels; their operations are counted separately.
 
 A GPU multiplies in tiles of 128 x 128 results and 64 summands. Attention written out has many small
 matrices: of 257 x 257 scores with 104 summands each, tiles compute 2.75 times as many operations.
@@ -35,8 +35,8 @@ from megatrain_jax._src.program.attention import KERNELS
 from megatrain_jax._src.program.flops import equation_flops
 from megatrain_jax._src.program.primitives import PRODUCTS
 
-# Operations per byte of memory traffic at which a product's both take equally long: 150 to 230
-# on A100, H100, H200 and RTX 4090.
+# Operations per byte at which a product's arithmetic and its memory traffic take equally long: 150
+# to 230 on A100, H100, H200 and RTX 4090.
 _BALANCED = 200
 # Bytes that fast convolutions read at a time, of channels that lie one after another.
 _VECTOR = 16

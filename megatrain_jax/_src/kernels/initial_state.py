@@ -23,8 +23,8 @@ def pack(layout: Layout, dtypes: Sequence[Any], placement: Placement) -> Kernel:
         placement: Placement of the run.
     """
 
-    # Without a draw, initial numbers are rounded to nearest: nothing has been added up yet that
-    # could be lost on the way.
+    # Without random bits, initial numbers are rounded to nearest. Stochastic rounding preserves
+    # sums of small updates, and nothing has been added up yet.
     def pack(leaves):
         return layout.encode(layout.pack(leaves))
 
@@ -35,7 +35,7 @@ def pack(layout: Layout, dtypes: Sequence[Any], placement: Placement) -> Kernel:
         key=layout,
         build=lambda: pack,
         takes=(placed(leaves, placement.small_on_device),),
-        gives=placement.slabs_on_device,
+        out_shardings=placement.slabs_on_device,
     )
 
 
@@ -51,7 +51,7 @@ def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement)
         key=(fragment.key, layout),
         build=lambda: init_group,
         takes=(_masters(layout, placement),),
-        gives=placement.slabs_on_device,
+        out_shardings=placement.slabs_on_device,
     )
 
 
@@ -62,7 +62,7 @@ def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placemen
         key=(fragment.key, layout),
         build=lambda: lambda masters: _of_masters(fragment, layout, masters),
         takes=(_masters(layout, placement),),
-        gives=placement.small_on_device,
+        out_shardings=placement.small_on_device,
     )
 
 
@@ -72,7 +72,7 @@ def _masters(layout: GroupLayout, placement: Placement) -> Any:
 
 
 def _hidden(x: jax.Array) -> jax.Array:
-    """Returns an array whose value XLA doesn't know when it compiles.
+    """Returns an array with a value that XLA doesn't know when it compiles.
 
     Most initial state is zero. XLA would encode the zeros while it compiles, slowly, and keep the
     codes in the program.
@@ -82,7 +82,7 @@ def _hidden(x: jax.Array) -> jax.Array:
 
 def _of_masters(fragment: Fragment, layout: GroupLayout, masters: Any) -> list[jax.Array]:
     """The results of a fragment on a group's parameters, from its masters at rest."""
-    # Rounded or not, as every update starts from these.
+    # Decoded from the stored masters, rounded or not, because every update starts from these.
     own = layout.master
     segments = own.decode_segments(masters)
     params = [own.unpack_from(segments, i).astype(own.dtype) for i in range(len(own.shapes))]

@@ -97,7 +97,7 @@ def _turns(fragment: Fragment, layout: GroupLayout) -> list[_Turn]:
     """The turns of a group's update, in the order of its leaves' offsets."""
     jaxpr, first, count = fragment.jaxpr, len(fragment.consts), len(layout.master.shapes)
     turn_of = _together(layout.master)
-    # An array of state belongs to the last leaf that it depends on.
+    # An array of optimizer state is updated with the last leaf that it depends on.
     leaf_of = {jaxpr.invars[first + at]: at % count for at in range(2 * count)}
     behind = groups_behind(jaxpr, leaf_of)
     of_outputs = [turn_of[at] for at in range(count)]

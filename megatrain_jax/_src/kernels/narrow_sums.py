@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.kernels.kernel import placed
 from megatrain_jax._src.state.codec import round_stochastically
-from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
+from megatrain_jax._src.state.draws import derived_draw, draw_of, random_bits
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
-# Number of the draws of sums among a group's; masters and optimizer state have 0 and 1.
+# Index of the random draws for sums in a group; masters and optimizer state have 0 and 1.
 _SUMS = 2
 _STEP = jax.ShapeDtypeStruct((), jnp.int32)
 _NUMBER = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -52,7 +52,7 @@ class NarrowSums:
     @property
     def results(self) -> tuple[list[Segments], jax.Array]:
         """The wave's gradients in fp32, if there were earlier ones, and the new count."""
-        # They are results to reuse the memory of the earlier ones: products add to them in place.
+        # Returned to reuse the memory of the earlier gradients: products add to them in place.
         return self._complete, self._count
 
     def add(
@@ -86,16 +86,16 @@ class NarrowSums:
         return self._rounded(total, rounding)
 
     def _apart(self, leaves: Sequence[jax.Array | None]) -> Sequence[jax.Array | None]:
-        """The same gradients, which the compiler does not add to sums while it computes them."""
-        # A product that adds to the stored sum would have it written in fp32 before, and its result
-        # read again after it. Over several devices, gradients are exchanged in between anyway.
+        """The gradients behind barriers, so that their products are not fused with the sums."""
+        # A product that adds to the stored sum needs the sum in memory in fp32 before it, and its
+        # result is read again after it. Several devices exchange gradients in between anyway.
         if self._placement.num_devices > 1:
             return leaves
         return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]
 
     def _rounded(self, total: Segments, rounding: str) -> tuple[jax.Array, ...]:
-        draw = part_of(draw_of(self._key, self._step, next(self._groups)), _SUMS)
-        draw = part_of(draw, self._count)
+        draw = derived_draw(draw_of(self._key, self._step, next(self._groups)), _SUMS)
+        draw = derived_draw(draw, self._count)
         self._count += 1
         if rounding == "nearest":
             return tuple(x.astype(jnp.bfloat16) for x in total)
@@ -121,6 +121,6 @@ def takes(layouts: Sequence[Layout], placement: Placement, *, completes: bool) -
     return placed(avals, placement.slabs_on_device), placed(draws, placement.small_on_device)
 
 
-def gives(placement: Placement) -> tuple[Any, Any]:
+def out_shardings(placement: Placement) -> tuple[Any, Any]:
     """Shardings of `NarrowSums.results`."""
     return placement.slabs_on_device, placement.small_on_device

@@ -1,4 +1,4 @@
-"""Matrix products that XLA should not also try in Triton.
+"""Matrix products that XLA should compute by cuBLAS, without trying Triton.
 
 XLA finds the fastest code of a product by running it: by cuBLAS, and by some dozens of Triton
 functions that it compiles first. In profiles of steps in bfloat16 on an H100, cuBLAS computed all

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention_forward
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.flops import FlopsByKind, flops_by_kind
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
@@ -33,7 +33,7 @@ from megatrain_jax._src.program.loss.stages import Stage
 Keeps = Callable[..., bool]
 """A policy of `jax.checkpoint`: whether to save the results of a primitive."""
 
-# The equations from an array to the scale of its float8 codes.
+# Primitives that compute the scale of an array's float8 codes from the array.
 _OF_SCALES = frozenset(
     """
     abs add and bitcast_convert_type convert_element_type is_finite max reduce_max reduce_min
@@ -61,7 +61,7 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 def _is_one_number(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether a result is the largest number of a whole array, as a float8 operand's scale is.
 
-    It is four bytes, and its recomputation reads the array once more.
+    It has four bytes, and to recompute it the array is read once more.
     """
     return primitive.name in ("reduce_max", "reduce_min") and len(params["axes"]) == avals[0].ndim
 
@@ -79,7 +79,7 @@ class Residuals:
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals of one microbatch.
         saved: Floating-point operations per microbatch that the backward does not repeat.
-        lean: Whether only the costliest results are saved.
+        selective: Whether only the costliest results are saved.
     """
 
     traced: jx.Traced
@@ -88,7 +88,7 @@ class Residuals:
     sources: tuple[int, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     saved: FlopsByKind
-    lean: bool = False
+    selective: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +114,9 @@ class Residuals:
         return pull(list(cotangents))
 
 
-def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> Residuals | None:
+def find_residuals(
+    stage: Stage, keeps: Keeps = is_kept, selective: bool = False
+) -> Residuals | None:
     """Traces a stage's two halves; None if it has no result worth saving, or has effects.
 
     An effect in both halves would fire twice.
@@ -122,9 +124,9 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     Args:
         stage: The stage.
         keeps: The policy that selects the results to save.
-        lean: Whether the policy selects only the costliest results.
+        selective: Whether the policy selects only the costliest results.
     """
-    if fires(stage.jaxpr):
+    if has_side_effects(stage.jaxpr):
         return None
 
     def is_saved(eqn: Any) -> bool:
@@ -167,15 +169,15 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         sources=tuple(sources),
         avals=tuple(avals),
         saved=saved,
-        lean=lean,
+        selective=selective,
     )
 
 
 def _alike(jaxpr: Any) -> Callable[[Any], Any]:
-    """A function from an output to the first one that is equal, for scales of arrays.
+    """A function that replaces the scale of an array by the first equal output.
 
-    Products with the same operand compute its scale each. The compiler only sees that these are
-    equal if the backward gets one array.
+    Each product with the same operand computes the operand's scale. The compiler only sees that
+    these scales are equal if the backward gets one array.
     """
     numbers: dict[Any, Any] = {}
     known: dict[Any, Any] = {}

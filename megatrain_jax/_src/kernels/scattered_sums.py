@@ -25,7 +25,7 @@ _SAME_ELEMENTS = ("reshape", "convert_element_type")
 
 
 def with_scattered_sums(function: Callable) -> Callable:
-    """A function that adds scattered rows to its arguments without a pass over these.
+    """A function that scatters rows directly into the arguments that they are added to.
 
     Args:
         function: The function, of trees of arrays, without effects.

@@ -18,8 +18,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
     """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
-    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
-    to microbatch; the rest changes once a step, as in the first of them.
+    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from passes from microbatch
+    to microbatch; the remaining state changes once per step, as in the first microbatch.
 
     Args:
         key: Key of the program.
@@ -58,8 +58,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
         seed = jnp.full(loss.shape, scale / microbatches, loss.dtype)
         return rows, seed, _chosen(drawn, new, once)
 
-    gives = [row] * microbatches, small, small
-    return Kernel(name="begin", key=key, build=lambda: begin_step, gives=gives)
+    out_shardings = [row] * microbatches, small, small
+    return Kernel(name="begin", key=key, build=lambda: begin_step, out_shardings=out_shardings)
 
 
 def _chosen(mask, yes, no):
@@ -86,11 +86,11 @@ def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
         return lambda: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals)
 
     # The key has only sizes and dtype, so that groups of the same sizes share the function.
-    return Kernel(name="zeros", key=avals, build=build, gives=placement.slabs_on_device)
+    return Kernel(name="zeros", key=avals, build=build, out_shardings=placement.slabs_on_device)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
-    """The kernel `rows of loss and metrics, one a microbatch -> dict of means`.
+    """The kernel `rows of loss and metrics, one per microbatch -> dict of means`.
 
     The metric "weight" is summed; it is the number of examples or tokens in a row's mean loss.
 
@@ -138,10 +138,10 @@ def _keep_if_ok(new, old, ok):
 def keep(placement: Placement) -> Kernel:
     """The kernel `(new, old, ok) -> new where ok, else old`, of lists of small arrays.
 
-    A stage may give them divided over the devices, as it does values of a row for each example:
+    A stage may return them sharded over the devices, like values with a row for each example:
     statistics of 32 features look like such values to a batch of 8.
     """
-    return Kernel(name="keep", build=lambda: _keep_if_ok, gives=placement.small_on_device)
+    return Kernel(name="keep", build=lambda: _keep_if_ok, out_shardings=placement.small_on_device)
 
 
 ADD = Kernel(name="add", build=lambda: jnp.add)

@@ -2,9 +2,9 @@
 
 A tile has one block of 128 numbers per row. The results are those of the codecs (`state.codec`,
 `state.blockwise`) with two differences for the sake of speed. The place of a number among the
-levels is found by scaling it to one decade, in a quarter of the operations, and differs in the last
-bits; it is as far from a border as the codecs' own, so that unchanged numbers keep their codes.
-And a number halfway between two levels is rounded up, unless rounding is random.
+levels is found by scaling it to one decade, in a quarter of the operations. It differs in the last
+bits, but is as far from a rounding border as the codecs' own, so unchanged numbers keep their
+codes. And a number halfway between two levels is rounded up, unless rounding is random.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Equations on tiles: what kernels written in Pallas for a GPU share.
+"""Equations on tiles: common code of the kernels in Pallas for a GPU.
 
-Pallas compiles such a kernel by Triton. It computes one tile of an array at a time, and its
-equations are those of a traced function with arrays of the tile's shape, or without axes.
+Pallas compiles such a kernel by Triton. It computes one tile of an array at a time. Its equations
+come from a function that was traced on arrays of the tile's shape, or on scalars.
 """
 
 import warnings
@@ -33,7 +33,7 @@ def pallas() -> tuple[Any, Any]:
     from jax.experimental.pallas import triton
 
     # JAX 0.11 warns of its removal whenever a kernel is compiled. Users can't do anything about it,
-    # and `has_triton` looks whether it is there.
+    # and `has_triton` checks whether it exists.
     warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
     return pallas, triton
 
@@ -45,7 +45,7 @@ def has_triton(devices: Iterable[Any]) -> bool:
     except ImportError:  # JAX 0.12 says that a later version will not have Triton
         return False
     versions = [str(getattr(device, "compute_capability", "")) for device in devices]
-    # AMD's are names, such as "gfx942".
+    # The compute capabilities of AMD's GPUs are names, such as "gfx942".
     return all(v.split(".")[0].isdigit() and int(v.split(".")[0]) >= 8 for v in versions)
 
 

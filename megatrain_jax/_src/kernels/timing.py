@@ -31,12 +31,12 @@ import jax.numpy as jnp
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 
-# Seconds of a batch of calls, of all batches together, and the range of their number. In a batch
-# that is this long, the waits at its ends hardly count.
+# Seconds per batch of calls, seconds of all batches, and the fewest and most batches. In a batch of
+# this length, the wait for its last call hardly counts.
 _BATCH, _ALL, _FEWEST, _MOST = 0.02, 0.1, 2, 5
 _MOST_CALLS = 50
-# Seconds of calls before a function is timed, for the first one and the next ones; shorter
-# functions than `_HEATING` hardly take power.
+# Seconds of calls before the first function is timed, and before each later one, to heat the GPU;
+# functions shorter than `_HEATING` draw too little power for that.
 _FIRST_HEAT, _HEAT, _HEATING = 0.8, 0.4, 1e-3
 # The largest absolute value of a random number.
 _SCALE = 0.03

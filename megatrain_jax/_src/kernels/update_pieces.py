@@ -59,7 +59,7 @@ def update_in_pieces(
         compute: The update of some elements.
         layout: Layout of the group; its state has the same offsets as its masters.
         guarded: Whether nothing changes if `ok` is false.
-        in_one_pass: Updates coded columns at once, where it can; None if nothing does.
+        in_one_pass: Updates coded columns in one pass over memory, if it can; None to use none.
     """
     slabs = layout.slabs
     # Between two edges every slab has one codec, because masters and state have equal offsets.

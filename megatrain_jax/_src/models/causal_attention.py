@@ -85,7 +85,7 @@ def attention(
         segments = _in_chunks(segments, q.shape[:2], chunk)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    # A window of the full length is no restriction, and there are faster ways without one.
+    # A window of the full length restricts nothing, and attention without a window is faster.
     if window is not None and window >= length:
         window = None
     if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):

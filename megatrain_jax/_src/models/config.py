@@ -92,7 +92,7 @@ class DecoderConfig:
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
         saved_dtype: The dtype of most parameters in that folder.
-        saved_apart: Names and dtypes of the tensors there that have a different one.
+        saved_apart: Names and dtypes of the tensors there that have a different dtype.
         saved_stacked: Whether a tensor there holds all experts of a layer.
         original: The Hugging Face configuration this was read from, as JSON.
     """

@@ -234,8 +234,8 @@ def _running_sums(
 ) -> tuple[Float[Array, "*batch tokens tokens"], Float[Array, "*batch tokens"]]:
     """Returns the sums of the numbers after token j up to token i, at [i, j], and all up to i.
 
-    A sum is added from its own numbers, in blocks, because the difference of two larger sums would
-    have their rounding; and a number's gradient is added from the gradients of its own sums.
+    Each sum is computed from its own numbers, in blocks, because a difference of two larger sums
+    would have their rounding errors. A number's gradient, too, sums only gradients of its own sums.
     Sums at [i, j] with j > i mean nothing.
     """
     blocks = x.reshape(*x.shape[:-1], -1, _BLOCK)
@@ -244,7 +244,7 @@ def _running_sums(
     after = _exact(blocks, np.tri(_BLOCK, k=-1, dtype=np.float32))
     within = _exact(blocks, _pairs(_BLOCK, 0)).reshape(*blocks.shape, _BLOCK)
     totals = up_to[..., -1]
-    # Of different blocks: the rest of the one with j, the blocks between, the one with i up to i.
+    # In different blocks: the end of j's block, the blocks between, and i's block up to i.
     gaps = _exact(totals, _pairs(num, 1)).reshape(*totals.shape, num)
     rest = up_to[..., None] + gaps[..., None, :]
     apart = rest[..., None] + after[..., None, None, :, :]

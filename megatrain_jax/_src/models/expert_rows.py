@@ -2,8 +2,8 @@
 
 Every product has all rows, and each expert's matrix is read where it lies. A tile of the kernels
 has 128 rows of one expert, so an expert's last tile may be partly empty; tiles of 64 rows were
-slower even for 160 rows. Blocks of 64 rows are added to the gradients of matrices. All products of
-forward and backward together compute, of what the rows need::
+slower even for 160 rows. Blocks of 64 rows are added to the gradients of matrices. The operations
+of all products in forward and backward, as a multiple of the operations that the rows need::
 
     rows per expert    160      320      512     640      1,024    2,048
     computed           1.54     1.20     1.13    1.10     1.07     1.03
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models import grouped_products
 from megatrain_jax._src.models.expert_functions import Expert, Weights
 from megatrain_jax._src.models.grouped_products import product_within
@@ -132,7 +132,7 @@ def _backward(expert, saved, cotangents):
     drows, dweights, dby_row = transposed(rows.given(cotangents, each))
     dx = rows.summed(drows, None, each).astype(x.dtype)
     dshares = dby_row[rows.places].reshape(shares.shape).astype(shares.dtype)
-    return dx, dshares, dweights, no_tangents(rows)
+    return dx, dshares, dweights, float0_cotangents(rows)
 
 
 mixed.defvjp(_forward, _backward)

@@ -18,7 +18,7 @@ _GATES, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 def split_experts(
     tensors: Mapping[str, Tensor], keep: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], bool]:
-    """Replaces tensors of all experts with tensors of single experts; also tells if there were any.
+    """Replaces tensors of all experts by tensors of single experts, and returns if there were any.
 
     Args:
         tensors: The tensors of a checkpoint, by name.

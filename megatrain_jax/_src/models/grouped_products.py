@@ -6,9 +6,9 @@ and three by the last. Two primitives are all that products and their gradients 
     grouped_product  rows[i] @ matrices[group of row i]         (or the transposed matrix)
     grouped_outer    rows_of_group.T @ other_rows_of_group      for each group; zeros if it is empty
 
-As primitives they stay one equation in a trace, so losses are cut and counted without a look into
-the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere to
-`jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
+As primitives, each is one equation of a trace: losses can be cut, and their operations counted,
+without looking into the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere
+to `jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
 rows.
 """
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models.expert_functions import LowRank, Matrix, Product, with_low_rank
 from megatrain_jax._src.models.kernel_primitives import define
 
@@ -62,7 +62,7 @@ def product_within(
 
 
 def padded_share(shapes: list[tuple[int, ...]]) -> float:
-    """Returns how many times the operations of matrices (groups, m, n) padding makes of them."""
+    """Returns the operations on padded matrices (groups, m, n), as a multiple of the unpadded."""
     padded = sum((m + _missing(m)) * (n + _missing(n)) for _, m, n in shapes)
     return padded / sum(m * n for _, m, n in shapes)
 
@@ -90,7 +90,7 @@ def _backward(out_first, saved, cotangent):
     dx = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
     pair = (cotangent, x) if out_first else (x, cotangent)
     dmatrices = _outer_p.bind(*pair, sizes)
-    return dx, dmatrices, no_tangents(sizes)
+    return dx, dmatrices, float0_cotangents(sizes)
 
 
 _product.defvjp(_forward, _backward)
@@ -126,7 +126,7 @@ def _scaled_backward(out_first, saved, cotangent):
     else:
         cotangent = _scaled(cotangent, shares)
     dmatrices = _outer_p.bind(*((cotangent, x) if out_first else (x, cotangent)), sizes)
-    return _scaled(before, shares), dmatrices, dshares, no_tangents(sizes)
+    return _scaled(before, shares), dmatrices, dshares, float0_cotangents(sizes)
 
 
 _scaled_product.defvjp(_scaled_forward, _scaled_backward)

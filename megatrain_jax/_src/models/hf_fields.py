@@ -1,6 +1,6 @@
 """The fields of a Hugging Face configuration, read with type checks.
 
-The file may come from anybody: a string instead of a number, a null, or a size that no machine can
+The file is untrusted: a string instead of a number, a null, or a size that no machine can
 hold is refused under the field's name, before anything is built from it.
 """
 
@@ -140,7 +140,7 @@ class Fields:
                 )
 
     def finish(self) -> None:
-        """Refuses fields that nobody read, unless they are empty or off."""
+        """Refuses fields that have not been read, unless they are empty or off."""
         unknown = {
             name: value
             for name, value in self.values.items()

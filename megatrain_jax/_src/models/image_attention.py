@@ -1,4 +1,4 @@
-"""Attention in images: in a tower, where all patches of an image see each other, and in rows."""
+"""Attention with images: between all patches in a vision tower, and in a decoder's rows."""
 
 import math
 
@@ -38,7 +38,7 @@ def full_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
 
 class ImageRows(Past):
-    """Rows of text and images: layers get it in place of `segments`, while a model is trained.
+    """Rows of text and images: layers get it in place of `segments` in training.
 
     Tokens attend to earlier tokens, and the tokens of an image also to the later ones of the
     same image. In layers with a window, no token attends further back than the window.

@@ -3,7 +3,7 @@
 The kernels come from a young library and compile for one generation of GPUs. So the first trace
 that may call them compares a small case with the plain operations, once per process. That takes 5
 seconds for experts and a quarter of a minute for the delta rule, mostly for compiling. If results
-differ, or the kernels fail, a warning says so and the plain operations compute.
+differ, or the kernels fail, a warning says so and the plain operations are used instead.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from megatrain_jax._src.models.delta_rule import one_token
 from megatrain_jax._src.models.grouped_products import grouped_outer, grouped_product
 
 # Relative errors of arrays. A number that is rounded to bf16 once is wrong by 0.002.
-_OF_PRODUCTS, _OF_DELTA_RULE = 0.005, 0.03
+_PRODUCT_TOLERANCE, _DELTA_RULE_TOLERANCE = 0.005, 0.03
 
 
 def has_grouped_products() -> bool:
@@ -41,18 +41,18 @@ def _has(agree: Callable[[], bool]) -> bool:
 
 @cache
 def _products_agree() -> bool:
-    return _agree("experts", _products, _OF_PRODUCTS)
+    return _agree("experts", _products, _PRODUCT_TOLERANCE)
 
 
 @cache
 def _delta_rules_agree() -> bool:
-    return _agree("the delta rule", _delta_rules, _OF_DELTA_RULE)
+    return _agree("the delta rule", _delta_rules, _DELTA_RULE_TOLERANCE)
 
 
 def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bool:
     """Whether a kernel's arrays equal the expected ones; warns if they don't."""
     try:
-        # A loss is being traced, but in a thread of its own this is computed now.
+        # The loss is being traced in this thread; in a new thread, JAX computes at once.
         with ThreadPoolExecutor(max_workers=1) as thread:
             found, expected = thread.submit(both).result()
         errors = [_error(*pair) for pair in zip(found, expected, strict=True)]
@@ -128,7 +128,7 @@ def _delta_rules() -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _by_token(q: Any, k: Any, v: Any, log_decay: Any, rate: Any, segments: Any) -> Any:
-    """The gated delta rule as it is defined; this compiles faster than chunks."""
+    """The gated delta rule by its definition, token by token: it compiles faster than chunks."""
     first = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
     def step(state, token):

@@ -1,7 +1,7 @@
 """Primitives that a GPU computes by a library's kernels, and JAX's operations elsewhere.
 
-As a primitive, a function stays one equation in a trace, to be cut and counted without a look
-into the kernels. Only the compilation for a GPU imports the library.
+As a primitive, a function is one equation of a trace: a loss can be cut, and its operations be
+counted, without looking into the kernels. Only the compilation for a GPU imports the library.
 """
 
 from collections.abc import Callable

@@ -152,7 +152,7 @@ def lora(
     pattern = DORA if dora else TRAINABLE
     return Lora(
         model=built,
-        params=None if params is None else _completed(params, chosen, settings),
+        params=None if params is None else _with_fresh_adapters(params, chosen, settings),
         trainable="|".join([pattern, *(f"^{re.escape(path)}/" for path in saved)]),
         targets=tuple(_matrix_name(path, module) for path, module in chosen.items()),
     )
@@ -333,7 +333,9 @@ class _Norms:
         return np.linalg.norm(rows, axis=1).astype(dtype or self.dtype)
 
 
-def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings) -> dict[str, Any]:
+def _with_fresh_adapters(
+    params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
+) -> dict[str, Any]:
     """Returns the given parameters with the model's fresh adapters added."""
     tree = _as_dicts(params)
     if not isinstance(tree, dict):
@@ -342,14 +344,14 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
     for path, module in chosen.items():
         at = tree
         for key in path:
-            # Any further missing parameters are reported when a run starts from these.
+            # Further missing parameters are reported when a run starts from this tree.
             at = at.setdefault(str(key), {})
         if settings.dora:
             matrix = matrix_of(module)
             assert matrix is not None
             at["lora_magnitude"] = _Norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
-        # Zeros of any shape in four bytes, read one by one and never stored.
+        # A broadcast zero takes four bytes for any shape; its elements are never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree
 

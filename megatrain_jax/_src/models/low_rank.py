@@ -143,7 +143,7 @@ def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_norms(self: Any, x: Any, y: Any, added: Any, a: Any, b: Any) -> Any:
-    """The term of adapters with DoRA: the output is that of a matrix with other norms of rows.
+    """The adapters' term with DoRA, which gives the merged matrix's rows trained norms.
 
     With the factor m of each row, the trained norm divided by that of `W + scale * B A`, it is
     `(m - 1) W x + m scale B A x`. As in PEFT, the divisor has no gradient, and dropout hides inputs

@@ -22,7 +22,7 @@ from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
 from megatrain_jax._src.models.families.registry import FAMILIES
-from megatrain_jax._src.models.folders import new_folder, unfinished
+from megatrain_jax._src.models.folders import atomic_folder, new_folder
 from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, LazyArray, Tensor, open_file, some
@@ -32,7 +32,7 @@ _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vo
 _PREFIX = "base_model.model."
 _PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
-# Options of PEFT that change what adapters compute, and the value with which they don't.
+# PEFT options that change the computation of adapters, and their values without effect.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
@@ -131,7 +131,7 @@ def merge_adapter(
     single, was_stacked = _split_like(factors, tensors, values)
     fault = f"the adapters in {source} don't fit the base {at_base}: "
     _check_tied(values, single, (*factors, *whole), fault)
-    # A tensor of a single expert is a part of the base's, which are assembled again.
+    # A single expert's tensor is a part of a stacked one, and they are stacked again below.
     arrays: dict[str, Any] = {
         name: tensor if name in tensors else LazyArray((tensor,), stacked=False)
         for name, tensor in single.items()
@@ -151,7 +151,7 @@ def merge_adapter(
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
     copied = companions(at_base) | companions(source)
     most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
-    with unfinished(folder) as at:
+    with atomic_folder(folder) as at:
         write_tensors(at, named, max_shard_bytes)
         write_config(at, values, DTYPES[most].name)
         copy_companions(at, copied)
@@ -201,7 +201,7 @@ def _read_adapter(
 def _split_like(
     factors: Mapping[str, Any], tensors: dict[str, Tensor], values: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bool]:
-    """The base's tensors, with single experts if the adapters have single ones."""
+    """The base's tensors, and whether experts were split because the adapters name single ones."""
     family = FAMILIES.get(str(values.get("model_type")))
     single = any(re.search(r"\.experts\.\d+\.", name) for name in factors)
     if not single or family is None or family.stacked:

@@ -69,7 +69,7 @@ def _flat(model: Decoder, kind: type[nnx.Variable]) -> list[tuple[ParameterPath,
 
 
 def others(model: Decoder) -> list[ParameterPath]:
-    """Returns the paths of a model's remaining variables, without random keys."""
+    """Returns the paths of variables that are no parameters, buffers or random keys."""
     kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Buffer, nnx.RngState, nnx.Intermediate)))
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 

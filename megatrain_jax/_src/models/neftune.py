@@ -17,7 +17,7 @@ class EmbeddingNoise(nnx.Module):
     """Uniform noise within alpha / sqrt(length * width); `.eval()` turns it off.
 
     Attributes:
-        alpha: The largest noise of embeddings with one number.
+        alpha: Bound of the noise before the division by sqrt(length * width).
         deterministic: Whether the noise is off.
     """
 
@@ -48,10 +48,10 @@ def neftune(
 def neftune(model: Any, *, alpha: float = 5.0, seed: int = 0) -> Any:
     """Adds noise to a decoder's embeddings in training (NEFTune), as Transformers does.
 
-    In each step, each number of the embeddings gets a noise that is uniform within
-    `alpha / sqrt(length * hidden_size)`, where `length` is that of the batch's rows, padding
-    included; of rows with packed documents, too. Each microbatch draws its own. Evaluations and
-    generation have no noise, nor has a model after `.eval()`.
+    In each step, each number of the embeddings gets noise that is uniform within
+    `alpha / sqrt(length * hidden_size)`, where `length` is the length of the batch's rows with
+    padding, also if documents are packed. Each microbatch draws its own noise. There is none in
+    evaluations, in generation, and in a model after `.eval()`.
 
     Args:
         model: A `Decoder`, also one with adapters; it is not modified. Or a function that builds

@@ -1,10 +1,9 @@
-"""`Past`: the texts so far; layers get it in place of `segments` while text is generated.
+"""`Past`: the tokens before the new ones; layers get it in place of `segments` in generation.
 
 All code that mixes tokens reads `segments`, or else packed documents would leak into each other. So
 this is also the place where generation adds its caches: `attention`, `gated_delta_rule`,
 `short_convolution` and `positions_in` call the method of the same purpose here, and layers stay as
-they are. Any use
-of a `Past` that has no method for it is refused.
+they are. Any use of a `Past` that has no method for it is refused.
 """
 
 from typing import Any, Never
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Past:
-    """The texts that a layer's new tokens continue; its subclasses read and write a cache.
+    """The tokens before a layer's new ones, passed as `segments`; subclasses hold the cache.
 
     Attributes:
         kind: The name of the layer's class, for errors.

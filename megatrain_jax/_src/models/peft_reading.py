@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
 DORA_ENDS = ENDS | {"lora_magnitude": "lora_magnitude_vector"}
 # Fields of adapter_config.json that are read here, and fields that don't change the computation.
-# The tensors in the file tell the modules with adapters.
+# The modules with adapters are known from the tensors in the file.
 _READ = frozenset(
     "peft_type r lora_alpha lora_dropout use_rslora use_dora bias init_lora_weights target_modules "
     "modules_to_save".split()

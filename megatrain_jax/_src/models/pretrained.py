@@ -193,7 +193,7 @@ def _check(
         if tensor.shape != shape
     ]
     unread = [tensor for tensor, _ in present if tensor.dtype not in DTYPES]
-    # Weights that are still codes have no scales.
+    # Weights that are still 8-bit codes lack their scales.
     scales = {tensor.name: scales_of(tensor, config.original) for tensor in unread}
     missing += filter(None, scales.values())
     unknown = [f"{t.name} ({t.dtype})" for t in unread if scales[t.name] is None]

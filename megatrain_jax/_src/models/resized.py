@@ -52,7 +52,7 @@ def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0)
             # The head gets rows of its own, not the embedding's draws.
             draws = np.random.SeedSequence([seed, name == "lm_head"])
             module: Mapping[str, Any] = params[name]
-            params[name] = {key: Grown(array, size, draws) for key, array in module.items()}
+            params[name] = {key: ResizedArray(array, size, draws) for key, array in module.items()}
     original = pretrained.config.original
     if original is not None:
         values = json.loads(original)
@@ -62,7 +62,7 @@ def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0)
     return with_config(replace(pretrained, params=params), config)
 
 
-class Grown:
+class ResizedArray:
     """A matrix or vector with new rows, computed when it is converted to an array.
 
     Attributes:
@@ -97,6 +97,6 @@ def _new_rows(old: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarr
     new = np.zeros((count, *old.shape[1:]))
     for at in starts:
         rows = old[at : at + _ROWS].astype(np.float32) - mean.astype(np.float32)
-        # Random sums of centred rows have their covariance, without its matrix.
+        # Random combinations of centred rows have the rows' covariance; its matrix is never formed.
         new += np.tensordot(rng.standard_normal((count, len(rows)), np.float32), rows, 1)
     return (mean + (_VARIANCE / len(old)) ** 0.5 * new).astype(np.float32)

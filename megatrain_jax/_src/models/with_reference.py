@@ -16,7 +16,7 @@ class WithReference(nnx.Module):
     """Two decoders of one run: the policy is trained, and the reference stays as it is.
 
     Attributes:
-        policy: The decoder that is trained, and that writes.
+        policy: The decoder that is trained, and that generates completions.
         reference: The decoder as it was before training.
     """
 

@@ -1,7 +1,7 @@
 """Means of losses that have one number per example, such as a pair of answers.
 
-An example is a pair, an answer, or a pair of scores. Examples that a batch's padding stands for
-have weight 0, and may have any numbers.
+An example is a pair, an answer, or a pair of scores. Examples in a batch's padding have weight 0,
+and may hold any numbers, even NaN.
 """
 
 from collections.abc import Mapping

@@ -67,8 +67,8 @@ def grpo(
         advantages: The advantage of each completion, or of each token. No gradient flows into it.
         reference: The log-probabilities under the reference model, for `beta` above 0.
         loss_type: The kind of mean.
-        epsilon: Least decrease of a token's probability, relative to the old one, that is clipped.
-        epsilon_high: Least increase that is clipped; None for `epsilon`. DAPO uses 0.28.
+        epsilon: Relative decrease of a token's probability beyond which the ratio is clipped.
+        epsilon_high: The same for an increase; None for `epsilon`. DAPO uses 0.28.
         beta: Weight of the divergence from the reference; at least 0.
         use_bias_correction_kl: Whether the divergence is multiplied by the ratio, which makes its
             gradient unbiased (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). The original GRPO
@@ -248,7 +248,7 @@ def _mean(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarra
 
 
 def _deviation(values: np.ndarray, counts: np.ndarray, axis: int | None) -> np.ndarray:
-    """The unbiased standard deviation; NaN of a single value."""
+    """The unbiased standard deviation; NaN for a single value."""
     squares = np.where(counts, (values - _mean(values, counts, axis)) ** 2, 0)
     number = counts.sum(axis=axis, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -26,7 +26,7 @@ def reward(
     Args:
         chosen: Score of each pair's chosen conversation.
         rejected: Score of its rejected conversation.
-        margins: Difference that the scores should have at least; None for 0.
+        margins: Minimum difference that the scores should have; None for 0.
         center_rewards_coefficient: Weight of the second term, at least 0; None leaves it out.
         mask: Weights of pairs, or whether they count; None counts all.
         count: Divisor of the sums over pairs; None takes the sum of their weights. See

@@ -37,8 +37,8 @@ def check_batch(
         name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
         of: The batch in words, for messages.
-        or_shapes: Whether their `jax.ShapeDtypeStruct`s will do.
-        fewer: The argument for `{n}` devices, for a message.
+        or_shapes: Whether `jax.ShapeDtypeStruct`s are allowed in place of arrays.
+        fewer: The argument that chooses `{n}` devices, for a message.
 
     Raises:
         TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
@@ -164,7 +164,7 @@ def naming_first_batch(batch: Any, microbatches: int) -> Iterator[None]:
 
 
 def _advice_on_kind(batch: Any, error: Exception) -> str | None:
-    """Advice on reading a batch by its kind; None where an error has another cause."""
+    """Advice on how to read this kind of batch; None if the error seems to have another cause."""
     if isinstance(batch, Mapping):
         # Unpacked like a tuple, a dict gives its keys to the model.
         of_keys = ("to unpack", "'str'", *map(repr, batch))

@@ -1,6 +1,6 @@
 """Checks of the parts of a run: the model, the loss, the optimizer, data and trainers.
 
-Each is only looked at from outside, so that a mistake is named before anything is traced or drawn.
+These checks trace nothing and draw no batch, so they report a mistake at once.
 """
 
 from collections import Counter
@@ -167,7 +167,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def _is_loss(value: Any) -> bool:
-    """Whether a value is certainly a loss function: no model, and not one's builder either."""
+    """Whether a value is certainly a loss function, neither a model nor a model's builder."""
     if not callable(value) or isinstance(value, type | linen.Module) or is_pytree_model(value):
         return False
     takes = [number for number in (0, 2, 3) if checks.can_be_called(value, number)]

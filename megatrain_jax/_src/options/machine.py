@@ -12,7 +12,7 @@ from megatrain_jax._src.state.hardware import Hardware
 
 
 def found_hardware(value: Any) -> Hardware | None:
-    """Returns the argument `hardware` as a record, also where it is the name of a known card.
+    """Returns the argument `hardware` as a record, also if it is the name of a known card.
 
     Raises:
         TypeError: If it is neither.
@@ -30,7 +30,7 @@ def found_hardware(value: Any) -> Hardware | None:
 
 
 def check_products(precision: Precision, machine: Hardware | None) -> None:
-    """Checks that an accelerator has the products that a precision asks for; a CPU has all.
+    """Checks that an accelerator supports the matrix products of a precision; a CPU supports all.
 
     Raises:
         ValueError: If it has no units for float8.
@@ -70,5 +70,5 @@ def check_mesh_given(value: Any) -> None:
 
 
 def mesh_of(num_devices: int) -> str:
-    """The advice on how to write a mesh of so many devices; of n if that is less than one."""
+    """Advice on how to write a mesh of this many devices, or of n if the number is less than 1."""
     return f'write mesh=jax.make_mesh(({num_devices if num_devices > 0 else "n"},), ("data",))'

@@ -32,7 +32,7 @@ Trainable = str | Sequence[str] | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
 
-# Less was meant in GiB: no device has 1024 of them, and models of a few numbers need more bytes.
+# A smaller number was meant in GiB: no device has 1024 GiB, and any model needs 1024 bytes.
 _LEAST_DEVICE_BYTES = 1024
 # JAX converts a seed to a signed 64-bit integer.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
@@ -83,7 +83,7 @@ class Options:
 
     @property
     def dtypes(self) -> Precision:
-        """The precision, which is stored as a record where a name was given, on the machine."""
+        """The precision as a record, also if a name was given, with the machine's compute dtype."""
         assert not isinstance(self.precision, str)
         return self.precision.on(self.machine)
 
@@ -198,8 +198,8 @@ class LoopOptions:
             raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
 
     @property
-    def rhythm(self) -> dict[str, Any]:
-        """The options that must be equal in all processes of a run, because they act together."""
+    def agreed_options(self) -> dict[str, Any]:
+        """The options that must be equal in all processes, which step and save together."""
         return {
             "`steps`": self.steps,
             "`eval_data`": self.eval_data is not None,
@@ -252,7 +252,7 @@ def _trainable(value: Any) -> Any:
 
 
 def _gib(name: str, value: Any) -> float:
-    """A number of GiB, also where it is text with a unit of its own."""
+    """A number of GiB, from a number or from text with any unit."""
     if isinstance(value, str):
         try:
             value = float(value)  # GiB, as the name of the argument has it

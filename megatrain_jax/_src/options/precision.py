@@ -220,7 +220,7 @@ class Precision:
 
 
 def precision_of(name: str, value: Any) -> Precision:
-    """Returns the argument for a precision as a record, also where it is a name.
+    """Returns the argument for a precision as a record, also if it is a name.
 
     "auto" is `Precision()`; "compact" and "two_bytes" are `Precision.compact()` and `.two_bytes()`.
     "bfloat16", "float16" and "float32" are dtypes of the computation, as after `--compute` on the

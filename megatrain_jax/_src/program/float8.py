@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 
 CODE = jnp.dtype(jnp.float8_e4m3fn)
-# Parts of a large array, about, whose largest magnitudes are found side by side.
+# Approximate number of parts of a large array; their largest magnitudes are found in parallel.
 _PARTS = 2048
 
 Codes = tuple[jax.Array, jax.Array]
@@ -37,8 +37,8 @@ Codes = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """The form of a product: all that is known of it without its operands.
+class ProductSpec:
+    """The static description of a product: axes, dtypes, and the operands that need gradients.
 
     Attributes:
         contracted: The contracted axes of the left operand, and the matching ones of the right.
@@ -57,7 +57,7 @@ class Form:
     needed: tuple[bool, bool]
 
     @classmethod
-    def of(cls, eqn: Any, needed: tuple[bool, bool]) -> "Form":
+    def of(cls, eqn: Any, needed: tuple[bool, bool]) -> "ProductSpec":
         """The form of a `dot_general` equation.
 
         Args:
@@ -120,10 +120,10 @@ def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scales(largest: jax.Array) -> jax.Array:
-    """The smallest powers of two that divide positive numbers to at most 448, or the numbers.
+    """The smallest power of two that divides each of some positive numbers to at most 448.
 
-    They are the numbers where these are not finite. Powers of two divide and multiply exactly, so
-    that codes do not depend on how the compiler arranges a division.
+    Numbers that are not finite are returned unchanged. Powers of two divide and multiply exactly,
+    so that codes do not depend on how the compiler arranges a division.
     """
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     # 448 is 1.75 * 2**8: a larger mantissa carries to the exponent in this sum.
@@ -134,7 +134,7 @@ def _scales(largest: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(form: Form, left: jax.Array, right: jax.Array) -> jax.Array:
+def product(form: ProductSpec, left: jax.Array, right: jax.Array) -> jax.Array:
     """The product of two arrays in float8; its derivative is computed in float8 too.
 
     Args:
@@ -145,7 +145,9 @@ def product(form: Form, left: jax.Array, right: jax.Array) -> jax.Array:
     return _forward(form, left, right)[0]
 
 
-def _forward(form: Form, left: jax.Array, right: jax.Array) -> tuple[jax.Array, list[Codes | None]]:
+def _forward(
+    form: ProductSpec, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, list[Codes | None]]:
     codes = coded(left), coded(right)
     result = _of_codes(codes[0], codes[1], form.contracted, form.batch, form.dtype)
     # An operand's gradient needs the codes of the opposite operand only.
@@ -154,7 +156,7 @@ def _forward(form: Form, left: jax.Array, right: jax.Array) -> tuple[jax.Array, 
 
 
 def _backward(
-    form: Form, kept: list[Codes | None], cotangent: jax.Array
+    form: ProductSpec, kept: list[Codes | None], cotangent: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
     codes = coded(cotangent) if any(form.needed) else None
     return _gradient(form, 0, codes, kept[1]), _gradient(form, 1, codes, kept[0])
@@ -187,7 +189,7 @@ def count_numbers(jaxpr: Any) -> int:
     return found
 
 
-def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | None) -> Any:
+def _gradient(form: ProductSpec, side: int, cotangent: Codes | None, other: Codes | None) -> Any:
     """The gradient of one operand; None if it is not needed."""
     if cotangent is None or other is None:
         return None
@@ -200,8 +202,9 @@ def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | Non
         (cotangent, tuple(range(first, first + len(other_free))), tuple(range(num_batch))),
         (other, other_free, form.batch[1 - side]),
     ]
-    # Now they are the batch axes, and in one order or the other this operand's free axes and the
-    # opposite contracted axes, ascending. In the operand's own order nothing has to be transposed.
+    # The gradient's axes are the batch axes, then this operand's free axes, then its contracted
+    # axes, ordered by the opposite operand; with the pairs reversed, the last two swap. In the
+    # operand's own order nothing has to be transposed.
     lies = [own_free, tuple(own[opposite.index(axis)] for axis in sorted(opposite))]
     if min(own, default=0) < min(own_free, default=0):
         pairs.reverse()

@@ -82,7 +82,7 @@ def _host_constant(value: Any) -> Any:
     return value
 
 
-def outlived(values: Iterable[Any]) -> str | None:
+def leaked_tracer(values: Iterable[Any]) -> str | None:
     """Shape and dtype of the first value that belongs to a finished trace, or None."""
     found = (v for v in values if isinstance(v, core.Tracer))
     return next((v.aval.str_short() for v in found), None)
@@ -208,7 +208,7 @@ def called(eqn: Any, names: Collection[str] = CALLS | REMAT) -> Body | None:
 
     Args:
         eqn: The equation.
-        names: Primitives whose bodies are wanted, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
+        names: Primitives to look into, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
     """
     if eqn.primitive.name not in names:
         return None

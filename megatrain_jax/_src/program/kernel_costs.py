@@ -1,4 +1,4 @@
-"""Operations and workspace of the primitives that this library's models leave to kernels.
+"""Operations and workspace of the primitives that kernels of this library's models compute.
 
 The primitives are recognised by name, since models are built on top of the library. Operands of
 grouped products are rows, matrices and sizes of groups; the delta rule's are queries, keys, values,

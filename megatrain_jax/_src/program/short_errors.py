@@ -1,4 +1,4 @@
-"""Short errors while tracing, where JAX would search long for words that nobody reads."""
+"""Short errors while tracing: JAX would spend long on messages that nobody reads."""
 
 import threading
 from collections import Counter

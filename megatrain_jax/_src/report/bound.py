@@ -1,4 +1,4 @@
-"""Finds the bottleneck of a step: the slowest resource if everything that can overlap did."""
+"""Finds the bottleneck of a step: its busiest resource, assuming perfect overlap."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -9,7 +9,7 @@ Bound = Literal[
     "link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
 ]
 
-# Another resource within this fraction of the longest time may as well be the bottleneck.
+# If another resource is busy for at least this fraction of the longest time, neither is named.
 _AS_LONG = 0.9
 
 Resource = Literal["device", "link", "host", "dispatch"]

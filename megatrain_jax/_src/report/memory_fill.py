@@ -1,4 +1,4 @@
-"""Host and device memory as a run fills them: the parts, and the limit."""
+"""The parts of a run that use host and device memory, and the limits of both."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A memory and the parts that fill it.
+    """The use of one memory: the parts in it, and its limit.
 
     Attributes:
         name: The memory's name.
@@ -33,7 +33,7 @@ class Fill:
 
 
 def fills(plan: "Plan") -> tuple[Fill, Fill]:
-    """The memory of one host and of one device, filled by a plan.
+    """The memory use of one host and of one device in a plan.
 
     For example, with 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB
     in each host's process, a host has 50 GiB of state, 10 GiB waiting or in flight, and 5 GiB of

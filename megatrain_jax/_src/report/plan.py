@@ -102,7 +102,7 @@ class Plan:
         loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
             each device: loops over a layer's experts, or over chunks of a row.
         by_kernels: The computations that kernels of the extra `kernels` do, such as "experts". A
-            plan for one Hopper GPU that is made on another machine counts on this extra there.
+            plan for one Hopper GPU, made on another machine, assumes that the extra is installed.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
             kernels are short or only copy.
         memory_bytes: Bytes that each device reads and writes in the time of all remaining kernels,
@@ -133,7 +133,7 @@ class Plan:
         collective_bytes: Bytes that each device receives from its peers per step: gathered
             parameters, and gradients to be summed.
         seconds_dispatch: Estimate of the time in which Python dispatches a step.
-        warnings: Sentences about parts that could not be done well.
+        warnings: Sentences about parts of the run that perform badly.
         hardware: The machine that times and limits refer to.
         workload: The computation, bytes and rates of a step, from which it is scheduled.
         schedule: The transfers and computations of a step in order; None, like the workload, for a
@@ -364,7 +364,7 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether the run fits host and device; `None` if unknown, as without hardware."""
         known = self.fits_host, self.fits_device
-        # One memory that is too small decides, whatever the second one is.
+        # If one memory is too small, the run doesn't fit, even if the second is unknown.
         return False if False in known else None if None in known else True
 
     def timeline(self) -> "Figure":

@@ -7,19 +7,19 @@ import numpy as np
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
-from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
+from megatrain_jax._src.spec.codecs import coded_differences, stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 # Below this number of parameters, a model fits any device as a whole.
 _WORTH_CUTTING = 2**24
 # Fraction of the parameters from which on a stage counts as most of the model.
 _MOST = 3 / 4
-# Operations of a step below which products in float32 cost a GPU milliseconds, or less than Python
-# takes to dispatch the step.
+# With fewer operations in a step, float32 products take a GPU only milliseconds, or less time than
+# Python takes to dispatch the step.
 _WORTH_NARROWING = 1e12
 
 
@@ -50,7 +50,7 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _no_bfloat16(spec: RunSpec) -> list[str]:
-    """Says that the GPU has no bfloat16, if float16 was chosen for it or bfloat16 was given."""
+    """Warns if the GPU has no bfloat16 and the user chose bfloat16, or float16 replaces it."""
     machine, given = spec.options.machine, spec.options.precision
     if machine is not None and not machine.has_bfloat16 and spec.precision.compute == "bfloat16":
         return [
@@ -104,7 +104,7 @@ def _wide_products(spec: RunSpec) -> list[str]:
     compute = np.dtype(spec.precision.compute)
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     every = sum(count_flops(j, is_product) for j in jaxprs)
-    # A router or a loss in fp32 takes a few percent, and is intended.
+    # A router or a loss in fp32 is intended, and takes only a few percent of the operations.
     wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
     # Forward, its recomputation, and backward.
     if wide <= every / 10 or 4 * spec.microbatches * wide < _WORTH_NARROWING:
@@ -169,11 +169,11 @@ def _coded_differences(spec: RunSpec) -> list[str]:
 def _coded_frozen(spec: RunSpec) -> list[str]:
     """Warns of frozen parameters that are rounded because masters are held in codes."""
     precision = spec.precision
-    # A mapping and `frozen` name these parameters.
+    # With `frozen` or a mapping, the user chose the dtype of these parameters.
     if precision.frozen is not None or isinstance(precision.master, tuple):
         return []
     frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
-    coded = [leaf for leaf in frozen if held_dtype(precision, leaf) == np.dtype("int8")]
+    coded = [leaf for leaf in frozen if stored_dtype(precision, leaf) == np.dtype("int8")]
     if not coded:
         return []
     return [
@@ -187,7 +187,7 @@ def _coded_frozen(spec: RunSpec) -> list[str]:
 def _no_nf4(spec: RunSpec) -> list[str]:
     """Warns if frozen parameters were to be stored in NF4, and none is."""
     frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
-    if spec.precision.frozen != NF4 or any(held_dtype(spec.precision, x) == NF4 for x in frozen):
+    if spec.precision.frozen != NF4 or any(stored_dtype(spec.precision, x) == NF4 for x in frozen):
         return []
     return [
         'Precision(frozen="nf4") stores matrices of the model\'s blocks that are not trained in 4 '

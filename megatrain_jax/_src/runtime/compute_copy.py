@@ -1,8 +1,8 @@
-"""A run's parameters on the devices in the dtype of its computation, read part by part.
+"""Copies a run's parameters to the devices in the compute dtype, a few at a time.
 
-Between steps nothing of a run is on the devices, so other programs may compute there with the
-current parameters, such as generation of text. They read them here, as many at a time as they have
-room for, from the masters in the host: no second copy is made there.
+Between steps, a run holds nothing on the devices, so another program, such as text generation, can
+compute there with the current parameters. It reads them from the masters in host memory, as many at
+a time as fit on the devices. No second copy is made in host memory.
 """
 
 import functools
@@ -37,14 +37,14 @@ class UnreadParameter:
 
 
 class ComputeCopy:
-    """The parameters of a run at rest, to be read onto its devices.
+    """The parameters of a run between steps, to be copied to its devices.
 
     It is valid until the next training step.
 
     Attributes:
         model: The user's kind of model, with an `UnreadParameter` in place of each parameter.
         dtype: The dtype of parameters that are read.
-        device: The first of the run's devices; parameters that are read are whole on each of them.
+        device: The first of the run's devices. A parameter that is read is replicated on all.
     """
 
     def __init__(self, spec: RunSpec, store: Store):
@@ -62,7 +62,7 @@ class ComputeCopy:
             for number, shape in enumerate(spec.adapted.shapes)
         ]
         self.model = spec.adapted.rebuild(unread, store.on_host(store.variables))
-        # For each parameter, its leaves: the index within it, the group and the place there.
+        # The leaves of each parameter: index within it, number of the group, position in the group.
         self._leaves: list[list[tuple[Any, int, int]]] = [[] for _ in unread]
         for group, rows in enumerate(spec.grouping.leaves):
             for place, i in enumerate(rows):
@@ -90,7 +90,7 @@ class ComputeCopy:
         return [self._joined(parameter, found) for parameter in parameters]
 
     def bytes_at_rest(self, parameters: Sequence[UnreadParameter]) -> int:
-        """Bytes of masters in the host that are copied when parameters are read together."""
+        """Bytes of masters in host memory that are copied when parameters are read together."""
         groups = {group for p in parameters for _, group, _ in self._leaves[p.number]}
         return sum(self._store.layouts[group].master.num_bytes for group in groups)
 

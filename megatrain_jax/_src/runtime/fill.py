@@ -19,7 +19,7 @@ from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.index import range_of, selector
 from megatrain_jax._src.runtime.store import Store
-from megatrain_jax._src.spec.codecs import held_dtype
+from megatrain_jax._src.spec.codecs import stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.placement import Placement
 
@@ -39,7 +39,7 @@ def fill_store(
     Args:
         spec: The run: its groups, their layouts and the optimizer.
         store: The store, at rest and without slabs.
-        kernels: The run's compiled functions; the ones that pack slabs are added.
+        kernels: The run's compiled functions; functions that pack slabs are added.
         initial: The model's initial values.
         done: Callback after each group, for a progress bar.
     """
@@ -51,7 +51,7 @@ def fill_store(
     slices = _unstacked(spec, store, initial, _stacked(spec))
     scalars: list[jax.Array] = []
     for g, leaves in enumerate(spec.grouping.leaves):
-        # The parts of a block follow each other, so only one block's experts wait at a time.
+        # A block's groups are adjacent, so at most one block's experts are in memory at a time.
         divided = {spec.leaves[i].parameter for i in leaves if range_of(spec.leaves[i].index)}
         missing = {p for p in divided if not any(spec.leaves[i].parameter == p for i in slices)}
         slices |= _unstacked(spec, store, initial, missing)
@@ -59,7 +59,7 @@ def fill_store(
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
         by_leaf = dict(zip(whole, values, strict=True))
         by_leaf |= {i: slices.pop(i) for i in leaves if i in slices}
-        # Whole on every device, where the kernel packs them into each one's shard.
+        # Replicated on every device; the kernel packs them into the device's shard.
         on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
         scalars += _fill_group(spec, store, kernels, g, on_device)
         done()
@@ -91,8 +91,8 @@ def initial_kernels(
 def _dtype(spec: RunSpec, i: int, initial: InitialValues) -> Any:
     """The dtype of a leaf when it is packed."""
     leaf = spec.leaves[i]
-    given, held = initial.dtypes[leaf.parameter], held_dtype(spec.precision, leaf)
-    # Slices wait in the dtype that the host stores, except for codes, which are made in packing.
+    given, held = initial.dtypes[leaf.parameter], stored_dtype(spec.precision, leaf)
+    # Slices are kept in the dtype that the host stores. Only codes are made later, in packing.
     in_held = leaf.index and held != NF4 and jnp.issubdtype(held, jnp.floating)
     return held if in_held else given
 
@@ -124,7 +124,7 @@ def _unstacked(
     stacked = sorted(own, key=lambda row: (row[0], row[2]))
     slices: dict[int, jax.Array] = {}
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
-        # All slices at once, because the groups come one by one and each would compute the whole
+        # All slices are taken at once; otherwise each group would compute the whole parameter
         # again.
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
@@ -148,6 +148,6 @@ def _fill_group(
     if part.jaxpr.outvars:
         kernel = initial_scalars(part, layout, store.placement)
         scalars = list(kernels.get(kernel)(masters))
-    # Waited for, so that the next group's arrays don't join this one's on the device.
+    # Waits, so that the device holds the arrays of one group at a time.
     jax.block_until_ready([resting, scalars])
     return scalars

@@ -17,15 +17,15 @@ class LiveValues:
 
     Attributes:
         step: The step.
-        rows: Values between stages by id, beginning with the prologue's; activations that wait in
-            the host are removed meanwhile.
+        rows: Values that stages pass on, by id, beginning with the prologue's. An activation is
+            absent while it is in host memory.
         cotangents: Cotangents, by the ids of their values.
         rounded: Number of sums of gradients that were rounded so far, on the device.
         wave: The wave that is computed now.
         means: Loss and metrics, once they are known: means over the microbatches.
         scalars: The result of each group's *reduce*, once dispatched.
         squares: Squared norms of the groups' gradients.
-        group_ok: Groups in the order of their gradients, each with `ok` after its own.
+        group_ok: Groups in the order of their gradients, each with `Store.ok` after its gradient.
     """
 
     step: BoundStep
@@ -41,14 +41,14 @@ class LiveValues:
     @property
     def wave_rows(self) -> list[dict[int, jax.Array]]:
         """The rows of the wave's microbatches."""
-        return self.rows[self._at_hand]
+        return self.rows[self._wave_slice]
 
     @property
     def wave_cotangents(self) -> list[dict[int, jax.Array]]:
         """The cotangents of the wave's microbatches."""
-        return self.cotangents[self._at_hand]
+        return self.cotangents[self._wave_slice]
 
     @property
-    def _at_hand(self) -> slice:
+    def _wave_slice(self) -> slice:
         number = self.step.wave_microbatches
         return slice(self.wave * number, (self.wave + 1) * number)

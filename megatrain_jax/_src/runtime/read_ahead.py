@@ -1,7 +1,7 @@
 """Reads files into the system's cache while a run waits for compilation and pinning.
 
-Initial values in files are read one by one when the store is filled; this way they come from the
-cache instead of the disk. Compiling and pinning use neither the disk nor Python's lock much.
+When the store is filled, initial values in files are read one by one; they then come from the cache
+instead of the disk. Compiling and pinning use neither the disk nor Python's lock much.
 """
 
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Bytes read at a time: the lock is free meanwhile, and ending the thread takes short.
+# Bytes per read. Python's lock is free during a read, and the thread can end only between reads.
 _CHUNK_BYTES = 2**23
 
 

@@ -36,13 +36,13 @@ class Store:
     """Holds all state of a run.
 
     Between steps, and whenever it is read or filled, everything is at rest: in pinned host memory,
-    with nothing on the devices. The engine wakes the small state with its next step.
+    with nothing on the devices. The next step moves the small state to the devices.
 
     Attributes:
         layouts: Layout of each group's state in slabs, by the group's number.
         placement: The devices and memories of its arrays.
         host: Slabs in pinned host memory, and activations and residuals of all microbatches.
-        on_device: Slabs and residuals on the devices; activations are in the rows of their step.
+        on_device: Slabs and residuals on the devices; activations are in `LiveValues.rows`.
         variables: The model's variables beside its parameters.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
@@ -78,8 +78,8 @@ class Store:
         self.step = self.small(jnp.array(0, jnp.int32))
         self.key, self.scaling = self.small(key), self.small(scaling)
         self.before_replacing: Callable[[int], None] | None = None
-        # For several processes: the slabs last gathered from all, and their copies. A slab's leaves
-        # are read one after another, and each read would gather it again.
+        # With several processes: the slabs that were gathered last, and the gathered copies. A
+        # slab's leaves are read one by one; without this cache, each read would gather the slab.
         self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
 
     # ---- filling, at rest
@@ -121,7 +121,7 @@ class Store:
         return read_leaves(own, arrays)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
-        """A function that reads this process's runs of one part of a leaf; it holds the slab."""
+        """A function that reads this process's runs of one part of a leaf; it keeps the slab."""
         layout, arrays = self.layouts[key.owner], self.host[key]
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:

@@ -2,7 +2,8 @@
 
 A step's metrics are read late, so that the device never waits for Python. A number that was not
 finite is noticed only after a step or two more have been dispatched. Updates do nothing while the
-store's `ok` is false, so those steps have changed nothing and are forgotten.
+store's `ok` is false, so these later steps have changed nothing and are forgotten. To settle a step
+is to wait for its result and to act on it.
 """
 
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.kernels.loss_scale import can_be_halved
 from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
@@ -43,7 +44,7 @@ class StepMetrics(dict[str, jax.Array]):
 
 
 class Training:
-    """Dispatches, counts and settles the training steps of a run, and tracks if its state is whole.
+    """Dispatches, counts and settles a run's training steps; tracks whether its state is valid.
 
     Attributes:
         num_steps: Steps dispatched so far.
@@ -97,7 +98,7 @@ class Training:
         self._in_flight.append(metrics)
         return metrics
 
-    def wait_for_room(self) -> None:
+    def limit_steps_in_flight(self) -> None:
         """Waits until at most one step is in flight.
 
         Two steps may overlap, no more: steps that run ahead hold device memory.
@@ -131,7 +132,7 @@ class Training:
         self._in_flight.clear()
         self.lost = reason
 
-    def go_on_from(self, facts: Mapping[str, Any]) -> None:
+    def restore_counts(self, facts: Mapping[str, Any]) -> None:
         """Takes the step counts from the facts of a restored checkpoint."""
         self.lost, self.partial = None, facts["partial"]
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
@@ -146,7 +147,8 @@ class Training:
         self._in_flight.popleft()
         self.skipped_in_row = 0 if healthy else self.skipped_in_row + 1
         self.num_skipped += not healthy
-        # More, if a resumed run allows fewer, or if the scale of the loss was being halved.
+        # The count can exceed the maximum: a resumed run may allow fewer steps, and steps that
+        # halve the scale of the loss are allowed.
         if self.skipped_in_row >= self._max_skipped and not _overflows_by_scale(metrics):
             self.skipped_in_row = 0  # a caller who continues has the full number again
             raise TooManySkippedError(
@@ -159,7 +161,7 @@ class Training:
             self._warn_of_nothing(metrics)
 
     def _warn_of_nothing(self, metrics: StepMetrics) -> None:
-        """Warns, once per run, of a step whose loss was the mean of nothing."""
+        """Warns, once per run, of a step with weight 0, such as a batch with all labels masked."""
         if "weight" not in metrics or float(jax.device_get(metrics["weight"])) != 0:
             return
         self._has_warned = True
@@ -206,9 +208,9 @@ class Training:
 
 
 def _overflows_by_scale(metrics: StepMetrics) -> bool:
-    """Whether only the scaled gradients of a skipped step were not finite, for all that is known.
+    """Whether a smaller scale may make a skipped step finite.
 
-    A smaller scale may then help. The loss itself is computed without the scale.
+    It may if the loss was finite, because only gradients are computed with the scale.
     """
     if "loss_scale" not in metrics:
         return False

@@ -78,7 +78,7 @@ class Clock:
             for lane in (self.inward, self.outward, self.shared):
                 name = self.costs.link.name
                 lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
-        # A part that was computed with is present, so later computations need no arrival time.
+        # A part that a computation has used is present, so its arrival time is no longer needed.
         for key in touches:
             self.arrived.pop(key, None)
 

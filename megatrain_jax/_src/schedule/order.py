@@ -67,8 +67,8 @@ def _deferred_wave(workload: Workload, wave: int) -> list[list[Instruction]]:
     """The tasks of a wave with deferred updates."""
     unused = workload.unused_groups if wave == 0 else []
     pending = set(workload.trained_groups).difference(unused) if wave == 0 else set()
-    # First of all, because a stage without a backward may read these groups. Each is a separate
-    # task, so that only one at a time is on the device.
+    # These updates come first, because a stage without a backward may read these groups. Each is a
+    # separate task, so that only one group at a time is on the device.
     tasks = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = sorted(pending.intersection(groups))

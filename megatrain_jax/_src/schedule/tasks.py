@@ -44,6 +44,7 @@ _TOUCHES = {
 }
 
 
+# The first, a middle and the last wave.
 _FEW_WAVES = 3
 
 
@@ -144,7 +145,7 @@ def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskList
     workload = replace(workload, waves=workload.waves - left_out)
     every = computing_order(workload)
     pending = Op.UPDATE if workload.deferred else None
-    # The first step has nothing to apply. Empty tasks are kept, so that all steps number alike.
+    # The first step has no updates. Empty tasks are kept, so that all steps number tasks alike.
     first = [[i for i in task if i.op is not pending] for task in every]
     at_rest = [[i for i in task if i.op is pending] for task in every]
     # `made` carries over from list to list, because they run one after another. The asserts check
@@ -241,6 +242,7 @@ def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
 
 
 def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
+    """The task of these computations, with its parts in the order in which they are needed."""
     stages = [at for at, c in enumerate(computations) if c.instruction.stage is not None]
     # Parts that only later computations touch, such as an UPDATE's optimizer state, may arrive
     # while the stage computes. A task without a stage has no computation to hide their transfer.

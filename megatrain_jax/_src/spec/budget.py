@@ -9,7 +9,8 @@ memory in reserve are also cut, if their parts save residuals in the same memory
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
-    1. for the minimum budget, functions need 6 GiB, uncounted values 1, the largest slab 2
+    1. for the minimum budget, functions need 6 GiB, values that the schedule doesn't count 1, the
+       largest slab 2
     2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages save residuals by new functions
     3. these need 8 GiB, more than 6: the budget is 84 GiB
 
@@ -39,7 +40,7 @@ RESERVED = 0.05
 """Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
 to one more of the largest arrays."""
 LARGE = 0.2
-"""Fraction of device memory from which on the functions' memory may be reduced by smaller tiles."""
+"""If functions need more than this fraction of device memory, smaller tiles are tried."""
 # Fractions of the functions' memory to try instead, if it exceeds `LARGE` of the device.
 _SHARES = (0.5, 0.25)
 # Fraction of a step's estimated time that smaller tiles must save.
@@ -92,7 +93,9 @@ def fit_to_machine(
 def _faster_in_parts(
     whole: RunSpec, fitted: Callable[[RunSpec], RunSpec], device_bytes: int
 ) -> RunSpec:
-    """The run with blocks cut into parts, if they save residuals in the same memory, or whole.
+    """The run with blocks cut into parts if they are faster in the same memory, or whole.
+
+    Parts may save residuals where whole blocks can't.
 
     Args:
         whole: The fitted run with whole blocks.
@@ -105,7 +108,7 @@ def _faster_in_parts(
     if whole.options.device_budget is not None or schedule.kept or has_more or not able:
         return whole
     finer = _finer(whole)
-    # Experts are divided by need only: their groups pass on the rows of all tokens.
+    # Experts are divided only if they don't fit: each group passes on the rows of all tokens.
     if finer is None or finer.num_groups > whole.num_groups:
         return whole
     trial = fitted(finer)
@@ -125,10 +128,10 @@ def _finer(spec: RunSpec) -> RunSpec | None:
 def least_device_bytes(spec: RunSpec) -> int:
     """The fewest device bytes for a run's state, values and, if it is fitted, functions."""
     known = spec.temporary_bytes or 0
-    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + known
+    return spec.first.schedule.smallest_bytes + uncounted_activation_bytes(spec.first) + known
 
 
-def in_room(
+def fit_new_shape_to_device(
     step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
 ) -> BoundStep:
     """A step of a new batch shape, tiled so that its functions fit.
@@ -205,11 +208,11 @@ class _Fitting:
         return fitted
 
     def _worth(self, room: int) -> float:
-        """The largest estimate with which undivided functions are compiled, or counted.
+        """The largest estimate, in bytes, with which functions are tried without tiles.
 
-        Tiles read and write sums of gradients, so unneeded ones may take a twentieth of a step. But
-        XLA takes minutes to compile a huge function undivided, because it times all ways to compute
-        products of a second each.
+        Each tile reads and writes the sums of gradients, so unneeded tiles may take 5% of a step.
+        But XLA takes minutes to compile a huge function without tiles, because it times all
+        algorithms for products that take a second each.
         """
         first = self._spec.first
         longest = max(first.workload.costs.backward) / first.wave_microbatches
@@ -324,12 +327,12 @@ def _needed(spec: RunSpec) -> int:
 
 def _room(spec: RunSpec, device_bytes: int) -> int:
     """Device bytes that functions may take beside the schedule's peak and uncounted values."""
-    return device_bytes - other_bytes(spec.first) - spec.first.schedule.peak_bytes
+    return device_bytes - uncounted_activation_bytes(spec.first) - spec.first.schedule.peak_bytes
 
 
 def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
     """Whether the functions for `schedule` also run `other`, a schedule of the same step."""
-    return not other.kept or (schedule.lean == other.lean and other.kept <= schedule.kept)
+    return not other.kept or (schedule.selective == other.selective and other.kept <= schedule.kept)
 
 
 def with_temporaries(
@@ -358,7 +361,7 @@ def with_temporaries(
     # At least the minimum, even if less is left: then a plan shows the excess, and training is
     # refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
-    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.selective)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(known, budget_bytes=budget, first=first)
 
@@ -369,10 +372,10 @@ def _left(spec: RunSpec, device_bytes: int, reserved: int | None) -> int:
         free = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes
     else:
         free = device_bytes - reserved
-    return free - other_bytes(spec.first) - _needed(spec)
+    return free - uncounted_activation_bytes(spec.first) - _needed(spec)
 
 
-def other_bytes(step: BoundStep) -> int:
+def uncounted_activation_bytes(step: BoundStep) -> int:
     """Bytes of the activations that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.activations.keys()
     # Outputs and the prologue's values exist for the whole step; remaining values exist for one

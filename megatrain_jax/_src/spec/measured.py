@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import time_kernels
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.spec.rescheduled import by_measured_seconds
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import numbered_kernels
 from megatrain_jax._src.state.placement import Placement
 
-# A step with a shorter estimate is not worth timing its functions.
+# In seconds: the functions of a step with a shorter estimate are not timed.
 _SHORTEST = 0.05
-# Steps with a longer estimate are worth two seconds for times at a sustained clock.
+# In seconds: for a step with a longer estimate, functions are timed at the GPU's sustained clock,
+# which takes two seconds more.
 _LONG = 1.0
 
 
@@ -44,7 +45,7 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
         # A stage that prints, or calls back, must not do so here.
         if op in (Op.REDUCE, Op.UPDATE) or (
-            op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr)
+            op in (Op.FORWARD, Op.BACKWARD) and not has_side_effects(stages[number].stage.jaxpr)
         ):
             timed.setdefault((op, number), []).append(kernel)
 

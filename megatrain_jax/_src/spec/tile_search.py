@@ -23,8 +23,9 @@ from megatrain_jax._src.state.placement import Placement
 
 # Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
 _MOST_TILES = 64
-# If nothing fits, tiles have to reduce the need to less than this fraction. The fewest tiles are
-# taken for which the least need is at least the second fraction.
+# If no number of tiles fits, tiles are used if they reduce the memory to less than the first
+# fraction. Then the fewest tiles are taken that need at most the least possible memory divided by
+# the second fraction.
 _WORTH, _NEAR = 0.8, 0.95
 
 

@@ -53,13 +53,15 @@ def _stored(bound: BoundStage) -> tuple[str | None, ...]:
     return tuple(found)
 
 
-def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices: int) -> float:
+def extra_traffic_seconds(
+    work: Work, traffic: Traffic, hardware: Hardware, num_devices: int
+) -> float:
     """Seconds of memory traffic that the estimate of a stage's operations doesn't contain.
 
-    Convolutions of few channels also take longer than this estimate, and products in tiles.
+    It includes the excess time of convolutions of few channels, and of padded tiles of products.
 
     Args:
-        work: Operations of the stage; it counts copies in loops, and the bytes of float8 codes.
+        work: Operations of the stage; its estimate contains copies in loops and float8 codes.
         traffic: Bytes of the stage.
         hardware: The rates.
         num_devices: Number of devices that share the bytes.

@@ -31,7 +31,7 @@ from megatrain_jax._src.spec.run_spec import RunSpec
 # Fraction of a step's estimated time that several waves must save, because small microbatches and
 # two-way traffic cost somewhat more than the clock estimates.
 _WORTH = 0.05
-# With fewer tokens than two balanced waves have, a step waits for the link.
+# A step with fewer tokens than so many balanced waves waits for the link in any case.
 _FEWEST = 2
 
 
@@ -68,9 +68,9 @@ def fit_in_waves(
         return found.first.schedule.seconds if fits else math.inf
 
     def bound(waves: int) -> float:
-        room, lean = min(room_bytes, spec.budget_bytes or math.inf), spec.first.lean
+        room, selective = min(room_bytes, spec.budget_bytes or math.inf), spec.first.selective
         workload = spec.first.workload.in_waves(waves)
-        return least_seconds(workload, lean and lean.in_waves(waves), room, host_room)
+        return least_seconds(workload, selective and selective.in_waves(waves), room, host_room)
 
     workload = spec.first.workload.in_waves(1)
     balanced, least = _balanced(workload), _least_seconds(workload)

@@ -113,7 +113,7 @@ def backward_work(stage: Stage, forward: Work) -> Work:
     attention = _ATTENTION_BACKWARD * forward.attention
     times = 2 + stage.trainable_share
     others = times * (forward.flops - forward.attention)
-    # Codes are counted in proportion, too.
+    # The bytes of codes are scaled like the operations.
     rest = (times * part for part in forward[2:])
     return Work(others + attention, attention, *rest)
 

@@ -62,7 +62,7 @@ def keeps_lists() -> bool:
 
 
 def bytes_taken_at_once() -> int:
-    """The memory of all visible GPUs that JAX's own allocator takes at its start, and lists.
+    """The memory of all visible GPUs that JAX's own allocator takes, and lists, when it starts.
 
     Returns:
         Bytes; 0 if CUDA allocates, or without a driver.
@@ -77,11 +77,11 @@ def _preallocates() -> bool:
 def choose() -> None:
     """Lets CUDA's own memory pool allocate 85 to 93% of a GPU, unless a user chose otherwise.
 
-    XLA's default allocator fails with memory left when none of its gaps is large enough, as 10 GiB
-    of a GPU showed with 7.9 GiB planned; CUDA's maps pages from several gaps. Without preallocation
-    CUDA's pool reports no limit, and an automatic budget couldn't be found. JAX's default is 75% of
-    the memory; of 10 GiB, 85% still leave CUDA and a desktop 1.5. A GPU of 80 GiB with 93% leaves
-    5.6. Has an effect only before JAX's backend starts.
+    XLA's default allocator fails with memory left when none of its gaps is large enough; this was
+    seen on a GPU of 10 GiB with 7.9 GiB planned. CUDA's pool maps pages from several gaps. Without
+    preallocation CUDA's pool reports no limit, so an automatic budget can't be found. JAX's default
+    share is 75%. A share of 85% leaves 1.5 of 10 GiB for CUDA and a desktop; 93% leaves 5.6 of 80
+    GiB. Has an effect only before JAX's backend starts.
     """
     # Without CUDA there is nothing to set, and `environ` stays as it is.
     if not any(map(find_spec, _CUDA_PLUGINS)):

@@ -11,8 +11,9 @@ _MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 def enable() -> None:
     """Points JAX's cache at the user's cache folder, unless one was chosen or it can't be written.
 
-    Programs that compile in less than JAX's usual second are kept too: a step has many small ones.
-    JAX is told by its variables, which it reads when it is imported, unless it has been already.
+    Programs that compile in less than one second, JAX's default minimum, are kept too, because a
+    step has many small ones. JAX reads the environment variables when it is imported; if it is
+    imported already, its configuration is changed instead.
     """
     folder, jax = _default_folder(), sys.modules.get("jax")
     chosen = os.environ.get(_DIRECTORY.upper()) if jax is None else jax.config.values[_DIRECTORY]

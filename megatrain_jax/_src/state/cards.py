@@ -27,12 +27,13 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
     """The cards of a table such as `cards.json`.
 
     Args:
-        entries: By the card's public name, its `name` and `source` as in `Hardware`; `figures`,
-            which are the other attributes of `Hardware`, each as a `value`, its `source` and
-            sometimes a `unit` (GB, MiB or GiB, per second for a rate). `attention_flops_per_s`
-            stands for `sustained_attention`, and `float32_flops_per_s` for `float32_share`. An
-            entry that is `like` an earlier one has the figures of that one, except for its own.
-            `names` and `device_kinds` find a card; a `note` is for readers.
+        entries: One entry per card, by its public name. `name` and `source` are as in `Hardware`.
+            `figures` has the remaining attributes of `Hardware`, each with a `value`, a `source`
+            and optionally a `unit` (GB, MiB or GiB, per second for a rate). The rates
+            `attention_flops_per_s` and `float32_flops_per_s` are given in place of the shares
+            `sustained_attention` and `float32_share`. `like` names an earlier entry, whose figures
+            are used unless the entry has its own. `names` and `device_kinds` find a card; a `note`
+            is for readers.
 
     Raises:
         TypeError: If a figure has an unknown name or the wrong type.
@@ -44,7 +45,7 @@ def read_cards(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Hardware]:
         own = {name: _number(key, name, figure) for name, figure in entry["figures"].items()}
         figures[key] = figures[entry["like"]] | own if "like" in entry else own
         values = dict(figures[key])
-        # As shares they stay right if somebody replaces `flops_per_s`.
+        # Stored as shares, which stay right if somebody replaces `flops_per_s`.
         for rate, share in _SHARES.items():
             if rate in values:
                 values[share] = values.pop(rate) / values["flops_per_s"]
@@ -89,7 +90,7 @@ T4 = _CARDS["T4"]
 V100 = _CARDS["V100"]
 V100_16GB = _CARDS["V100_16GB"]
 
-# As messages list them: A10G before A100, and that before A6000.
+# In the order in which messages list them, by number: A10G, A100, A6000.
 _BY_NAME = dict(
     sorted(
         ((name, _CARDS[key]) for key in _CARDS for name in _ENTRIES[key]["names"]),

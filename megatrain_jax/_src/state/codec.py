@@ -69,7 +69,7 @@ class Plain:
         return (Part(name="", dtype=dtype),)
 
     def read_dtype(self, dtype: str) -> str:
-        """The narrowest dtype that holds the stored numbers without loss; `dtype` computes."""
+        """The narrowest dtype that holds the stored numbers exactly; `dtype` is that of slabs."""
         return dtype
 
     def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:

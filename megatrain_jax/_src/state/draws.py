@@ -29,15 +29,15 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
         group: Number of the group.
     """
     words = jax.random.key_data(key).reshape(-1)
-    # The halves of SplitMix64's constant, 2^64 over the golden ratio. Any start with ones and zeros
-    # would do.
+    # The halves of SplitMix64's constant, 2^64 over the golden ratio. Any start value with both
+    # ones and zeros would do.
     draw = jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)
     for word in (*(words[i] for i in range(words.size)), step, group):
         draw = _folded(draw, word.astype(jnp.uint32))
     return draw
 
 
-def part_of(draw: Draw, number: int | jax.Array) -> Draw:
+def derived_draw(draw: Draw, number: int | jax.Array) -> Draw:
     """An independent draw, derived from a draw and a number."""
     return _folded(draw, jnp.uint32(number))
 
@@ -57,7 +57,7 @@ def halves_of_bits(draw: Draw, numbers: jax.Array, count: int) -> list[jax.Array
     uncorrelated, but not independent.
     """
     first, second = draw
-    # Draws that differ give different sequences, and not one in different orders of elements.
+    # Different draws give different sequences, not one sequence in different orders of elements.
     word = _mixed(numbers * (first | 1) + second)
     odd = (0x9E3779B1 + 0x3C6EF372 * n for n in range(count))  # golden ratio, and twice that
     found = [word, word << 16, *(word * jnp.uint32(x & 0xFFFFFFFF | 1) for x in odd)]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.state.codec import Plain
-from megatrain_jax._src.state.draws import Draw, draw_of, part_of
+from megatrain_jax._src.state.draws import Draw, derived_draw, draw_of
 from megatrain_jax._src.state.layout import PLAIN, Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
 from megatrain_jax._src.state.offsets import in_order, large_leaves, layout_of
@@ -76,15 +76,18 @@ class GroupLayout:
         return sum(s.stop - s.start for s in segments if s.codec.block > 1)
 
     def slab_draws(self, draw: tuple | None) -> list[Draw | None]:
-        """The draws of all slabs, masters first; different, as slabs number elements alike.
+        """The draws of all slabs, masters first; each slab has its own, as all count from 0.
 
         Args:
             draw: Arguments of `draw_of` for an update's random bits; None for no bits.
         """
         if draw is None:
             return [None] * len(self.slabs)
-        masters, state = (part_of(draw_of(*draw), number) for number in range(2))
-        return [masters, *(part_of(state, number) for number in range(len(self.state.layouts)))]
+        masters, state = (derived_draw(draw_of(*draw), number) for number in range(2))
+        return [
+            masters,
+            *(derived_draw(state, number) for number in range(len(self.state.layouts))),
+        ]
 
     def leaf(self, kind: Kind, position: int) -> tuple[Layout, int]:
         """The layout of the slab with a leaf of masters or state, and the leaf's number there."""
@@ -194,7 +197,7 @@ def layout_group(
     large = large_leaves(shapes) if apart else frozenset()
     order = sorted(order, key=large.__contains__)  # small leaves share an array
     unit = max((codec.block for codec in (*masters, *states)), default=1)
-    # An update of numbers goes by segment; an update of codes goes by pieces of any length.
+    # Updates of plain numbers run segment by segment, updates of codes in pieces of any length.
     alike = large if unit == 1 else ()
     return GroupLayout(
         master=layout_of(shapes, master, num_shards, masters, order, unit, large),

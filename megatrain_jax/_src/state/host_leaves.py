@@ -105,7 +105,7 @@ def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
 
 def _pieces(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> dict[int, np.ndarray]:
     """Part `p` of leaf `i`: its elements in each shard of arrays at rest, as views."""
-    # Offsets are multiples of a block, so they divide by `per` without a rest.
+    # Offsets are multiples of a block, so they divide by `per` without a remainder.
     segment, number = layout.segment_of(i)
     per = layout.parts(i)[p].per
     start = (layout.offsets[i] - segment.start) // per

@@ -6,8 +6,8 @@ subtracted, and each block of 256 differences has a scale in fp32. A number take
 
 Codes and numbers are the ones of `bitsandbytes.functional.quantize_4bit(..., quant_type="nf4",
 compress_statistics=True)`, with two exceptions. The mean of the scales is summed up in another
-order and may differ in its last bit. bitsandbytes' kernel for CPUs gives a few scales that are
-nearly in the middle between two levels the farther one.
+order and may differ in its last bit. A few scales lie almost halfway between two levels:
+bitsandbytes' CPU kernel rounds them to the farther level.
 
 Example: a matrix of (128, 256) numbers has 512 blocks and 2 blocks of scales::
 
@@ -60,7 +60,7 @@ _SMALLEST = np.finfo(np.float32).tiny
 class Nf4(Plain):
     """Numbers as the 16 levels of NF4, with scales in 8 bits.
 
-    A matrix with an infinity or a NaN keeps no finite number.
+    If a matrix has an infinity or a NaN, none of its numbers stays finite.
 
     Attributes:
         block: Count of numbers that share a scale of scales; a leaf begins at a multiple of it.
@@ -93,7 +93,7 @@ class Nf4(Plain):
         return self.encode_leaf(x)
 
     def encode_leaf(self, x: Array) -> tuple[Array, ...]:
-        """Codes and scales of one matrix, of shape (n,); whole blocks, of which the end is zero."""
+        """Codes and scales of one matrix, of shape (n,), padded with zeros to whole blocks."""
         xp, blocks = numpy_of(x), -(-x.size // _BLOCK)
         flat = xp.pad(x.astype(np.float32), (0, -x.size % self.block))
         rows = flat.reshape(-1, _BLOCK)

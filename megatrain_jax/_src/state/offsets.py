@@ -18,7 +18,8 @@ from megatrain_jax._src.state.layout import ALIGNMENT, PLAIN, Layout, Segment
 
 # The maximum padding that a leaf's shares may add, as a fraction of its size.
 _PADDING = 1 / 16
-# Leaves apart have at least this number of elements, and at least one of so many parts of a slab.
+# A leaf gets its own segment if it has at least LEAST_APART elements, and at least 1/_MOST_APART of
+# its slab's elements.
 LEAST_APART = 1 << 20
 _MOST_APART = 32
 
@@ -75,9 +76,9 @@ def layout_of(
 def large_leaves(shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
     """The leaves that are worth their own arrays, if many microbatches read and add to them.
 
-    A product can read its weights, and add to the sum of their gradients, where they lie, if they
-    have an array to themselves. A part of an array has to be copied first. But each array takes
-    time to dispatch.
+    A matrix product can read weights in place, and add to the sum of their gradients in place, if
+    they have their own array. A part of an array would be copied first. But each array takes time
+    to dispatch.
     """
     sizes = [math.prod(shape) for shape in shapes]
     least = max(LEAST_APART, sum(sizes) / _MOST_APART)

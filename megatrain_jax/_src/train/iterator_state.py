@@ -34,7 +34,7 @@ def encoded_state(state: Any, path: str = "state", inside: tuple[int, ...] = ())
     Args:
         state: The state, as returned by the iterator's `get_state`.
         path: The expression that leads to it, for messages.
-        inside: Ids of the lists, tuples and dicts that it lies in.
+        inside: Ids of the lists, tuples and dicts that contain it.
 
     Raises:
         TypeError: If part of it can't be converted, or would come back with another type.
@@ -90,7 +90,7 @@ def decoded_state(found: Any) -> Any:
 
 _BYTES = {"bytes": bytes, "bytearray": bytearray}
 _DICTS = {"dict": dict, "OrderedDict": OrderedDict}
-# Types whose subclasses are refused, with the type that they would come back as.
+# Types whose subclasses are refused, because they would be restored as this type.
 _KEPT = {t: t.__name__ for t in (*_PLAIN, bytes, list, tuple, dict)} | {np.ndarray: "a plain array"}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.history import History
 from megatrain_jax._src.options.batch_checks import batch_size
@@ -25,7 +25,7 @@ from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.runtime.training import TooManySkippedError
 from megatrain_jax._src.train.result import FitResult
-from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.series import RunCheckpoints
 from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
 
@@ -38,8 +38,8 @@ _OF_FIRST = (
 
 
 @dataclass(frozen=True)
-class Save:
-    """Saves a run's checkpoints; without a folder for them it does nothing.
+class CheckpointSaver:
+    """Saves a run's checkpoints; does nothing if the run has no folder for them.
 
     Attributes:
         series: The run's checkpoints; None if it has no folder for them.
@@ -47,7 +47,7 @@ class Save:
         position: Returns the data's position after the trainer's last step; None if unknown.
     """
 
-    series: Checkpoints | None
+    series: RunCheckpoints | None
     trainer: Trainer
     position: Callable[[], dict[str, Any] | None]
 
@@ -67,7 +67,7 @@ class Save:
                 self.now()
             self.series.finish()
 
-    def give_up(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Waits for the checkpoint being written; ignores its error, as another one is raised."""
         if self.series is not None:
             self.series.finish_quietly()
@@ -80,7 +80,7 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A dispatched step whose metrics have not been read yet.
+    """A dispatched step with metrics that have not been read yet.
 
     Attributes:
         step: Number of the step, from 1.
@@ -99,23 +99,23 @@ class _Pending:
 
 def is_unevaluated(history: History, options: LoopOptions) -> bool:
     """Whether there is evaluation data, but the last step has not been evaluated."""
-    evaluated = any(name.startswith(EVALUATED) for record in history[-1:] for name in record)
+    evaluated = any(name.startswith(EVAL_PREFIX) for record in history[-1:] for name in record)
     return options.eval_data is not None and bool(history) and not evaluated
 
 
 class Loop:
     """The training loop of one run: its steps in flight, and their records.
 
-    A signal takes effect only between pieces of work that belong together: a step and its place
-    among those in flight, or a record and its place in the history. A second signal interrupts user
-    code that may hang (drawing a batch or an evaluation batch).
+    A signal never separates two actions that belong together: dispatching a step and adding it to
+    the steps in flight, or reading a record and adding it to the history. A second signal
+    interrupts user code that may hang (drawing a batch or an evaluation batch).
     """
 
     def __init__(
         self,
         trainer: Trainer,
         options: LoopOptions,
-        save: Save,
+        save: CheckpointSaver,
         bar: tqdm,
         signals: Signals,
     ):
@@ -176,7 +176,7 @@ class Loop:
             return
         try:
             batches = eval_batches(self.options.eval_data)
-            with deferred_interrupt(insist=True):
+            with deferred_interrupt(second_interrupts=True):
                 iterator = iter(batches)
                 first = next(iterator, _END)
             if first is _END:
@@ -203,9 +203,9 @@ class Loop:
                 self.pending.append(
                     _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
                 )
-            # A first signal does not interrupt this: it would kill a generator that the user wants
-            # to reuse.
-            with deferred_interrupt(insist=True):
+            # The first signal does not interrupt this, because an exception inside a generator ends
+            # it, and the user may want to reuse it.
+            with deferred_interrupt(second_interrupts=True):
                 batches.fill()
             every = self.options.eval_every
             due = every is not None and step % every == 0
@@ -284,7 +284,7 @@ class Loop:
             self.pending.clear()  # steps dispatched after that one had no effect
             raise
         self.pending.popleft()
-        # A step lasts until the next one is dispatched: the driver waits for the device, so the
+        # A step lasts until the next one is dispatched. As the driver waits for the device, the
         # mean over many steps is the device's time.
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
@@ -339,4 +339,4 @@ class Loop:
         except Exception as error:
             error.add_note("This was raised by the evaluation of `eval_data`.")
             raise
-        return {EVALUATED + name: value for name, value in means.items()}
+        return {EVAL_PREFIX + name: value for name, value in means.items()}

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: one every few steps, of which the newest are kept."""
+"""The checkpoints of one training run: one is saved every few steps, and the newest are kept."""
 
 import os
 import time
@@ -14,22 +14,27 @@ from megatrain_jax._src.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
     UnreadError,
-    by_first,
-    in_all,
+    in_all_processes,
+    in_first_process,
 )
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.checkpoint.workspace import (
+    NAME,
+    UnownedWorkspace,
+    Workspace,
+    claim_workspace,
+)
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
 # Seconds to wait before retrying to read a checkpoint.
 _PAUSES = 0.5, 2.0
-# Letters of an error of an older checkpoint that the error of all of them repeats.
+# Maximum characters of each older checkpoint's error in the message about all checkpoints.
 _MOST_LETTERS = 150
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves to and resumes from a folder with one subfolder per step.
 
     No second run can write to the folder until this is closed; it is a context manager.
@@ -69,13 +74,13 @@ class Checkpoints:
         self._processes = processes
         has_last = last is not None and last in folder.steps(self.folder)
         path = self.folder / NAME
-        self._workspace = claimed(path, self.folder, processes, only_read=has_last)
+        self._workspace = claim_workspace(path, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
         self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "RunCheckpoints":
         """Returns this object."""
         return self
 
@@ -94,11 +99,11 @@ class Checkpoints:
         Raises:
             CheckpointError: If the folder can't be written.
         """
-        if isinstance(self._workspace, Guest) and self._workspace.unwritable is not None:
+        if isinstance(self._workspace, UnownedWorkspace) and self._workspace.unwritable is not None:
             raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Restores the newest complete checkpoint; newer ones are set aside.
+        """Restores the newest usable checkpoint; newer, unusable ones are renamed.
 
         Returns:
             The facts saved beside the arrays, including the data's position; None if there is no
@@ -112,7 +117,7 @@ class Checkpoints:
         trainer.run_state.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
-        found = by_first(self._processes, where, self._candidates)
+        found = in_first_process(self._processes, where, self._candidates)
         for step in reversed(found):
             try:
                 # If one process can't read it, all continue from an older step.
@@ -162,7 +167,7 @@ class Checkpoints:
                     return manifest.read(self.folder / str(step))["parts"]
             return None
 
-        return by_first(self._processes, "the look for a batch's parts", newest)
+        return in_first_process(self._processes, "the look for a batch's parts", newest)
 
     def begin(self, trainer: Trainer) -> None:
         """Checks that nothing in the folder conflicts with the steps that a trainer will take.
@@ -171,7 +176,9 @@ class Checkpoints:
             CheckpointError: If an entry has the number of a later step.
         """
         start = trainer.num_steps
-        self.saved = by_first(self._processes, "the look for steps", lambda: self._begin(start))
+        self.saved = in_first_process(
+            self._processes, "the look for steps", lambda: self._begin(start)
+        )
 
     def _begin(self, start: int) -> int | None:
         """Does the check of `begin`; returns the step if there is a checkpoint of it."""
@@ -205,7 +212,9 @@ class Checkpoints:
         """
         self.finish()
         path = self.folder / str(trainer.num_steps)
-        by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
+        in_first_process(
+            self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path)
+        )
         facts = {} if position is None else {"data": position}
         self._saving = trainer.run_state.start_saving(path, facts, workspace=self._workspace)
         # Reset by `finish` if it could not be written.
@@ -235,7 +244,7 @@ class Checkpoints:
             self.finish()
 
     def _restore_patiently(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Restores a checkpoint; retries for passing faults, such as a file server's pause."""
+        """Restores a checkpoint; retries after temporary faults, such as a file server's pause."""
         for seconds in _PAUSES:
             with suppress(UnreadError):
                 return self._restore(trainer, step)
@@ -245,7 +254,9 @@ class Checkpoints:
     def _restore(self, trainer: Trainer, step: int) -> dict[str, Any]:
         path = self.folder / str(step)
         where = f"the manifest of step {step}"
-        if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
+        if (
+            found := in_all_processes(self._processes, where, lambda: manifest.read(path)["step"])
+        ) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
         # The number of converted arrays becomes a part of the one warning of changed settings.
         facts, self.num_converted = trainer.run_state.start_from(path)
@@ -293,7 +304,7 @@ class Checkpoints:
 
 
 def _none_usable(refused: dict[int, CheckpointError]) -> CheckpointError:
-    """The error of the newest checkpoint, with a few words on each of the older ones."""
+    """The error of the newest checkpoint, followed by a shortened error of each older one."""
     newest, *older = refused.values()
     if not older:
         return newest
@@ -330,4 +341,4 @@ def _strange(path: Path) -> str:
     """
     if path.is_symlink():
         return "that symbolic link"
-    return ", ".join(manifest.strangers(path)[:3])
+    return ", ".join(manifest.unknown_names(path)[:3])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
@@ -24,7 +24,7 @@ _END = object()
 def length_of(data: Any) -> int | None:
     """The number of batches in data; None if it is unknown, as of a generator."""
     try:
-        # An iterator may know how much is left, as one of a list does.
+        # An iterator may know how much is left, as the iterator of a list does.
         length = length_hint(data, -1)
     # A data set may have the method and raise an error of its own, if its batches never end.
     except Exception:
@@ -77,8 +77,8 @@ class Source(Iterator[Any]):
     Attributes:
         count: Number of batches drawn since the data's start.
         length: Number of batches from its start to its end; None if unknown.
-        first: Hash of the data's first batch, by which a resumed run recognises its data; None for
-            a run that does not compare it.
+        first: Hash of the data's first batch, so that a resumed run can recognise its data; None
+            for a run that does not compare it.
     """
 
     def __init__(self, data: Iterable[Any], *, saved: bool):
@@ -106,7 +106,7 @@ class Source(Iterator[Any]):
         self.count += 1
         if self._has_state:
             # After each batch, because it is not known yet which step will be saved. Copied at
-            # once, because an iterator may return one dict each time and change it.
+            # once, because an iterator may return the same dict each time and change it.
             self._states[self.count] = encoded_state(self._iterator.get_state())
             self._states.pop(self.count - _STATES_KEPT, None)
         return batch
@@ -214,7 +214,7 @@ class Prefetch(Iterator[Any]):
             return
         if (batch := next(self._source, _END)) is not _END:
             self._drawn += 1
-            with numbered(self._drawn):
+            with naming_batch(self._drawn):
                 self._check(batch)
             # With several processes, none has the whole batch.
             self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
@@ -250,7 +250,7 @@ class Prefetch(Iterator[Any]):
 
 
 @contextmanager
-def numbered(number: int) -> Iterator[None]:
+def naming_batch(number: int) -> Iterator[None]:
     """Adds the number of a batch to an error about it."""
     try:
         yield

@@ -35,7 +35,7 @@ class ProbableMixture(glm4_moe.BiasedMixture):
 
 
 class DeepseekV2Layer(deepseek_v3.DeepseekLayer):
-    """A layer with latent attention and such experts."""
+    """A layer with latent attention, and experts chosen by their probabilities."""
 
     mixture = ProbableMixture
 

@@ -13,7 +13,7 @@ from megatrain_jax._src.models.layers import Attention
 
 
 class Exaone4Layer(Olmo2Layer):
-    """A layer with such norms, and attention that normalises each head."""
+    """A layer with norms at its outputs, and attention that normalises each head."""
 
     attention = Attention
 

@@ -10,7 +10,7 @@ from megatrain_jax._src.models.layers import Layer
 
 
 class OlmoeLayer(Layer):
-    """A layer with such attention."""
+    """A layer that normalises queries and keys over all heads together."""
 
     attention = WideNormAttention
 

@@ -118,8 +118,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# Classes of Transformers for sequence classification whose names don't follow from the model's, and
-# families without one. The rest are named as LlamaForSequenceClassification is.
+# Transformers' classes for sequence classification with unusual names, and None for families
+# without such a class. All remaining families have a name such as LlamaForSequenceClassification.
 _SCORERS: dict[str, str | None] = {
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
@@ -189,7 +189,7 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
         )
-    hf_common.refuse_others(fields)
+    hf_common.refuse_unsupported(fields)
     arguments = family.read(fields)
     fields.finish()
     return arguments | AS_SCORES if scores else arguments

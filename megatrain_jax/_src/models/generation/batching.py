@@ -14,12 +14,12 @@ from megatrain_jax._src.models.generation import programs
 from megatrain_jax._src.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.programs import LENGTHENING, ModelForm, TextRows
-from megatrain_jax._src.models.generation.sampling import Dials, Warping
+from megatrain_jax._src.models.generation.sampling import SamplingKind, SamplingParams
 
 _NEVER = np.iinfo(np.int32).max
-# The least number of tokens that caches are made for, if texts may become as long.
+# Minimum size of caches, in tokens, unless no text can become so long.
 _FIRST_SIZE = 128
-# Tokens of prompts that are read at a time.
+# Maximum number of prompt tokens per prefill.
 READ_AT_ONCE = 4096
 
 
@@ -36,7 +36,7 @@ def bucket(number: int, least: int = 16) -> int:
 
 @dataclass(kw_only=True)
 class OpenText:
-    """A text to write.
+    """A text that is being generated.
 
     Attributes:
         prompt: Number of the prompt.
@@ -45,7 +45,7 @@ class OpenText:
         start: Number of tokens of the prompt.
         log_probs: The log-probabilities of each written token, in the order of `Chosen`.
         finish: Reason of the end; None before it.
-        is_cut: Whether it was ended by a text, not by a token.
+        is_cut: Whether a stop text ended it, not a stop token.
     """
 
     prompt: int
@@ -68,10 +68,10 @@ class WritingTask:
 
     Attributes:
         max_tokens: Maximum number of tokens to write.
-        warping: The kind of sampling.
-        dials: Its numbers.
+        sampling_kind: The kind of sampling.
+        sampling_params: Its numbers.
         stops: Ids that end a text.
-        check: Returns the number of a text's tokens up to where something else ends it, or None.
+        check: Returns the number of a text's tokens up to the end of a stop text, or None.
         watch: Called with each text that has new tokens.
         num_rows: Number of texts that are written at a time.
         pages: Numbers of the layers with caches in pinned host memory.
@@ -79,8 +79,8 @@ class WritingTask:
     """
 
     max_tokens: int
-    warping: Warping
-    dials: Dials
+    sampling_kind: SamplingKind
+    sampling_params: SamplingParams
     stops: np.ndarray
     check: Callable[[OpenText], int | None]
     watch: Callable[[OpenText], None]
@@ -125,7 +125,12 @@ class Batch:
             steps = min(self._decoding.steps, self._size - self._longest() + 1)
             task = self._task
             self._caches, self._rows, new = self._decoding.write(
-                task.warping, self._caches, self._rows, task.dials, task.stops, steps
+                task.sampling_kind,
+                self._caches,
+                self._rows,
+                task.sampling_params,
+                task.stops,
+                steps,
             )
             waiting.extendleft(reversed(self._collect(new)))
 
@@ -149,14 +154,14 @@ class Batch:
         self._size = size
 
     def _keep(self, i: int, cache: Any) -> None:
-        """Puts a layer's new cache into its place."""
+        """Replaces a layer's cache, in pinned host memory if it is paged."""
         self._caches[i] = as_page(cache) if i in self._task.pages else cache
         if i in self._task.pages:
             # At most one page is on the device.
             jax.block_until_ready(self._caches[i])
 
     def _admit(self, admitted: Sequence[tuple[int, OpenText]]) -> None:
-        """Reads the texts so far of some rows, in groups of similar length."""
+        """Starts texts in free rows: prefills their tokens so far, in groups of similar length."""
         self._make_room(max(len(text.ids) for _, text in admitted) + self._decoding.steps)
         groups: dict[int, list[tuple[int, OpenText]]] = {}
         for row, text in admitted:
@@ -178,14 +183,14 @@ class Batch:
         members: Sequence[tuple[int, OpenText]],
         source: Sequence[int],
     ) -> None:
-        """Reads some prompts, and gives their caches to rows."""
+        """Prefills some prompts, and copies their caches to rows."""
         number = _power(len(prompts))
         tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : len(ids) - 1], lengths[row] = ids[:-1], len(ids)
         read = self._decoding.read(tokens, lengths)
         count = _power(len(members))
-        # Numbers past the end are dropped.
+        # Row numbers past the end are dropped.
         at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
         at[: len(members)], taken[: len(members)] = [row for row, _ in members], source
         new = self._new_rows([text for _, text in members], count)
@@ -211,13 +216,13 @@ class Batch:
         return rows
 
     def _pause(self, position: int) -> int:
-        """The position after this one from which all tokens have other wavelengths."""
+        """The next position that changes the wavelengths of all tokens, also of earlier ones."""
         ropes = [layer.rope for layer in self._form.layers if layer.rope]
         changes = [r.original_length or 0 for r in ropes if r.kind == LENGTHENING[1]]
         return min((at for at in changes if at > position), default=_NEVER)
 
     def _collect(self, new: programs.Written) -> list[OpenText]:
-        """Adds new tokens to their texts; returns texts that have to be read anew."""
+        """Adds new tokens to their texts; returns texts that have to be prefilled again."""
         again, ended = [], []
         rows, new = jax.device_get((self._rows, new))
         for row, text in enumerate(self._texts):
@@ -255,7 +260,7 @@ def shapes_of(form: ModelForm, ends: Any, layers: Any) -> Callable[[int, int], l
     return functools.partial(_cache_shapes, form, tuple(leaves), treedef)
 
 
-# A trace of the whole model takes as long as many tokens.
+# Cached: a trace of the whole model takes as long as generating many tokens.
 @functools.lru_cache(maxsize=128)
 def _cache_shapes(
     form: ModelForm, leaves: tuple[Any, ...], treedef: Any, rows: int, size: int

@@ -2,8 +2,8 @@
 
 A cache has one row per text. Two forms of `Past` stand in the place of `segments`:
 
-- `Beginning` reads prompts, padded at their ends, and returns the caches of these rows;
-- `Continuing` reads one token per row, and returns the caches with this token added.
+- `PrefillPast` reads prompts, padded at their ends, and returns the caches of these rows;
+- `DecodePast` reads one token per row, and returns the caches with this token added.
 
     layers                  cache of a row
     attention               keys and values (kv_heads, size, head_dim)
@@ -45,7 +45,7 @@ class LayerCache(NamedTuple):
     inputs: Any = None
 
 
-class _Keeping(Past):
+class _CachingPast(Past):
     """A layer's past that collects the parts of its cache.
 
     Attributes:
@@ -62,14 +62,14 @@ class _Keeping(Past):
         self.kind, self.kept, self._borrows = kind, LayerCache(), borrows
 
     def _keep(self, **parts: Array) -> None:
-        """Adds parts to the cache; a layer with two parts of one kind has no cache yet."""
+        """Adds parts to the cache; layers with two parts of one kind are not supported yet."""
         if any(getattr(self.kept, name) is not None for name in parts):
             self.refuse()
         self.kept = self.kept._replace(**parts)
 
 
-class Beginning(_Keeping):
-    """Prompts, each from its first token."""
+class PrefillPast(_CachingPast):
+    """The past during prefill: prompts are read from their first token."""
 
     def __init__(self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool):
         """Starts without a cache.
@@ -138,8 +138,8 @@ class Beginning(_Keeping):
         return jnp.take_along_axis(x, at[..., None, None], axis=1)
 
 
-class Continuing(_Keeping):
-    """Texts that get one more token each."""
+class DecodePast(_CachingPast):
+    """The past during decoding: each text gets one more token."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Continuing(_Keeping):
     def attend_latent(
         self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
     ) -> Array:
-        """See `Past`. Queries are mapped to latents, in place of all latents to keys and values."""
+        """See `Past`. Queries are mapped to the latent space; no keys or values are computed."""
         sizes, heads = attention.sizes, q.shape[2]
         new = jnp.concatenate([latent[:, 0], k_rotated[:, 0, 0]], axis=-1)
         latents = self._written(self._cache.latents, new)
@@ -284,7 +284,7 @@ def rows_of(tree: Any, at: Int[Array, " rows"]) -> Any:
 
 
 def with_rows(tree: Any, at: Int[Array, " rows"], new: Any) -> Any:
-    """Returns caches with some rows replaced by ones with at most as many places.
+    """Returns caches with some rows replaced; the new rows may have fewer places.
 
     Args:
         tree: The caches.

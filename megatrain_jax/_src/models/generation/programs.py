@@ -1,7 +1,7 @@
-"""The compiled programs of generation: prompts read, rows admitted, tokens written.
+"""The compiled programs of generation: prefill of prompts, admission to rows, decoding of tokens.
 
-They are pure functions of the weights, the caches and the rows' numbers. A model in one piece has
-one program for all of its layers; a streamed one has a program for each kind of layer.
+They are pure functions of the weights, the caches and the rows' numbers. A resident model has one
+program for all of its layers; a streamed one has a program for each kind of layer.
 """
 
 import functools
@@ -15,11 +15,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.models.generation.caches import Beginning, Continuing, rows_of, with_rows
-from megatrain_jax._src.models.generation.sampling import Chosen, Dials, Warping, choose
+from megatrain_jax._src.models.generation.caches import DecodePast, PrefillPast, rows_of, with_rows
+from megatrain_jax._src.models.generation.sampling import (
+    SampledTokens,
+    SamplingKind,
+    SamplingParams,
+    choose,
+)
 from megatrain_jax._src.models.rotary import Rope, Rotation, rotation
 
-# Tokens of a row written by one call, before Python sees them.
+# Maximum number of tokens of a row that one call writes before it returns to Python.
 STEPS = 16
 # Rotary embeddings that depend on the length of the text.
 LENGTHENING = ("dynamic", "longrope")
@@ -64,7 +69,7 @@ class TextRows(NamedTuple):
         active: Whether the row is continued.
         written: Number of tokens written so far.
         limits: Number of tokens to write.
-        pauses: Position at which the text has to be read anew.
+        pauses: Position at which the text has to be prefilled again.
         stopped: Whether a token ended the text.
         prompts: Number of the prompt.
         samples: Number of the sample of this prompt.
@@ -118,7 +123,7 @@ def rotations(
 def begin(
     form: ModelForm, ends: Any, tokens: Int[Array, "rows length"]
 ) -> tuple[Float[Array, "rows length width"], list[Any]]:
-    """Returns the hidden states before the first layer, and the values handed from there on."""
+    """Returns the first layer's hidden states, and the values that layers pass on beside them."""
     model = nnx.merge(form.ends, ends)
     x = model.embed(tokens)
     return x, [] if model.config.memory is None else [model.memory(tokens, x)]
@@ -140,8 +145,8 @@ def read_layer(
     handed: list[Any],
     lengths: Int[Array, " rows"],
 ) -> tuple[Array, list[Any], Any]:
-    """Passes prompts through a layer; returns the result, the values handed on, and the cache."""
-    past = Beginning(layer.kind, lengths, borrows=layer.borrows is not None)
+    """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
+    past = PrefillPast(layer.kind, lengths, borrows=layer.borrows is not None)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     _check_kept(layer, past.kept)
     return x, handed, past.kept
@@ -158,7 +163,7 @@ def write_layer(
 ) -> tuple[Array, list[Any], Any]:
     """Passes one token of each row through a layer; see `read_layer`."""
     borrows = layer.borrows is not None
-    past = Continuing(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
+    past = DecodePast(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     return x, handed, past.kept
 
@@ -211,7 +216,7 @@ def write_token(
     return finish(form, ends, x, handed), caches
 
 
-def advanced(rows: TextRows, chosen: Chosen, stops: Int[Array, " stops"]) -> TextRows:
+def advanced(rows: TextRows, chosen: SampledTokens, stops: Int[Array, " stops"]) -> TextRows:
     """Returns the rows with their next tokens."""
     active = rows.active
     written, positions = rows.written + active, rows.positions + active
@@ -231,9 +236,9 @@ class Written(NamedTuple):
 
     Attributes:
         tokens: The tokens.
-        log_probs: See `Chosen`.
-        tempered_log_probs: See `Chosen`.
-        drawn_log_probs: See `Chosen`.
+        log_probs: See `SampledTokens`.
+        tempered_log_probs: See `SampledTokens`.
+        drawn_log_probs: See `SampledTokens`.
     """
 
     tokens: Int[Array, "steps rows"]
@@ -244,12 +249,12 @@ class Written(NamedTuple):
 
 def write_tokens(
     form: ModelForm,
-    warping: Warping,
+    sampling_kind: SamplingKind,
     ends: Any,
     layers: list[Any],
     caches: list[Any],
     rows: TextRows,
-    dials: Dials,
+    sampling_params: SamplingParams,
     stops: Int[Array, " stops"],
     steps: Int[Array, ""],
 ) -> tuple[list[Any], TextRows, Written]:
@@ -262,7 +267,7 @@ def write_tokens(
         step, caches, rows, written = carry
         logits, caches = write_token(form, ends, layers, caches, rows)
         draws = rows.prompts, rows.samples, rows.written
-        chosen = choose(logits, dials, draws, warping)
+        chosen = choose(logits, sampling_params, draws, sampling_kind)
         written = Written(*(x.at[step].set(new) for x, new in zip(written, chosen, strict=True)))
         return step + 1, caches, advanced(rows, chosen, stops), written
 
@@ -310,9 +315,9 @@ def reading(form: ModelForm) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def writing(form: ModelForm, warping: Warping) -> Callable[..., Any]:
+def writing(form: ModelForm, sampling_kind: SamplingKind) -> Callable[..., Any]:
     """Returns the compiled `write_tokens` of a model."""
-    return jax.jit(functools.partial(write_tokens, form, warping), donate_argnums=(2, 3))
+    return jax.jit(functools.partial(write_tokens, form, sampling_kind), donate_argnums=(2, 3))
 
 
 admitting = jax.jit(admitted, donate_argnums=(0, 1))

@@ -33,7 +33,7 @@ class WeightsPart:
 
     Attributes:
         leaves: Its parameters and buffers as the source has them.
-        treedef: The structure that modules are made of.
+        treedef: The structure from which the leaves make the modules' state.
         num_bytes: Bytes on the device.
     """
 
@@ -53,8 +53,8 @@ class WeightSource:
         layers: The weights of its layers.
         dtype: The dtype that is computed with.
         device: The device that it is computed on.
-        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there, so that
-            they can be streamed; or else None.
+        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there and the
+            layers can be streamed; None otherwise.
         read: Reads some leaves.
     """
 
@@ -152,7 +152,7 @@ def _source(
     read: Read,
     at_rest: Callable[[Sequence[Any]], int] | None,
 ) -> WeightSource:
-    """Takes a model apart; its layers become parts of their own."""
+    """Splits a model: each layer is a part, and everything outside the layers is one."""
     model = _without_dropout(model)
     config, layers, forms = model.config, list(model.layers), []
     if config.scores:
@@ -186,7 +186,7 @@ def _part(module: nnx.Module, dtype: Any) -> tuple[nnx.GraphDef, WeightsPart]:
 
 
 def _is_array(x: Any) -> bool:
-    """Whether a leaf is an array or stands for one."""
+    """Whether a leaf is an array, or has the shape and dtype of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, nnx.Variable)
 
 

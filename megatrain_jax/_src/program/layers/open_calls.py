@@ -20,7 +20,7 @@ from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import folded, is_constant_scalar
-from megatrain_jax._src.program.layers.pieces import constant
+from megatrain_jax._src.program.layers.sliced_values import constant
 from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES
 
 
@@ -49,7 +49,7 @@ def with_open_calls(traced: jx.Traced) -> jx.Traced | None:
 
 def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
     """Appends a jaxpr's equations, applied to the operands; returns its new results."""
-    # With operand types other than it was traced for, result types might differ too.
+    # With different operand types than in its trace, its result types might differ, too.
     if any(a.aval != v.aval for a, v in zip(operands, jaxpr.invars, strict=True)):
         raise _NeedsTrace
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))

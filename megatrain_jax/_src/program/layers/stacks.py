@@ -11,15 +11,15 @@ counter, along another axis) counts as layers only if all of these hold:
 - each slice is read after the one before it: experts, or query, key and value, are not;
 - a layer is larger than the shared parameters, read between all layers.
 
-Parameters read in turn form one stack. The order of the slices' first reads is the order of the
-layers.
+Parameters with slices that are read alternately form one stack. The order of the slices' first
+reads is the order of the layers.
 
 Example, with `w` of shape (3, 4, 4), parameter 0, and `b` of shape (3, 4), parameter 1::
 
     for i in range(3):
         x = tanh(x @ w[i]) + b[i]
 
-    w[0], b[0], w[1], b[1], w[2], b[2] are read in this order, each after the one before: in turn
+    w[0], b[0], w[1], b[1], w[2], b[2] are read in this order, each after the one before
     Stack(slices={0: ((0,), (1,), (2,)), 1: ((0,), (1,), (2,))},
           layers=((0,), (1,), (2,)), named=(0, 1))
 
@@ -89,7 +89,7 @@ class Stacks:
 
     @property
     def scanned(self) -> tuple[Stack, ...]:
-        """The stacks of scans over parameters, without parameters only read in turn with them."""
+        """The stacks of scans, without parameters that are only read alternately with them."""
         return tuple(
             dataclasses.replace(stack, slices={p: stack.slices[p] for p in stack.named})
             for stack in self.stacks if stack.scanned
@@ -128,7 +128,7 @@ class _Sliced:
     reads: tuple[int, ...]
 
     def alternates_with(self, other: "_Sliced") -> bool:
-        """Whether both have the same number of slices, and are read in turn."""
+        """Whether both have the same number of slices, and these are read alternately."""
         if len(self.order) != len(other.order):
             return False
         rows = list(zip(self.first, other.first, strict=True))
@@ -153,8 +153,8 @@ class _Finder:
     def _sliced(self, p: int) -> _Sliced | None:
         """The slices of a parameter along its unmixed axes; None if some slices are not read.
 
-        It takes the most axes with slices that are read in turn: for an array of shape (3, layers,
-        ...) with queries, keys and values, axis 1 alone.
+        It takes the most axes with slices that are read one after another: for an array of shape
+        (3, layers, ...) with queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
@@ -187,7 +187,7 @@ class _Finder:
         return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
 
     def stacks(self) -> list[Stack]:
-        """All stacks: first the scans' stacks, joined by parameters read in turn with them."""
+        """All stacks: first the scans' stacks, with parameters read alternately with them."""
         stacks = [self._scanned(leaves) for leaves in self.found.scans]
         claimed = {p for stack in stacks for p in stack.slices}
         rest = [s for p, s in sorted(self.sliced.items()) if p not in claimed]
@@ -199,7 +199,7 @@ class _Finder:
                 added = {s.parameter: _in_order(stack, lead, s) for s in mine}
                 stacks[k] = dataclasses.replace(stack, slices={**stack.slices, **added})
         while rest:
-            # Among parameters read in turn, the one read first leads, and gives the layers' order.
+            # Of parameters read alternately, the one read first gives the layers' order.
             lead = min(rest, key=lambda s: s.first)
             group = [s for s in rest if s is lead or s.alternates_with(lead)]
             rest = [s for s in rest if s not in group]
@@ -210,12 +210,14 @@ class _Finder:
     def _scanned(self, leaves: Sequence[int]) -> Stack:
         """The stack of one scan over these parameters along axis 0.
 
-        If its body takes all of them slice by slice along a further axis too, in turn, as with
-        groups of layers, these inner slices are the layers.
+        If its body also takes all of them slice by slice along a further axis, one after another,
+        as with groups of layers, these inner slices are the layers.
         """
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
-        grouped = len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_turn, known))
+        grouped = (
+            len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_series, known))
+        )
         axes = sliced_axes(known[0].order[0]) if grouped else (0,)
         if axes[0] != 0:
             axes = (0,)
@@ -224,7 +226,7 @@ class _Finder:
         slices = dict.fromkeys(leaves, layers)
         return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
 
-    def _in_turn(self, one: _Sliced) -> bool:
+    def _in_series(self, one: _Sliced) -> bool:
         """Whether each slice is read after the one before it."""
         pairs = zip(one.reads, one.reads[1:], strict=False)
         return all(a & self._before(b) for a, b in pairs)
@@ -234,10 +236,10 @@ class _Finder:
         pairs = zip(one.reads, one.reads[1:], strict=False)
         # The highest bit is a slice's last read; the lowest bit is the next slice's first read.
         over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
-        return over and self._in_turn(one)
+        return over and self._in_series(one)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
-        """The stack of parameters that are read in turn; None if their slices are not layers."""
+        """The stack of parameters read alternately; None if their slices are not layers."""
         own = {s.parameter for s in group}
         reads = [
             functools.reduce(operator.or_, rows)
@@ -267,7 +269,7 @@ class _Finder:
         """Parameters with slices that are read one after another, but also together."""
         found: dict[int, str] = {}
         for (p, axis), name in self.found.mixed.items():
-            if self._some_in_turn(p, axis):
+            if self._some_in_series(p, axis):
                 found.setdefault(p, name)
         return found
 
@@ -275,10 +277,10 @@ class _Finder:
         """Parameters with some slices read one after another, and some never read."""
         return [
             p for p, shape in enumerate(self.shapes)
-            if p not in self.sliced and any(self._some_in_turn(p, a) for a in range(len(shape)))
+            if p not in self.sliced and any(self._some_in_series(p, a) for a in range(len(shape)))
         ]  # fmt: skip
 
-    def _some_in_turn(self, p: int, axis: int) -> bool:
+    def _some_in_series(self, p: int, axis: int) -> bool:
         """Whether several slices along an axis are read, each after the one before it."""
         rows: dict[int, int] = {}
         for r, at in self.taken[p]:

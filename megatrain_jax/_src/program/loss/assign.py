@@ -1,7 +1,7 @@
 """Assigns the main equations and effects of a loss to stages.
 
-An equation belongs to the stage between whose borders it lies, or to a later stage that computes
-one of its operands. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
+An equation belongs to the stage with borders around it, or to a later stage that computes one of
+its operands. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
 
     equation                position  by borders  why                             stage
     dot, tanh, mul, add     1-4       1           between 1 and 5                 1
@@ -55,8 +55,8 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
         # Never before its operands, because values only pass forwards from stage to stage.
         # Equations come in order, so their operands' stages are known.
         stage_of[i] = max([home, *sources])
-    # After all homes are known, because a term may be first used long after it is traced; and
-    # before effects, because they may print moved values.
+    # After the stages of all equations are known, because a term may be first used long after it is
+    # traced; and before effects, because they may print moved values.
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 

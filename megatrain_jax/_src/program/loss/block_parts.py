@@ -1,4 +1,4 @@
-"""Blocks in parts: where one block at a time is too much for a device, it is cut inside.
+"""Blocks in parts: a block that does not fit on the device as a whole is cut inside.
 
 A part is a run of the block's leaves, such as attention's or the MLP's, in the order of their first
 reads. A cut lies between two leaves, with all reads of earlier leaves before all reads of later
@@ -39,7 +39,7 @@ class _Cuts:
     Attributes:
         leaves: Positions of the leaves among the stage's.
         sizes: Bytes of each of them, weighted.
-        handed: Bytes that a cut before each leaf hands on, and one behind the last; 0 at the
+        handed: Bytes that a cut before each leaf passes on, and one behind the last leaf; 0 at the
             stage's own borders, None where there can be no cut.
     """
 
@@ -55,11 +55,11 @@ def in_parts(
 
     Args:
         leaves: The leaves, with the blocks that the program was cut by.
-        program: The program, with each `remat` opened, or a block in one would have no place to
-            be cut at.
+        program: The program, with each `remat` opened, because a block inside a `remat` has no
+            place to be cut.
         num_parts: Number of parts of a block.
         weight: Bytes on the device for each byte of a leaf, with its state and gradient, relative
-            to those of a value that is handed on.
+            to a byte of a value that is passed on.
     """
     block_of: dict[int, ModelPath] = {}
     cut: set[ModelPath] = set()
@@ -147,7 +147,7 @@ def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, f
 
 
 def _alive(jaxpr: Any, reads: Any) -> list[int]:
-    """Bytes of values that are there before each equation and read from there on.
+    """Bytes of values that exist before each equation and are read by it or later.
 
     Equations of leaves alone, listed in `reads`, don't count.
     """

@@ -13,8 +13,8 @@ import jax
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.examples import Examples
-from megatrain_jax._src.program.loss.state import StateUse
-from megatrain_jax._src.program.wide_attention import attention_shapes
+from megatrain_jax._src.program.loss.variable_use import StateUse
+from megatrain_jax._src.program.oversized_attention import attention_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Program:
         state: How the model's variables are used.
         metrics: Names of the metrics, which follow the loss in `outputs`.
         warnings: The parts that could not be cut, in words.
-        shared: Leaves whose path is in a block, but that belong to none, because further blocks
+        shared: Leaves that belong to no block, though their path is in one, because further blocks
             read them.
         in_float8: Leaves with a product in float8.
     """

@@ -112,7 +112,7 @@ class _Walk:
         return joined
 
     def _record(self, read: int, before: int) -> None:
-        """Adds the parameters `before` to those upstream of each parameter in `read`."""
+        """Adds `before` to the parameters upstream of each parameter in `read`."""
         while read:
             lowest = read & -read
             i = lowest.bit_length() - 1

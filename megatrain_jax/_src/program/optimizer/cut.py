@@ -57,7 +57,7 @@ _STACKED = (
 
 
 class CoupledGroupsError(ValueError):
-    """Raised for an optimizer that needs more than a few scalars from further groups."""
+    """Raised for an optimizer that couples groups of parameters by more than a few scalars."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,8 @@ def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
                 raise
     except Conflict as conflict:
         raise CoupledGroupsError(_message(conflict, leaf_map, update, init)) from None
-    # Outside the `try`, so that a conflict names inputs of the update in which it was found. A
-    # selected scalar is not entangled any more, so this ends.
+    # Outside the `try`, so that a conflict names inputs of the update in which it was found. Each
+    # turn replaces entangled scalars by selections, which are not entangled, so this ends.
     return _cut(leaf_map, again, init)
 
 
@@ -212,7 +212,7 @@ class _Cutter:
         return dict(zip([*self.grads, *self.params], [*groups, *groups], strict=True))
 
     def _owners(self) -> list[int | None]:
-        """Owner of each token: the one group whose arrays it meets; None if it is shared.
+        """Owner of each token: the only group with arrays that it meets; None if it is shared.
 
         For a single number, or a token that meets no group's arrays, its path in Optax's state
         decides. A token initialised from several groups' parameters is shared, whatever its path.

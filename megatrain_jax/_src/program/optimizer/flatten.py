@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import Inliner
 from megatrain_jax._src.program.layers.open_calls import with_open_calls
-from megatrain_jax._src.program.layers.pieces import Value, constant
+from megatrain_jax._src.program.layers.sliced_values import Value, constant
 from megatrain_jax._src.program.optimizer.slicing import TINY
 from megatrain_jax._src.program.optimizer.trace_optimizer import LeafMap
 
@@ -71,7 +71,7 @@ def flatten_init(leaf_map: LeafMap) -> jx.Traced:
 
 
 def _without_repeats(traced: jx.Traced) -> jx.Traced:
-    """Computes each tiny value once, of which an update has many copies.
+    """Removes repeated computations of tiny values.
 
     Optax computes the learning rate for every parameter. Each of these values would be a separate
     message to its parameter's group, or a separate equation in *combine*.

@@ -1,7 +1,7 @@
 """The hyperparameters of an optimizer, by their names in Optax.
 
-A traced update has numbers without names. The functions that `optax.adamw(1e-3)` is made of still
-have both, as they close over `b1`, `eps`, `weight_decay` and so on. A message can name them.
+A traced update has numbers without names. The functions inside `optax.adamw(1e-3)` close over both
+names and numbers: `b1`, `eps`, `weight_decay` and so on. So messages can name the numbers.
 """
 
 import functools
@@ -38,7 +38,7 @@ def named_numbers(function: Any) -> list[tuple[str, float]]:
     return [row for row, _ in zip(found, range(_MOST), strict=False)]
 
 
-def other_numbers(before: Numbers, now: Numbers) -> str:
+def changed_numbers(before: Numbers, now: Numbers) -> str:
     """A clause on the numbers that differ, such as `learning_rate 0.001 -> 0.002`.
 
     Args:

@@ -1,7 +1,7 @@
 """Slices a traced update into the computations of single groups and of all groups together.
 
 Groups may depend on each other only through small values made from scalars. This file knows jaxprs;
-`trace.py` knows Optax.
+`trace_optimizer.py` knows Optax.
 
 Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one parameter p,
 gradient g and momentum t each, all of shape (4,). Equations, labels, and destinations:
@@ -162,8 +162,8 @@ class Slicer:
             group = next(iter(large))
             # Another group's scalar, used unchanged, becomes a message as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
-        # Only numbers: of one group they stay its own. Combined with further groups' they are
-        # nobody's, unless only this group needs the result.
+        # Only scalars. If all belong to one group, the result does, too. A combination with scalars
+        # of further groups is mixed, unless only this group needs the result.
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
         else:

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.layers.blocks import Leaf, assemble
 from megatrain_jax._src.program.layers.index import (
     Index,
@@ -35,7 +35,7 @@ from megatrain_jax._src.program.layers.index import (
     shown,
     sliced_axes,
 )
-from megatrain_jax._src.program.layers.pieces import Pieces, Value, part_at, stacked
+from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Value, part_at, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -50,7 +50,7 @@ class StateLeaf:
         index: Index of this slice in the state leaf; `()` for all of it.
         shape: Shape of this array, without the sliced axes.
         dtype: Dtype of this array.
-        mirrors: Number of the parameter whose state it is, if that has the same shape; else None.
+        mirrors: Number of its parameter, if both have the same shape; else None.
     """
 
     name: str
@@ -73,8 +73,8 @@ class TracedOptimizer:
         state_def: Tree structure of the state.
         state_shapes: Shape and dtype of each leaf of the state.
         state_names: Path of each leaf of the state.
-        state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
-            or None.
+        state_of: For each leaf of the state, the parameter with a path that is a suffix of the
+            leaf's path, or None.
         is_scaled: Whether gradients belong to a scaled loss.
     """
 
@@ -140,7 +140,7 @@ def trace_optimizer(
     # cast them.
     traced = _explained(lambda: jx.trace(update, *args))
     _check_results(traced, shapes, init.out_tree, state_shapes)
-    if fires(traced.jaxpr) or fires(init.jaxpr):
+    if has_side_effects(traced.jaxpr) or has_side_effects(init.jaxpr):
         raise ValueError(
             "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
             "kept where its update is cut by group: take it out, or print from loss_fn"
@@ -164,7 +164,7 @@ def trace_optimizer(
 
 
 def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
-    """The parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+    """The parameter with the longest suffix of a path: `.mu['e']` ends with `['e']`."""
     suffixes = (path[i:] for i in range(len(path) + 1))
     return next((owners[s] for s in suffixes if s in owners), None)
 
@@ -277,22 +277,22 @@ class LeafMap:
             for leaf in self.leaves
         ]
 
-    def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+    def params(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole parameters, from one array per leaf."""
         return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
 
-    def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
+    def leaf_values(self, params: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per leaf, from whole parameters: the inverse of `params`."""
         return [part_at(params[leaf.parameter], leaf.index) for leaf in self.leaves]
 
-    def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+    def state(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole flat state, from one array per token."""
         values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
         for token, array in zip(self.tokens, arrays, strict=True):
             values[token.leaf][token.index] = Value(array)
         return [stacked(slices) for slices in values]
 
-    def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
+    def token_values(self, state: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per token, from whole flat state: the inverse of `state`."""
         return [part_at(state[token.leaf], token.index) for token in self.tokens]
 

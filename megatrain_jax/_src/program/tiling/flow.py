@@ -45,7 +45,7 @@ class Flow:
         constants: Literals and constants, by number.
         inputs: Numbers of the inputs.
         outputs: Numbers of the outputs.
-        levels: Cache of solved levels of its operations; see `order.py`.
+        levels: Cache of solved levels of its operations; see `loop_order.py`.
     """
 
     ops: tuple[Operation, ...]
@@ -157,7 +157,7 @@ def _barrier_primitive() -> Any:
 
 
 def _needed(ops: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
-    """The operations that outputs depend on, and those with effects."""
+    """The operations that outputs depend on, and all operations with effects."""
     needed, kept = set(outputs), []
     for op in reversed(ops):
         if op.eqn.effects or not needed.isdisjoint(op.makes):

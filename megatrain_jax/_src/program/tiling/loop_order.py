@@ -66,7 +66,7 @@ def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
 
 
 class _Reads:
-    """The maker of each value, and its readers: in tiles, as the value is made, or whole."""
+    """The maker of each value, and the operands that each operation reads in tiles, or whole."""
 
     def __init__(self, flow: Flow, labels: Labels) -> None:
         self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}

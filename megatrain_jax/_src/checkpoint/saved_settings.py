@@ -1,7 +1,8 @@
 """A run's settings as saved in its checkpoints, and their comparison on resuming.
 
 A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
-optimizer, the precision and the data. `made_of` records these as JSON:
+optimizer, the precision and the data. `saved_settings` describes these as JSON, with fingerprints in place
+of functions:
 
     call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
     state     settings that are arrays in the checkpoint, so the checkpoint's values are used:
@@ -30,11 +31,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
-from megatrain_jax._src.program.optimizer.named_numbers import other_numbers
+from megatrain_jax._src.program.optimizer.named_numbers import changed_numbers
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 
-def made_of(spec: RunSpec) -> dict[str, Any]:
+def saved_settings(spec: RunSpec) -> dict[str, Any]:
     """The settings of a run, as JSON."""
     loss, precision = spec.traced.traced, spec.precision
     inputs = loss.jaxpr.invars[len(loss.consts) + spec.traced.num_parameters :]
@@ -78,7 +79,7 @@ def differences(
     finished: bool,
     num_converted: int = 0,
 ) -> str | None:
-    """A line about the settings in which a run differs from the checkpoint that it resumes.
+    """A line that lists the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: The checkpoint's folder.
@@ -125,7 +126,7 @@ def converted(number: int) -> str:
     return f"holds {forms}; they were converted"
 
 
-def upgraded(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def version_remark(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A remark that functions were not compared, because library versions differ.
 
     Args:
@@ -149,7 +150,7 @@ def batch_digest(batch: Any) -> str:
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.device_get(jax.random.key_data(x))
-        # As JAX computes with it: float64 from NumPy is float32 without x64, and no other data.
+        # In JAX's dtype: without x64, NumPy's float64 becomes float32 and is still the same data.
         array = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
@@ -166,7 +167,7 @@ def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A clause on the optimizer, with the names of the numbers that changed where known."""
     made = before["numbers"]["optimizer"]
-    named = other_numbers(made, now["numbers"]["optimizer"])
+    named = changed_numbers(made, now["numbers"]["optimizer"])
     if not named:
         return clause
     same_form = before["call"]["optimizer"]["form"] == now["call"]["optimizer"]["form"]

@@ -1,4 +1,4 @@
-"""The arrays of a block's largest part, in words, if no cut divides them.
+"""A clause for messages: the arrays of a block's largest part, if no cut divides them.
 
 Example: one operation reads three arrays, each with the weights of all experts of a layer::
 
@@ -20,7 +20,7 @@ from megatrain_jax._src.state.groups import GroupLayout
 _LARGE = 0.1
 
 
-def kept_together(cut: Cut, layouts: Sequence[GroupLayout]) -> str:
+def indivisible_arrays(cut: Cut, layouts: Sequence[GroupLayout]) -> str:
     """A clause on the largest part of a block, if it can't be cut; otherwise "".
 
     Args:

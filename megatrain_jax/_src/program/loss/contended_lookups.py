@@ -1,4 +1,4 @@
-"""Lookups of few rows by many indices, whose gradient is one matrix product.
+"""Lookups of few rows by many indices, with a matrix product as their gradient.
 
 JAX's gradient of a lookup adds the cotangents of all indices to the rows of a table. On a GPU,
 threads that add to the same row wait for each other. If thousands of indices share a row, that
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.wide_products import is_open
+from megatrain_jax._src.program.fp32_products import is_open
 
-# The indices per row from which a product takes over, and the most rows for each number of a row,
-# so that zeros and ones take no more memory than a few times the cotangents.
+# A product takes over from so many indices per row on, if the table has at most so many rows for
+# each number of a row. Its zeros and ones then take at most a few times the cotangents' memory.
 _INDICES_PER_ROW, _MOST_ROWS = 64, 4
-# Products are added if they have fewer rows than this part of the numbers that each sums.
+# Several products are added if each of them still sums at least so many numbers per row.
 _SHORT = 4
 
 
@@ -37,14 +37,14 @@ def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -
         args: Values of its constants and inputs.
         differentiated: The inputs that it will be differentiated by.
     """
-    if not any(jx.contains(eqn, is_crowded) for eqn in jaxpr.eqns):
+    if not any(jx.contains(eqn, is_contended) for eqn in jaxpr.eqns):
         return jx.evaluate(jaxpr, args)
     active = jx.dependent(jaxpr, differentiated)
 
     def compute(_: int, eqn: Any, value: Any) -> list[Any]:
-        if is_crowded(eqn) and eqn.invars[0] in active:
+        if is_contended(eqn) and eqn.invars[0] in active:
             return [_looked_up(eqn, *map(value, eqn.invars))]
-        if is_open(eqn) and jx.contains(eqn, is_crowded):
+        if is_open(eqn) and jx.contains(eqn, is_contended):
             inner = jx.called(eqn)
             assert inner is not None
             pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
@@ -55,7 +55,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -
     return jx.evaluate_by(jaxpr, args, compute)
 
 
-def is_crowded(eqn: Any) -> bool:
+def is_contended(eqn: Any) -> bool:
     """Whether an equation looks up whole rows of a small table, each by many indices."""
     if eqn.primitive.name != "gather":
         return False

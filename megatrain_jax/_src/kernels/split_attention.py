@@ -1,7 +1,8 @@
-"""Attention on more elements than cuDNN counts; see `program/wide_attention.py`.
+"""Kernels with more elements in attention than cuDNN can index; see `program/wide_attention.py`.
 
-After tracing, since the gradient of attention is an equation only then. Its key stays, as the same
-is computed: the forward of a block of 1,048,576 tokens in 28 heads, for example, calls cuDNN twice.
+Attention is split after tracing, because only then is its gradient an equation. A kernel keeps its
+key, because its results stay the same. Example: the forward of a block of 1,048,576 tokens with 28
+heads calls cuDNN twice.
 """
 
 import dataclasses
@@ -10,11 +11,11 @@ from typing import Any
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.wide_attention import in_pieces
+from megatrain_jax._src.program.oversized_attention import in_pieces
 
 
-def with_narrow_attention(kernel: Kernel, num_devices: int) -> Kernel:
-    """The kernel with attention in as many pieces of its heads as cuDNN needs.
+def with_split_attention(kernel: Kernel, num_devices: int) -> Kernel:
+    """The kernel with attention computed for as few heads at a time as cuDNN needs.
 
     Args:
         kernel: A kernel of a stage with wide attention.

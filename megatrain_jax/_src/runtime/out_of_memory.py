@@ -1,4 +1,4 @@
-"""Advice for running out of device memory although the plan fitted."""
+"""Advice for a run that exhausts device memory although its plan fits."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from megatrain_jax._src.startup.allocator import CUDA_POOL, PREALLOCATE, VARIABL
 
 
 @contextmanager
-def advised() -> Iterator[None]:
-    """Adds a note with advice to JAX's error if memory runs out."""
+def with_memory_advice() -> Iterator[None]:
+    """Adds a note with advice to JAX's error if the body runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

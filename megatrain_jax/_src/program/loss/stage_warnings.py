@@ -1,4 +1,4 @@
-"""Warnings about stages that hold more of a model than they would if it were written differently.
+"""Warnings about stages that hold too much of a model, because of the way the model is written.
 
 There are two kinds. One operation reads several blocks, so they form one stage. Or a stage of one
 block, or of none, holds over a quarter of the parameters (not counting its largest leaf) and has

@@ -20,11 +20,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import REMAT
 
 _WIDE = jnp.dtype("float32")
-# A result's elements in a different order are as wide as the result.
+# Primitives that only reorder elements, so that their result has the dtype of their operand.
 _REORDERING = ("reshape", "transpose")
 
 
-def with_wide_products(
+def with_fp32_products(
     function: Callable, are_wide: Sequence[bool], *, casts_operands: bool = False
 ) -> Callable:
     """A function with some of its results in fp32, if they come from narrower products.
@@ -47,7 +47,7 @@ def with_wide_products(
 def _evaluate(
     jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool], casts_operands: bool
 ) -> list[Any]:
-    """Evaluates an open jaxpr, with the flagged results in fp32 where `with_wide_products` can."""
+    """Evaluates an open jaxpr, with the flagged results in fp32 where `with_fp32_products` can."""
     sources = _sources(jaxpr, are_wide)
 
     def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:
@@ -95,6 +95,6 @@ def _operands_have(eqn: Any, dtype: Any) -> bool:
 
 def is_open(eqn: Any) -> bool:
     """Whether a call's equations may be evaluated one by one."""
-    # A compiler must not share the equations of a remat with others if that asks for it.
+    # With `prevent_cse`, a compiler must not merge equations of a remat with equal ones outside.
     closed = eqn.primitive.name in REMAT and eqn.params.get("prevent_cse")
     return jx.called(eqn) is not None and not closed

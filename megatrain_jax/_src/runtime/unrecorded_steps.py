@@ -1,4 +1,4 @@
-"""Steps made by hand (`Trainer.step`), until their records are in the history."""
+"""The steps of `Trainer.step`, until their records are in the history."""
 
 import time
 from collections import deque
@@ -10,8 +10,8 @@ import jax
 from megatrain_jax._src.runtime.training import StepMetrics
 
 
-class StepsByHand:
-    """Steps that were made by hand and have no record yet, in order.
+class UnrecordedSteps:
+    """The steps of `Trainer.step` that have no record yet, in order.
 
     Example: steps 7 and 8 were dispatched, and 9 is next. `records(keep=1)` waits for 7 alone and
     yields its record; `records()` waits for both.

@@ -1,9 +1,9 @@
-"""Threads that find the pages of host memory while the GPU's driver pins it.
+"""Threads that prefault the pages of host memory while the GPU's driver pins it.
 
 The driver maps a piece of memory and pins its pages in one thread, which waits while the kernel
-finds each page and clears it. Other threads may ask for the same pages meanwhile. The kernel's
-`MADV_POPULATE_WRITE` (Linux 5.14) finds pages without changing their contents. It refuses addresses
-that are not mapped, so it is safe even if the driver gives the memory back meanwhile.
+finds (allocates) and clears each page. Further threads can ask for the same pages in parallel. The
+kernel's `MADV_POPULATE_WRITE` (Linux 5.14) finds pages without changing their contents. It refuses
+addresses that are not mapped, so it is safe even if the driver frees the memory in the meantime.
 
 Example: the driver pins 64 GiB on a machine with 17 cores::
 
@@ -14,8 +14,8 @@ Example: the driver pins 64 GiB on a machine with 17 cores::
     ...
 
 While the driver pins, the kernel keeps the process's list of mappings locked against changes. A
-thread that needs more memory has to wait then, and so does each call on mappings after it. So all
-threads exist before the driver begins, and each finds the pages of its part in one call.
+thread that needs more memory then has to wait, and so does every later call that uses the list. So
+all threads are started before the driver begins, and each prefaults its part in one call.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from queue import SimpleQueue
 
 # The kernel's number; Python's `mmap` has no name for it.
 _MADV_POPULATE_WRITE = 23
-# The kernel's name of memory that processes may share and no file contains, as the driver maps it.
+# The kernel's name of shared memory without a file, as the driver maps it.
 _SHARED = b"/dev/zero"
 _SECONDS_AT_A_TIME = 0.01
 # Pages of smaller mappings are found quickly.
@@ -42,22 +42,22 @@ Mapping = tuple[int, int]
 
 
 def num_threads() -> int:
-    """Returns the number of threads that find pages: one core is left for the driver's own."""
+    """Returns the number of threads that prefault pages; one core is left for the driver."""
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
 
 
 @contextmanager
-def finding_pages(
+def prefaulting(
     threads: int, num_mappings: int = 1, least_bytes: int = _LEAST_BYTES
 ) -> Iterator[None]:
-    """A context in which threads find the pages of new mappings of shared memory.
+    """A context in which threads prefault the pages of new mappings of shared memory.
 
     Its end waits for the threads, which is short if the memory is pinned by then.
 
     Args:
         threads: Number of threads.
         num_mappings: Number of mappings that are pinned at a time.
-        least_bytes: The least size of mappings to find the pages of.
+        least_bytes: Minimum size of a mapping to prefault.
     """
     parts: SimpleQueue[Mapping | None] = SimpleQueue()
     lister, ended = MappingLister(), threading.Event()
@@ -72,7 +72,7 @@ def finding_pages(
                         parts.put(part)
 
     # Daemons, so that a process can exit without waiting for them.
-    targets = [watch, *[lambda: _find_pages(parts)] * threads]
+    targets = [watch, *[lambda: _prefault(parts)] * threads]
     started = [threading.Thread(target=run, name="pages found", daemon=True) for run in targets]
     for thread in started:
         thread.start()
@@ -87,7 +87,7 @@ def finding_pages(
 
 
 class MappingLister:
-    """Lists this process's mappings without asking the kernel for memory, but at the first time."""
+    """Lists this process's mappings; only the first listing may ask the kernel for memory."""
 
     def __init__(self, maps: Path = Path("/proc/self/maps")):
         """Remembers the kernel's file of mappings."""
@@ -126,11 +126,11 @@ def parts_of(mapping: Mapping, number: int) -> list[Mapping]:
     return [(at, min(at + size, end)) for at in range(first, end, size)]
 
 
-def _find_pages(parts: "SimpleQueue[Mapping | None]") -> None:
-    """Finds the pages of parts of mappings until the queue gives None."""
+def _prefault(parts: "SimpleQueue[Mapping | None]") -> None:
+    """Prefaults the pages of parts of mappings until the queue gives None."""
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     while part := parts.get():
         first, end = part
-        # Errors don't matter: the driver finds the pages that are left.
+        # Errors don't matter: the driver waits for the pages that are left.
         advise(first, end - first, _MADV_POPULATE_WRITE)

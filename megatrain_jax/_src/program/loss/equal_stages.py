@@ -1,6 +1,6 @@
 """Compares stages that compute the same with different numbers, so that they share a template.
 
-The template takes those numbers as inputs. An operand may differ if it is a literal, a constant of
+The template takes these numbers as inputs. An operand may differ if it is a literal, a constant of
 up to 1,024 elements, or a value from outside. It may also be a literal inside a `remat`, which then
 becomes an operand of it. Operands that decide which computation takes place stay in the template.
 
@@ -11,7 +11,6 @@ Example: the equations of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` are 
 Their skeletons are equal: `x` and `n` appear there as a dtype and a shape. The slots are `(x of
 one, x of the second)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
 column 1. Each slot becomes one input: `x` is one already, `n` is new, and the prologue makes it.
-`x` is an input already; `n` becomes a new one, made by the prologue.
 """
 
 from collections import defaultdict
@@ -28,7 +27,7 @@ from megatrain_jax._src.program.structural_key import form, value_key
 Position = tuple[int, int]  # row of an equation in its body, column of an operand
 
 
-class Alike:
+class StageComparer:
     """Compares bodies, the lists of equations of stages, given the values of their constants."""
 
     def __init__(self, consts: Mapping[Any, Any]):
@@ -101,7 +100,7 @@ class Alike:
         return value_key(self.consts[atom]) if atom in self.consts else id(atom)
 
 
-def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
+def hoist_remat_literals(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     """Turns literals in which like remats differ into operands of the remats.
 
     Args:
@@ -113,8 +112,8 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     if eqns[0].primitive.name not in REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
-    rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]
-    slots = Alike({}).slots(rows, [lambda v: False] * len(eqns))
+    rows = [hoist_remat_literals(row) for row in zip(*(b.eqns for b in bodies), strict=True)]
+    slots = StageComparer({}).slots(rows, [lambda v: False] * len(eqns))
     changed = []
     for m, (eqn, body) in enumerate(zip(eqns, bodies, strict=True)):
         inner = [row[m] for row in rows]

@@ -4,10 +4,10 @@ This writes a first step, and further steps until one of them leaves no more on 
 started with. The instructions of that step are valid after every step. Of a step with many waves,
 only three are written: the first, a middle one, and the last. They give the time of all waves::
 
-    waves laid down   over at   of 8 waves
-    0                 10 s      10 s
-    1                 16 s      46 s: six middle waves, 6 s each
-    2                 23 s      53 s
+    wave      ends, of 3 waves    ends, of 8 waves
+    first     10 s                10 s
+    middle    16 s                46 s: six middle waves, 6 s each
+    last      23 s                53 s
 """
 
 import functools
@@ -15,13 +15,17 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
+from megatrain_jax._src.schedule.memory_demand import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.room import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.tasks import TaskLists
+from megatrain_jax._src.schedule.transient_host_bytes import (
+    TransientHostBytes,
+    find_waiting,
+    in_flight_bytes,
+)
 from megatrain_jax._src.schedule.workload import Workload
 
 # The minimum number of steps until the clock's times repeat. With waves, the first waves of a step
@@ -30,7 +34,7 @@ _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
 # Copies may take longer than estimated by this fraction.
 SLOWER = 0.05
-# The number of steps that a search may ask for again.
+# Number of written steps that a search keeps for reuse.
 _MOST_REMEMBERED = 256
 
 
@@ -59,12 +63,12 @@ class Steps:
     @functools.cached_property
     def flush(self) -> Residency:
         """The state after bringing everything to rest, with the instructions for it."""
-        flush = self.end.next_step(0, self.end.reach)
+        flush = self.end.next_step(0, self.end.prefetch_distance)
         flush.run_to_rest(self.lists.flush, self.limit - least_of(self.workload, self.lists.flush))
         return flush
 
     @functools.cached_property
-    def passing(self) -> Passing:
+    def passing(self) -> TransientHostBytes:
         """Host bytes in addition to the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
@@ -100,16 +104,16 @@ class Steps:
         return self.lists.workload
 
 
-def lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
+def write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     """The steps of one limit and one set of resident parts."""
 
-    def key() -> tuple[Same, int, frozenset[Key]]:
-        return Same(lists), limit, resident
+    def key() -> tuple[IdentityKey, int, frozenset[Key]]:
+        return IdentityKey(lists), limit, resident
 
-    return remembered("steps", key, lambda: _laid_down(lists, limit, resident), _MOST_REMEMBERED)
+    return remembered("steps", key, lambda: _write_steps(lists, limit, resident), _MOST_REMEMBERED)
 
 
-def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
+def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     num_tasks = len(lists.steady)
     boundary = next_uses_that_fit(lists, limit, resident)
     cold = at_rest(lists, limit, resident)
@@ -127,7 +131,7 @@ def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
         # The wait for a step's batch is part of the step before it.
         seconds = end.clock.device - begin.clock.device + _left_out(lists, steady)
         most = begin.joined(end)
-        covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
+        covered, num_steps = most.is_covered_by(begin), num_steps + 1
         begin = most
     return Steps(
         lists=lists,
@@ -154,7 +158,7 @@ def seconds_if_slower(steps: Steps) -> float:
     rates = {name: factor * getattr(link, name) for name in ("inward", "outward", "shared")}
     costs = replace(workload.costs, link=replace(link, **rates))
     lists = replace(steps.lists, workload=replace(workload, costs=costs))
-    return lay_down(lists, steps.limit, steps.resident).seconds
+    return write_steps(lists, steps.limit, steps.resident).seconds
 
 
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:

@@ -10,15 +10,15 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.prompts import prompt_ids
 
-# Transformers draws from this number of tokens, unless generation_config.json has another.
+# Transformers' default of `top_k`, for a generation_config.json without it.
 _TOP_K = 50
-# What the file may say beside the options of sampling; ids of ends are read by `generate`.
+# Fields of generation_config.json without effect here; `generate` reads the stop ids itself.
 _WITHOUT_EFFECT = {"max_length", "max_new_tokens", "transformers_version", "use_cache"}
 _WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 
 
 @dataclass(frozen=True)
-class JaxSpeaker:
+class JaxChatModel:
     """A model in JAX that answers on the terminal, some words at a time.
 
     Attributes:
@@ -54,7 +54,7 @@ class JaxSpeaker:
 
         def show(prompt: int, sample: int, text: str) -> None:
             nonlocal shown
-            # A character may have several tokens, of which not all are there.
+            # A character may consist of several tokens; the last ones may still be missing.
             if not text.endswith("\ufffd"):
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
@@ -97,7 +97,7 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
     }
 
 
-def open_jax_speaker(settings: ChatSettings, folder: Path, tokenizer: Any) -> JaxSpeaker:
+def open_jax_chat_model(settings: ChatSettings, folder: Path, tokenizer: Any) -> JaxChatModel:
     """Opens a model in JAX.
 
     Raises:
@@ -106,6 +106,6 @@ def open_jax_speaker(settings: ChatSettings, folder: Path, tokenizer: Any) -> Ja
     options = sampling_of(folder, settings)
     pretrained = models.load_pretrained(folder)
     longest = read_json(folder / "config.json").get("max_position_embeddings")
-    return JaxSpeaker(
+    return JaxChatModel(
         models.Generator(pretrained, tokenizer=tokenizer), tokenizer, longest, options
     )

@@ -1,4 +1,4 @@
-"""Computes attention with too many elements for cuDNN in pieces of its heads.
+"""Computes attention for a few heads at a time if it has too many elements for cuDNN.
 
 cuDNN's kernels index elements with 32 bits. Beyond 2^31 of them (602,112 queries with 28 heads of
 width 128, or 64 rows of 16,384), the gradient of the last queries is written to wrong places
@@ -60,7 +60,7 @@ def are_wide(shapes: Iterable[tuple[int, ...]], num_devices: int = 1) -> bool:
 
 
 def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_devices: int) -> list:
-    """Evaluates an open jaxpr under a trace, with wide attention in pieces of its heads.
+    """Evaluates an open jaxpr under a trace, with wide attention for a few heads at a time.
 
     Args:
         jaxpr: The jaxpr.

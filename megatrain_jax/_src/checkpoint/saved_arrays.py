@@ -12,6 +12,7 @@ import numpy as np
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.contents import TreePath, pointer
+from megatrain_jax._src.checkpoint.encodings import decoded, part_names
 from megatrain_jax._src.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
@@ -20,7 +21,6 @@ from megatrain_jax._src.checkpoint.folder import (
     local_path,
     steps,
 )
-from megatrain_jax._src.checkpoint.forms import decoded, part_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class SavedArray:
         Raises:
             CheckpointError: If its checksum does not match.
         """
-        # One array at a time, on demand: the model is never in memory as a whole.
+        # Loaded one by one on demand, so that the whole model is never in memory.
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
         self.checksums.verify(self.path, array)
@@ -108,7 +108,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             "tree of arrays, a whole checkpoint of megatrain_jax, or any checkpoint that Orbax "
             "can read."
         )
-    # Without a manifest it is somebody else's: there are no checksums to compare.
+    # Without a manifest, another program wrote the checkpoint: there are no checksums to compare.
     facts = manifest.facts_of(where) if has_manifest(where) else {}
     checksums = Checksums(where, facts.get("arrays"))
     arrays = {

@@ -47,7 +47,7 @@ def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[st
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherForm:
+class ConvertedArray:
     """An array that a checkpoint stores in a different form than the run.
 
     Attributes:
@@ -99,12 +99,12 @@ def decoded(coding: Mapping[str, Any], codes: np.ndarray, *scales: np.ndarray) -
     return np.moveaxis(whole.reshape(moved), front, axes)
 
 
-def other_forms(
+def arrays_to_convert(
     entries: Sequence[ArrayEntry],
     here: Mapping[str, Mapping[str, Any]],
     there: Mapping[TreePath, Any],
     coded: Mapping[str, Mapping[str, Any]],
-) -> dict[TreePath, OtherForm]:
+) -> dict[TreePath, ConvertedArray]:
     """Finds the arrays that a checkpoint stores in a different, but readable form.
 
     Args:
@@ -115,8 +115,8 @@ def other_forms(
     """
     found = {}
     for array, rows in _by_array(entries).items():
-        # Small arrays, integers and float64 have only one form; a different dtype is a mistake,
-        # which `check_arrays` reports.
+        # Arrays in no group, integers and float64 are never converted: a different dtype is a
+        # mistake, which `check_arrays` reports.
         if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
             continue
         coding, own = coded.get(pointer(array)), here.get(pointer(array))
@@ -132,7 +132,7 @@ def other_forms(
         sources = tuple(_source(path, there[path], rows[0]) for path in paths if path in there)
         if coding is None and sources[0].shape != rows[0].whole:
             continue
-        found[array] = OtherForm(sources=sources, coding=coding)
+        found[array] = ConvertedArray(sources=sources, coding=coding)
     return found
 
 

@@ -18,7 +18,7 @@ from megatrain_jax._src.models.generation.weight_source import WeightSource, Wei
 
 # The share of the device's free memory that is used.
 _SHARE = 0.9
-# Weights stay on the device if this number of texts has room beside them, or all of them.
+# Weights stay on the device if at least this number of texts, or all texts, fit beside them.
 _ENOUGH = 8
 # The share of the available host memory that pages of caches may take: JAX's pool of pinned memory
 # may double when it grows.
@@ -42,7 +42,7 @@ class DecodeForm(NamedTuple):
     pages: frozenset[int] = frozenset()
 
 
-class DeviceRoom:
+class GenerationMemory:
     """The bytes of the device that generation may use.
 
     Attributes:
@@ -78,8 +78,8 @@ class DeviceRoom:
             i for i, layer in enumerate(layers) if layer.borrows is None and i not in lenders
         ]
 
-    def on(self, hardware: Hardware) -> "DeviceRoom":
-        """Returns the same room on another machine, where its memory is known; a budget stays."""
+    def on(self, hardware: Hardware) -> "GenerationMemory":
+        """Returns the memory of a different machine, where it is known; a budget stays."""
         other = copy.copy(self)
         if self._budget is None and hardware.usable_bytes is not None:
             other._bytes = _SHARE * hardware.usable_bytes
@@ -104,7 +104,7 @@ class DeviceRoom:
         if resident >= min(wanted, _ENOUGH):
             return DecodeForm(True, resident)
         forms = [self._streamed(size, wanted, most) for most in (0, len(self.pageable))]
-        # Pages are worth their way if more texts share the way of the weights.
+        # Pages cost transfers, but with them more texts share each transfer of the weights.
         form = max(forms, key=lambda form: form.num_rows / self.link_bytes(size, form))
         if form.num_rows:
             return form
@@ -153,11 +153,11 @@ class DeviceRoom:
         return DecodeForm(False, number, self.pages_of(int(pages)))
 
     def pages_of(self, number: int) -> frozenset[int]:
-        """Returns the last layers with pages: the first one's cache is needed at once."""
+        """Returns the layers to page: the last ones, as the first one's cache is needed at once."""
         return frozenset(self.pageable[len(self.pageable) - number :])
 
     def link_bytes(self, size: int, form: DecodeForm) -> int:
-        """Returns the bytes that come from the host for each token of all texts, if any do."""
+        """Returns the bytes of weights and pages that are streamed for each token of all texts."""
         layers = self._layer_bytes(size)
         pages = form.num_rows * sum(layers[i] for i in form.pages)
         return self.read_bytes(resident=False) + pages

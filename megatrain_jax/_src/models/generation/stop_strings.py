@@ -1,4 +1,4 @@
-"""The texts that end completions, and the words of a completion up to its end."""
+"""Stop texts of completions, and the text of a completion up to its end."""
 
 import bisect
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from megatrain_jax._src.common.prompts import shown_answer
 from megatrain_jax._src.models.generation.batching import OpenText
 
 
-class TextEnds:
-    """Texts that end completions. They may have special tokens; completions don't show these."""
+class StopStrings:
+    """Stop texts. They may contain special tokens, which completions don't show."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[str]):
         """Keeps both.
@@ -31,14 +31,14 @@ class TextEnds:
         return 1 + bisect.bisect_left(counts, True, key=lambda count: self._has_end(ids[:count]))
 
     def words(self, text: OpenText) -> str:
-        """Returns the words written so far, without special tokens and the end."""
+        """Returns the text written so far, without special tokens and the stop text."""
         ids = text.ids[text.start :]
         if not text.is_cut:
             shown = ids[:-1] if text.finish == "stop" else ids
             return shown_answer(shown, self._tokenizer)
         whole = self._tokenizer.decode(ids)
         before = min((whole.split(end)[0] for end in self._ends), key=len)
-        # All tokens before the end as they are shown, and the part of a token that it leaves.
+        # The tokens before the stop text, and the part before it of the token in which it starts.
         for count in reversed(range(len(ids))):
             first = self._tokenizer.decode(ids[:count])
             if before.startswith(first):
