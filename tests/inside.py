@@ -11,7 +11,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.rescheduled import spanning, with_all_waves
+from megatrain_jax._src.spec.rescheduled import with_all_waves, with_recomputed_spans
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state.placement import Placement, placed_on
@@ -34,7 +34,7 @@ def spec_of(trainer: mt.Trainer) -> RunSpec:
 
 def settings_of(trainer: mt.Trainer) -> dict[str, Any]:
     """The settings of a trainer's run, as its checkpoints have them."""
-    return trainer.run_state.made_of
+    return trainer.run_state.saved_settings
 
 
 def engine_of(trainer: mt.Trainer) -> Engine:
@@ -71,7 +71,7 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
     In the host it has so much room beside the state, or takes the least.
     """
     spec = trainer.run_state.spec
-    first = with_all_waves(spanning(spec.first, span, spec.budget_bytes, host_room))
+    first = with_all_waves(with_recomputed_spans(spec.first, span, spec.budget_bytes, host_room))
     trainer.run_state.spec = dataclasses.replace(spec, host_room=host_room, first=first)
     trainer._steps.bound = {first.key: first}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megatrain_jax._src.models.layers import Layer
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax.models import DecoderConfig
 
 
@@ -57,7 +57,7 @@ def num_parameters(config: DecoderConfig) -> int:
     @functools.cache
     def size(module: Any, *number: int) -> int:
         def make() -> nnx.Module:
-            return module(config, *number, Maker(nnx.Rngs(0), jnp.float32, 0.0))
+            return module(config, *number, ParameterMaker(nnx.Rngs(0), jnp.float32, 0.0))
 
         state = nnx.state(nnx.eval_shape(make), nnx.Param)
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.passing import in_flight_bytes
 from megatrain_jax._src.schedule.schedule import Schedule
+from megatrain_jax._src.schedule.transient_host_bytes import in_flight_bytes
 from megatrain_jax._src.schedule.workload import Workload
 from workloads import MOVES, WAITS
 
@@ -125,7 +125,7 @@ class Machine:
             return
         assert key is not None
         assert self.workload.size(key)
-        assert key.kind is not Kind.RESIDUALS or self.workload.may_travel
+        assert key.kind is not Kind.RESIDUALS or self.workload.may_offload_residuals
         if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"
@@ -287,5 +287,5 @@ def run_everything(workload: Workload, schedule: Schedule) -> None:
     parts = schedule.passing
     assert parts.in_flight == in_flight
     assert (parts.gradients, parts.activations, parts.residuals) in machine.most_waited
-    assert machine.waited[False] + in_flight == schedule.passing_bytes
+    assert machine.waited[False] + in_flight == schedule.transient_bytes
     assert machine.waited[True] == schedule.evaluation_bytes

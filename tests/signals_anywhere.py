@@ -250,7 +250,7 @@ def check_bytecodes() -> None:
     """Checks that handlers are put back, and no signal is lost, at any bytecode."""
     blocks = {
         "held back": interrupt.deferred_interrupt,
-        "insisting": lambda: interrupt.deferred_interrupt(insist=True),
+        "insisting": lambda: interrupt.deferred_interrupt(second_interrupts=True),
         "a run": interrupt.Signals,
     }
     for name, make in blocks.items():

@@ -82,6 +82,6 @@ def _with_budget(spec: RunSpec, options: Options) -> RunSpec:
     if options == spec.options:
         return spec
     budget = None if isinstance(options.device_budget, str) else options.device_budget
-    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.selective)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(spec, options=options, budget_bytes=budget, first=first)

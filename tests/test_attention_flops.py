@@ -29,7 +29,7 @@ from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
-from megatrain_jax._src.spec import bound_step, lean
+from megatrain_jax._src.spec import bound_step, selective
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
@@ -440,7 +440,7 @@ def test_attention_alone_is_kept_where_that_saves_most(cudnn, num_layers, budget
     forward = 4 * 28 * 128 * 131_072 * 131_073 // 2
     assert kept.attention_flops_per_step == pytest.approx(num_layers * 3.5 * forward)
     assert "costliest products kept in" in str(kept)
-    monkeypatch.setattr(bound_step, "lean_residuals", lambda *args: None)
+    monkeypatch.setattr(bound_step, "selective_residuals", lambda *args: None)
     without = plan_of_qwen(131_072, num_layers, device_budget=budget)
     assert not without.keeps_costliest and without.num_kept < num_layers
     assert kept.seconds_per_step and without.seconds_per_step
@@ -460,19 +460,19 @@ def test_attention_costs_the_most_for_its_bytes_on_long_sequences(cudnn, length,
     spec = make_run_spec(adapted, models.next_token_loss, optax.sgd(0.1), batch, asked)
     layer = spec.first.stages[1]
     assert layer.residuals is not None
-    costs = lean.seconds_per_byte(layer.stage, layer.residuals, mt.H200)
+    costs = selective.seconds_per_byte(layer.stage, layer.residuals, mt.H200)
     assert len(costs) == 4  # queries and the output; keys and values; gate and up; attention
     best: Any = max(costs, key=costs.__getitem__)
     assert best[0].startswith("dot_product_attention") == is_lean
     if not is_lean:
-        assert layer.lean is None
+        assert layer.selective is None
         return
-    assert layer.lean is not None
-    output, statistics = sorted(layer.lean.avals, key=lambda aval: -aval.size)
+    assert layer.selective is not None
+    output, statistics = sorted(layer.selective.avals, key=lambda aval: -aval.size)
     assert (output.shape, output.dtype) == ((1, length, 28, 128), jnp.bfloat16)
     assert (statistics.shape, statistics.dtype) == ((1, 28, length), jnp.float32)
     assert (
-        layer.lean.saved.total
-        == layer.lean.saved.attention
+        layer.selective.saved.total
+        == layer.selective.saved.attention
         == 2 * 28 * 256 * (length * (length + 1) // 2)
     )

@@ -24,7 +24,7 @@ from megatrain_jax._src.checkpoint import workspace as workspaces
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 from megatrain_jax._src.state.processes import Processes
-from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.series import RunCheckpoints
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -105,7 +105,7 @@ def test_nothing_is_written_over_a_strangers_step(kind, tmp_path):
         assert small.tree(path) == elsewhere
 
 
-def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
+def saved_at(series: RunCheckpoints, trainer: mt.Trainer, *steps: int) -> None:
     for step in steps:
         count_steps(trainer, step)
         series.save(trainer, {"batches": step})
@@ -113,7 +113,7 @@ def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
 
 
 def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
-    with Checkpoints(tmp_path, None, 1, Processes()) as series:
+    with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
         saved_at(series, trainer, 1)
     shutil.move(tmp_path / "1", tmp_path / "elsewhere")
     (tmp_path / "1").symlink_to(tmp_path / "elsewhere")
@@ -127,7 +127,7 @@ def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch
         remove(path, *args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", immutable)
-    with Checkpoints(tmp_path, None, 1, Processes()) as series:
+    with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
         series.begin(trainer)
         with pytest.warns(UserWarning, match="1 is left alone"):
             saved_at(series, trainer, 2)
@@ -140,9 +140,9 @@ def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch
     assert small.tree(tmp_path / "elsewhere") == kept
     assert {"1", "2", "6"} <= {*os.listdir(tmp_path)}
     with pytest.warns(UserWarning, match="3.deleting-0.*can't be deleted"):
-        Checkpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
+        RunCheckpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
     monkeypatch.undo()
-    Checkpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
+    RunCheckpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "6", "elsewhere"]
 
 
@@ -407,12 +407,12 @@ def test_no_step_waits_for_groups_of_a_save_that_failed(tmp_path, monkeypatch):
 
 def test_links_in_a_checkpoint_are_not_its_own(tmp_path):
     small.trainer().save(tmp_path / "1")
-    assert manifest.strangers(tmp_path / "1") == []
+    assert manifest.unknown_names(tmp_path / "1") == []
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "notes").touch()
     (tmp_path / "1" / "folder").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "1" / "mine").symlink_to(tmp_path / "elsewhere" / "notes")
-    assert sorted(manifest.strangers(tmp_path / "1")) == ["folder", "mine"]
+    assert sorted(manifest.unknown_names(tmp_path / "1")) == ["folder", "mine"]
 
 
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
@@ -425,7 +425,7 @@ def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
         join(path, arrays)
 
     monkeypatch.setattr(orbax, "join", full_once)
-    with Checkpoints(tmp_path, None, 1, Processes()) as series:
+    with RunCheckpoints(tmp_path, None, 1, Processes()) as series:
         trainer = small.trainer()
         series.save(trainer, {"batches": 0})
         with pytest.raises(mt.CheckpointError, match="No space left"):

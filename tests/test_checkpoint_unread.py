@@ -19,7 +19,7 @@ from megatrain_jax._src.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
     UnreadError,
-    in_all,
+    in_all_processes,
 )
 from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.train import series
@@ -267,8 +267,8 @@ def test_reading_is_tried_again_only_if_no_process_found_damage(own, other, kind
         return 7
 
     if kind is None:
-        assert in_all(processes, "here", action) == 7
+        assert in_all_processes(processes, "here", action) == 7
         return
     with pytest.raises(CheckpointError, match=message) as raised:
-        in_all(processes, "here", action)
+        in_all_processes(processes, "here", action)
     assert type(raised.value) is kind

@@ -19,7 +19,7 @@ from megatrain_jax import models
 from megatrain_jax._src.cli import planner
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_model, known_models
-from megatrain_jax._src.cli.errors import in_options
+from megatrain_jax._src.cli.errors import with_cli_options
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.plan_settings import PlanSettings
@@ -163,7 +163,7 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
         'device_budget="minimum", `microbatches="auto"`, more `microbatches`',
         "(Precision.compact())",
     )
-    assert [in_options(text) for text in texts] == [
+    assert [with_cli_options(text) for text in texts] == [
         "--frozen bfloat16 or --frozen float32, or use --compute float16",
         "--products asks, Use --state float32",
         "--device-budget minimum, --microbatches auto, more --microbatches",

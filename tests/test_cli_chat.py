@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.chat import open_speaker
+from megatrain_jax._src.cli.chat import open_chat_model
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.common.adapter_layers import different_layers
@@ -111,7 +111,7 @@ def test_adapters_of_a_base_with_another_number_of_layers_are_refused(number, gi
     load(given / "run" / "model")[1].save_pretrained(base)
     settings = ChatSettings(model=str(adapter), base=str(base), library="transformers")
     with pytest.raises(ValueError, match=r"another number of layers: .*layers\.[12]\..*_proj"):
-        open_speaker(settings)
+        open_chat_model(settings)
     with pytest.raises(ValueError, match="don't fit"):
         models.merge_adapter(adapter, tmp_path / "merged", base=base)
     with pytest.raises(ValueError, match="don't fit"):

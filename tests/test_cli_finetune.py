@@ -26,7 +26,7 @@ from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
-from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.progress_lines import ProgressLines
 from megatrain_jax._src.cli.recipe import schedule_of
 from megatrain_jax._src.cli.run_data import RunData, file_stamps
 from megatrain_jax._src.cli.run_data import read as read_data
@@ -410,7 +410,7 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
 
 def test_rates_are_of_the_last_steps_that_do_not_compile(capsys):
     began: list[int] = []
-    lines = Lines(50, optax.constant_schedule(1.0), 1, began.append)
+    lines = ProgressLines(50, optax.constant_schedule(1.0), 1, began.append)
     seconds = [100.0, 50.0, *(1.0 + step for step in range(28))]
     history = [
         {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 16.0, "seconds": taken}

@@ -17,7 +17,7 @@ from megatrain_jax._src.cli.largest import (
     largest_size,
     least_host_bytes,
     round_number,
-    shallow,
+    with_few_layers,
 )
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.plan_settings import PlanSettings
@@ -57,12 +57,14 @@ def test_what_was_found_is_confirmed_by_whole_plans():
 
 def test_few_layers_stand_for_all_kinds_of_layers():
     config = config_of("Gemma-3-1B")
-    few = shallow(config)
+    few = with_few_layers(config)
     assert few.num_layers == 6 and set(few.windows) == set(config.windows) == {None, 512}
-    sparse = shallow(config_of("Qwen3-30B-A3B"))
+    sparse = with_few_layers(config_of("Qwen3-30B-A3B"))
     assert sparse.experts and sparse.experts.layers == tuple(range(4))
-    assert shallow(config_of("SmolLM3-3B")).unrotated == (3,)
-    assert shallow(config_of("Granite-3.1-2B")).num_layers == 7  # they have options of their own
+    assert with_few_layers(config_of("SmolLM3-3B")).unrotated == (3,)
+    assert (
+        with_few_layers(config_of("Granite-3.1-2B")).num_layers == 7
+    )  # they have options of their own
 
 
 def variants(folder):
@@ -155,7 +157,9 @@ def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
     few: Any
     whole: Any
     with remembering():
-        few, whole = (planner.plan(of, 1, 512, least=True) for of in (shallow(config), config))
+        few, whole = (
+            planner.plan(of, 1, 512, least=True) for of in (with_few_layers(config), config)
+        )
     beside = few.host_process_bytes - few.host_pool_bytes
     assert few.host_bytes < 0.8 * whole.host_bytes
     least = least_host_bytes(few, config)

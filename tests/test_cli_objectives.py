@@ -11,7 +11,7 @@ from flax import nnx
 
 from megatrain_jax import models
 from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
-from megatrain_jax._src.cli.answers import Comparison
+from megatrain_jax._src.cli.answers import LossContext
 from megatrain_jax._src.data.packing import with_counts
 from tiny_sizes import tiny_decoder
 
@@ -39,7 +39,7 @@ def two_pairs_in_four_rows():
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_accuracy_and_tokens_are_those_of_the_whole_batch(microbatches):
     model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    loss_fn = pair_objectives.dpo(Comparison(microbatches=microbatches, is_stored=True), beta=0.1)
+    loss_fn = pair_objectives.dpo(LossContext(microbatches=microbatches, is_stored=True), beta=0.1)
     whole = {name: jnp.asarray(array) for name, array in two_pairs_in_four_rows().items()}
     cut = {name: jnp.split(array, microbatches) for name, array in whole.items()}
     metrics = [
@@ -56,7 +56,7 @@ def test_accuracy_of_a_batch_without_pairs_is_0():
     batch = two_pairs_in_four_rows()
     without = {name: jnp.zeros_like(batch[name]) for name in ("pairs", "pairs_per_row")}
     model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    _, metrics = pair_objectives.dpo(Comparison(is_stored=True), beta=0.1)(
+    _, metrics = pair_objectives.dpo(LossContext(is_stored=True), beta=0.1)(
         model, {name: jnp.asarray(array) for name, array in {**batch, **without}.items()}
     )
     assert metrics["accuracy"] == 0
@@ -97,7 +97,7 @@ EXACT: dict[str, Any] = {
 
 def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
     """Loss, metrics and gradients of a step, as means over microbatches."""
-    comparison = Comparison(microbatches=microbatches, is_stored=True)
+    comparison = LossContext(microbatches=microbatches, is_stored=True)
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
     loss = make(comparison)
 

@@ -19,7 +19,7 @@ from megatrain_jax import callbacks, models
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.cli.reference import Reference
+from megatrain_jax._src.cli.reference import ReferenceLogProbs
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -323,7 +323,7 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
         ("damaged", key, 0),
         ("missing", key, 0),
     ):
-        reference = Reference(out / f"{name}.npz", other)
+        reference = ReferenceLogProbs(out / f"{name}.npz", other)
         reference.load()
         assert len(reference.values) == count
 

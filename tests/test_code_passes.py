@@ -18,7 +18,7 @@ ROWS, WIDTH, INNER = (2, 64), 128, 192
 
 def product(x: Any, w: Any) -> Any:
     (eqn,) = jax.make_jaxpr(jnp.matmul)(x, w).eqns
-    return float8.product(float8.Form.of(eqn, (True, True)), x, w)
+    return float8.product(float8.ProductSpec.of(eqn, (True, True)), x, w)
 
 
 def gated(params: Any, x: Any) -> Any:

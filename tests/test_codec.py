@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from inside import on_one_device
-from megatrain_jax._src.runtime.random_arguments import Draws
+from megatrain_jax._src.runtime.random_arguments import RandomArguments
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.codec import Rounded, round_stochastically
-from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
+from megatrain_jax._src.state.draws import derived_draw, draw_of, random_bits
 
 SPECIAL = np.array(
     [0, -0.0, 1, -1, np.inf, -np.inf, 1e-45, -1e-45, 1e-40, 3e38, 1 / 3, -1e-3], np.float32
@@ -25,7 +25,7 @@ def draw(step=0, group=0):
 
 def test_bits_are_uniform_and_differ_by_step_group_and_slab():
     size = 1 << 16
-    draws = [draw(), draw(step=1), draw(group=1), part_of(draw(), 0), part_of(draw(), 1)]
+    draws = [draw(), draw(step=1), draw(group=1), derived_draw(draw(), 0), derived_draw(draw(), 1)]
     numbers = jnp.arange(size, dtype=jnp.uint32)
     rows = np.stack([np.asarray(random_bits(d, numbers)) for d in draws])
     ones = [((rows >> k) & 1).mean(axis=1) for k in range(32)]
@@ -92,7 +92,7 @@ def test_without_a_draw_rounding_is_to_nearest(stochastic):
 def test_each_group_draws_bits_of_its_own():
     layouts: Any = [SimpleNamespace(draws=draws) for draws in (True, True, False, True)]
     store = Store(layouts, on_one_device(), jax.random.key(3))
-    draws = Draws(store)
+    draws = RandomArguments(store)
     found = [draws.of(group, store.step) for group in (0, 1, 2, 3, 1)]
     assert [x if x is None else int(x[2]) for x in found] == [0, 1, None, 3, 1]
     assert all(x[0] is store.key and x[1] is store.step for x in found if x is not None)

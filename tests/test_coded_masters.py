@@ -11,7 +11,7 @@ import pytest
 import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
-from megatrain_jax._src.checkpoint.forms import coding_of
+from megatrain_jax._src.checkpoint.encodings import coding_of
 from megatrain_jax._src.options.precision import precision_of
 from megatrain_jax._src.state.blockwise import Blockwise
 from optimizers import OPTIMIZERS

@@ -14,7 +14,7 @@ from orbax.checkpoint import v1
 import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
-from megatrain_jax._src.checkpoint.forms import coding_of, decoded, other_forms
+from megatrain_jax._src.checkpoint.encodings import arrays_to_convert, coding_of, decoded
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_state
@@ -334,11 +334,11 @@ def test_codes_of_another_kind_are_converted_and_those_of_another_shape_are_not(
     entries = entries_of(spec)
     own = coding_of(spec, entries)
     there = {e.path: jax.ShapeDtypeStruct(e.shape, e.dtype) for e in entries}
-    assert len(own) > 4 and not other_forms(entries, own, there, own)
+    assert len(own) > 4 and not arrays_to_convert(entries, own, there, own)
     for name, coding in own.items():
         array = tuple(name.split("/"))
         other = coding | {"code": "linear" if coding["code"] == "dynamic" else "dynamic"}
-        (found,) = other_forms(entries, own, there, own | {name: other}).items()
+        (found,) = arrays_to_convert(entries, own, there, own | {name: other}).items()
         assert found[0] == array and found[1].coding == other
         assert [source.path for source in found[1].sources] == [
             (*array, "codes"),
@@ -346,7 +346,7 @@ def test_codes_of_another_kind_are_converted_and_those_of_another_shape_are_not(
         ]
         # What is there in another shape is no form of it: all differences are told before reading.
         longer = coding | {"shape": [2, *coding["shape"]]}
-        assert not other_forms(entries, own, there, own | {name: longer})
+        assert not arrays_to_convert(entries, own, there, own | {name: longer})
 
 
 def test_initial_codes_are_computed_by_the_program_and_not_by_the_compiler():

@@ -246,7 +246,7 @@ def in_float8(kernel):
 
     def build():
         (eqn,) = jax.make_jaxpr(jnp.matmul)(*kernel.takes).eqns
-        form = float8.Form.of(eqn, (False, False))
+        form = float8.ProductSpec.of(eqn, (False, False))
         return lambda x, y: float8.product(form, x, y)
 
     return dataclasses.replace(kernel, name=f"{kernel.name} in float8", build=build)

@@ -10,7 +10,7 @@ import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.passing import in_flight_bytes
+from megatrain_jax._src.schedule.transient_host_bytes import in_flight_bytes
 from megatrain_jax._src.spec.host import peak_bytes
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
@@ -43,7 +43,7 @@ def test_no_bit_changes(name):
 
 
 def waiting_bytes(step):
-    return step.schedule.passing_bytes - in_flight_bytes(step.scheduled, step.schedule.steady)
+    return step.schedule.transient_bytes - in_flight_bytes(step.scheduled, step.schedule.steady)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "clip"])
@@ -114,7 +114,7 @@ def test_residuals_that_wait_in_the_host_change_no_bit(optimizer):
     for share, travels in ((7, False), (1.7, True)):
         trainer = mt.Trainer(*made, device_budget=int(share * least), **options)
         fetched = {i.key.kind for i in trainer.schedule.steady if i.op is Op.FETCH and i.key}
-        assert trainer.schedule.lean and len(trainer.schedule.kept) == 11
+        assert trainer.schedule.selective and len(trainer.schedule.kept) == 11
         assert (Kind.RESIDUALS in fetched) == travels
         runs.append(train(trainer, [BATCH] * 3, gradients=False))
     assert runs[0].losses == runs[1].losses
@@ -124,8 +124,8 @@ def test_residuals_that_wait_in_the_host_change_no_bit(optimizer):
     mixed = mt.Trainer(*made, device_budget=int(1.7 * least), **options)
     compute_again(mixed, 2)
     first = spec_of(mixed).first
-    assert first.lean
-    compute_again(mixed, 2, first.schedule.passing_bytes + 6 * max(first.lean.residuals))
+    assert first.selective
+    compute_again(mixed, 2, first.schedule.transient_bytes + 6 * max(first.selective.residuals))
     first = spec_of(mixed).first
     left = {i.key for i in first.schedule.steady if i.op is Op.OFFLOAD and i.key}
     assert sum(key.kind is Kind.RESIDUALS for key in left) == 4 and first.workload.again

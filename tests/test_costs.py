@@ -14,7 +14,7 @@ from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.spec.costs import batch_seconds, find_costs
-from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
+from megatrain_jax._src.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.cards import H100
 from optimizers import OPTIMIZERS
@@ -175,15 +175,17 @@ def test_each_pass_casts_masters_that_products_read():
 def test_convolutions_of_few_channels_take_longer_than_their_operations():
     nothing = Work(flops=0, attention=0)
     aligned, slow = Traffic(outside=1e9), Traffic(outside=1e9, unaligned=1e12)
-    one = seconds_beside(nothing, slow, H100, 1) - seconds_beside(nothing, aligned, H100, 1)
+    one = extra_traffic_seconds(nothing, slow, H100, 1) - extra_traffic_seconds(
+        nothing, aligned, H100, 1
+    )
     # Ten times as long as others, or more.
     assert one > 10 * 1e12 / H100.flops_per_s
     padded = slow._replace(padding=H100.sustained * H100.flops_per_s)
-    assert seconds_beside(nothing, padded, H100, 1) == pytest.approx(
-        1 + seconds_beside(nothing, slow, H100, 1)
+    assert extra_traffic_seconds(nothing, padded, H100, 1) == pytest.approx(
+        1 + extra_traffic_seconds(nothing, slow, H100, 1)
     )
-    both = seconds_beside(nothing, slow, H100, 2)
-    assert both == pytest.approx(seconds_beside(nothing, slow, H100, 1) / 2)
+    both = extra_traffic_seconds(nothing, slow, H100, 2)
+    assert both == pytest.approx(extra_traffic_seconds(nothing, slow, H100, 1) / 2)
 
 
 def test_memory_traffic_takes_its_time_beside_products():

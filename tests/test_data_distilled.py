@@ -14,7 +14,7 @@ import megatrain_jax as mt
 from chats import tokenizer, write
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import distillation_objectives
-from megatrain_jax._src.cli.answers import Comparison
+from megatrain_jax._src.cli.answers import LossContext
 from test_distillation import full
 from test_models_training import SMALL
 
@@ -127,7 +127,7 @@ def test_ten_steps_are_those_of_plain_jax(microbatches: int):
     batches = [batch for _, batch in zip(range(10), load(rows(99)), strict=False)]
     assert len(batches) == 10
     options = {"distill_alpha": 0.4, "temperature": 1.0, "tail": True, "topk": K}
-    loss = distillation_objectives.distill(Comparison(microbatches=microbatches), **options)
+    loss = distillation_objectives.distill(LossContext(microbatches=microbatches), **options)
     optimizer = optax.adamw(1e-2, eps=1e-3)
 
     def build() -> models.Decoder:

@@ -19,9 +19,9 @@ from chats import assert_same_batches, tokenizer
 from megatrain_jax import data
 from megatrain_jax._src.data import documents, reading, tokenise
 from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.packing import batch, draw_epoch, pack
 from megatrain_jax._src.data.report import Report, RowOrigin
-from megatrain_jax._src.data.tokens import Tokens
 
 LINE = "the cat sat on a mat, while rain fell; naïve façade 🙂\n"
 MEBIBYTE = 2**20
@@ -78,13 +78,13 @@ def test_a_long_text_of_a_row_is_tokenised_in_blocks(monkeypatch: pytest.MonkeyP
     options: dict[str, Any] = {"length": 64, "batch_size": 2, "progress": False}
     whole = list(data.text(rows, tokenizer(), **options))
     sizes: list[int] = []
-    encode = Tokens.encode
+    encode = FastTokenizer.encode
 
-    def recorded(self: Tokens, texts: list[str]) -> Any:
+    def recorded(self: FastTokenizer, texts: list[str]) -> Any:
         sizes.append(sum(map(len, texts)))
         return encode(self, texts)
 
-    monkeypatch.setattr(Tokens, "encode", recorded)
+    monkeypatch.setattr(FastTokenizer, "encode", recorded)
     monkeypatch.setattr(documents, "_LONG", 1000)
     monkeypatch.setattr(documents, "_BLOCK", 250)
     monkeypatch.setattr(tokenise, "_CHARACTERS_AT_ONCE", 500)

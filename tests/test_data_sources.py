@@ -22,7 +22,7 @@ from megatrain_jax._src.data import reading
 from megatrain_jax._src.data.batches import counts
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.row_formats import to_conversation
-from megatrain_jax._src.data.sources import Given, resolve
+from megatrain_jax._src.data.sources import GivenRows, resolve
 
 MESSAGES = conversations(24)
 ROWS = [openai(messages) for messages in MESSAGES]
@@ -219,7 +219,7 @@ def test_nulls_stay_where_no_column_added_them(tmp_path: Path):
     with_json = in_columns(tmp_path, [row, *CALLS])
     for name in ("Parquet with JSON", "a dataset with JSON"):
         (part,) = resolve([with_json[name]], texts=False)
-        if isinstance(part, Given):
+        if isinstance(part, GivenRows):
             first = next(iter(part.rows))
         else:
             _, first = next(iter(reading.rows(part, Report(), True)))

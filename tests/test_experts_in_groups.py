@@ -24,7 +24,7 @@ from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.expert_leaves import num_groups
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.schedule import BudgetError
-from megatrain_jax._src.spec.block_ways import Way
+from megatrain_jax._src.spec.block_splits import BlockSplit
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax.models import Decoder
 from optimizers import OPTIMIZERS
@@ -59,9 +59,9 @@ def decoder(num: int = 8, per_token: int = 2, tokens: int = 12, loss_fn=packed_l
     )
 
 
-def only(monkeypatch, *ways: Way) -> None:
+def only(monkeypatch, *ways: BlockSplit) -> None:
     """Lets runs cut blocks in these ways alone; each way takes seconds to plan."""
-    monkeypatch.setattr("megatrain_jax._src.spec.make_spec.WAYS", ways)
+    monkeypatch.setattr("megatrain_jax._src.spec.make_spec.BLOCK_SPLITS", ways)
 
 
 def least_of(spec):
@@ -75,7 +75,7 @@ def test_training_by_groups_agrees_with_plain_jax(seed, monkeypatch):
     # Microbatches with equally many labels that count.
     case = decoder(2 * num, per_token, tokens, plain_loss)
     name = str(rng.choice(["clip_adamw", "adamw_schedule", "adafactor"]))
-    only(monkeypatch, Way(1), Way(*[(3, 2), (5, 4)][int(rng.integers(2))]))
+    only(monkeypatch, BlockSplit(1), BlockSplit(*[(3, 2), (5, 4)][int(rng.integers(2))]))
     options = {"microbatches": int(rng.choice([1, 2]))}
     make = OPTIMIZERS[name]
     # Refused with all experts at once.
@@ -142,7 +142,7 @@ def foreign(takes_all: bool) -> Case:
 
 def test_products_with_the_experts_as_an_axis_are_divided_in_any_model(monkeypatch):
     case, make = foreign(False), OPTIMIZERS["clip_adamw"]
-    only(monkeypatch, Way(1), Way(8), Way(3, 2))
+    only(monkeypatch, BlockSplit(1), BlockSplit(8), BlockSplit(3, 2))
     with pytest.raises(BudgetError) as refused:
         make_spec(case, make, device_budget=1024)
     trainer = make_trainer(case, make, budget=refused.value.smallest)
@@ -153,7 +153,7 @@ def test_products_with_the_experts_as_an_axis_are_divided_in_any_model(monkeypat
 
 
 def test_experts_that_one_operation_takes_stay_together(monkeypatch):
-    only(monkeypatch, Way(1), Way(8), Way(3, 2))
+    only(monkeypatch, BlockSplit(1), BlockSplit(8), BlockSplit(3, 2))
     with pytest.raises(BudgetError) as refused:
         make_spec(foreign(True), OPTIMIZERS["clip_adamw"], device_budget=1024)
     said = r"no cut divides blocks/0/experts/\w+, with 48.00 KiB"
@@ -161,7 +161,7 @@ def test_experts_that_one_operation_takes_stay_together(monkeypatch):
 
 
 def test_experts_are_divided_only_where_no_parts_fit(monkeypatch):
-    only(monkeypatch, Way(1), Way(3), Way(3, 2))
+    only(monkeypatch, BlockSplit(1), BlockSplit(3), BlockSplit(3, 2))
     case, made, sample = decoder(), OPTIMIZERS["clip_adamw"](None), decoder().batch(0)
     adapted, _ = adapt(case.build(), case.loss_fn, sample, 0)
     precision = mt.Precision(compute=jnp.float32)
@@ -191,12 +191,12 @@ def test_experts_are_divided_only_where_no_parts_fit(monkeypatch):
 
 def test_a_group_is_estimated_by_its_own_share(monkeypatch):
     case, loops = decoder(), {}
-    for way in (Way(3), Way(5, 4)):
+    for way in (BlockSplit(3), BlockSplit(5, 4)):
         only(monkeypatch, way)
         spec = make_spec(case, OPTIMIZERS["adamw_schedule"])
         stages = spec.first.program.stages
         loops[way] = [n for n in (count_loops(s.jaxpr) for s in stages) if n.flops]
-    (whole, _), groups = loops[Way(3)], loops[Way(5, 4)]
+    (whole, _), groups = loops[BlockSplit(3)], loops[BlockSplit(5, 4)]
     assert len(groups) == 8
     for group in groups:
         # Turns of a quarter of the bytes, so blocks that only fill a turn up are fewer.
@@ -246,7 +246,7 @@ def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
     case, make = decoder(), OPTIMIZERS["adamw_schedule"]
     precision = mt.Precision.compact() if compact else mt.Precision(compute=jnp.float32)
     trainers = []
-    for way in (Way(1), Way(3, 2)):
+    for way in (BlockSplit(1), BlockSplit(3, 2)):
         only(monkeypatch, way)
         built, sample = case.build(), case.batch(0)
         trainers.append(mt.Trainer(built, case.loss_fn, make(None), sample, precision=precision))
@@ -256,7 +256,7 @@ def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
 
 
 def test_devices_share_groups_of_experts(monkeypatch):
-    only(monkeypatch, Way(3, 2))
+    only(monkeypatch, BlockSplit(3, 2))
     case, make = decoder(), OPTIMIZERS["clip_adamw"]
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     batches = [case.batch(seed) for seed in range(2)]

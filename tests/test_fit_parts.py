@@ -74,7 +74,7 @@ def test_the_error_of_the_block_wins_over_the_interrupt():
 def test_a_second_interrupt_goes_through_where_allowed():
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with deferred_interrupt(insist=True):
+        with deferred_interrupt(second_interrupts=True):
             signal.raise_signal(signal.SIGINT)
             done.append("first")
             signal.raise_signal(signal.SIGINT)

@@ -55,7 +55,7 @@ def test_a_product_and_its_gradients_are_those_of_the_codes(formula, dtype, arra
         return jax.lax.dot_general(x, y, numbers, preferred_element_type=jnp.dtype(dtype))
 
     (eqn,) = jax.make_jaxpr(plain)(left, right).eqns
-    form = float8.Form.of(eqn, (True, True))
+    form = float8.ProductSpec.of(eqn, (True, True))
     result: Any
     result, pull = jax.vjp(lambda x, y: float8.product(form, x, y), left, right)
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=result.shape), result.dtype)
@@ -76,9 +76,9 @@ def test_a_product_and_its_gradients_are_those_of_the_codes(formula, dtype, arra
         np.testing.assert_allclose(np.float64(found), expected, rtol=rtol, atol=2**-22 * most)
 
 
-def form_of(x, y, *needed: bool) -> float8.Form:
+def form_of(x, y, *needed: bool) -> float8.ProductSpec:
     (eqn,) = jax.make_jaxpr(jnp.matmul)(x, y).eqns
-    return float8.Form.of(eqn, (needed[0], needed[1]))
+    return float8.ProductSpec.of(eqn, (needed[0], needed[1]))
 
 
 def of(x, y) -> np.ndarray:

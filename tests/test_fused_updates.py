@@ -20,7 +20,7 @@ from megatrain_jax._src.kernels.fused_updates import update_in_one_pass
 from megatrain_jax._src.kernels.update_pieces import update_in_pieces
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
-from megatrain_jax._src.state.draws import draw_of, halves_of_bits, part_of
+from megatrain_jax._src.state.draws import derived_draw, draw_of, halves_of_bits
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.mixed_layout import MixedLayout
 from megatrain_jax._src.state.offsets import layout_of
@@ -76,7 +76,7 @@ def expected(compute, layout, args, monkeypatch) -> list[np.ndarray]:
     segments = [slab.segments[-1] for slab in layout.slabs]
     start = max(segment.start for segment in segments)
     count = sum(segment.codec.draws for segment in segments)
-    bits = iter(halves_of_bits(part_of(draw_of(*DRAW), 0), numbers, count))
+    bits = iter(halves_of_bits(derived_draw(draw_of(*DRAW), 0), numbers, count))
 
     def coded(x):
         return x.reshape(shards, -1)[:, start:].reshape(-1)
@@ -226,7 +226,7 @@ def test_runs_on_gpus_with_triton_update_in_one_pass(monkeypatch):
     kernel = updates.update(spec.optimizer, spec.layouts[group], group, "float32", placement)
     for has_triton in (True, False):
         monkeypatch.setattr(start, "has_triton", lambda devices, there=has_triton: there)
-        function = start.kernels_of(spec, placement).get(kernel)
+        function = start.empty_kernel_cache(spec, placement).get(kernel)
         assert ("pallas_call" in str(function.trace(*kernel.takes or ()).jaxpr)) == has_triton
 
 
@@ -253,7 +253,7 @@ def test_bits_of_arrays_steps_and_neighbours_are_uncorrelated():
     numbers = jnp.arange(1 << 16, dtype=jnp.uint32)
     rows = []
     for step in range(3):
-        draw = part_of(draw_of(jax.random.key(0), jnp.int32(step), jnp.uint32(1)), 0)
+        draw = derived_draw(draw_of(jax.random.key(0), jnp.int32(step), jnp.uint32(1)), 0)
         rows += [np.asarray(x >> 29) for x in halves_of_bits(draw, numbers, 4)]
         rows += [np.asarray(x >> 16) & 7 for x in halves_of_bits(draw, numbers, 2)]
     assert len(rows) == 18

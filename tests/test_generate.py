@@ -13,9 +13,9 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.models.generation import batching, caches, decoding, programs
-from megatrain_jax._src.models.generation.device_room import DeviceRoom
-from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose, warp
-from megatrain_jax._src.models.generation.text_ends import TextEnds
+from megatrain_jax._src.models.generation.generation_memory import GenerationMemory
+from megatrain_jax._src.models.generation.sampling import SamplingKind, SamplingParams, choose, warp
+from megatrain_jax._src.models.generation.stop_strings import StopStrings
 from megatrain_jax._src.models.generation.weight_source import open_source
 from word_tokenizer import word_tokenizer
 
@@ -72,9 +72,9 @@ def test_text_and_probabilities_are_those_of_whole_forwards(model: models.Decode
 def test_a_streamed_model_writes_the_same():
     model = decoder(num_layers=4)
     resident = models.generate(model, PROMPTS, max_tokens=12)
-    room = DeviceRoom(open_source(model), None)
+    room = GenerationMemory(open_source(model), None)
     budget = room.needs(24, 2, resident=False)
-    assert DeviceRoom(open_source(model), budget).choose(24, 4) == (False, 2, frozenset())
+    assert GenerationMemory(open_source(model), budget).choose(24, 4) == (False, 2, frozenset())
     streamed = models.generate(model, PROMPTS, max_tokens=12, device_budget=budget)
     assert ids_of(streamed) == ids_of(resident)
     for one, other in zip(streamed, resident, strict=True):
@@ -85,9 +85,9 @@ def test_a_streamed_model_writes_the_same():
 
 def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch):
     model = decoder(num_layers=12, intermediate_size=96)
-    room = DeviceRoom(open_source(model), None)
+    room = GenerationMemory(open_source(model), None)
     budgets = [room.needs(24, 3, resident=False, num_pages=number) for number in (0, 12)]
-    forms = [DeviceRoom(open_source(model), budget).choose(24, 3) for budget in budgets]
+    forms = [GenerationMemory(open_source(model), budget).choose(24, 3) for budget in budgets]
     assert forms[0] == (False, 3, frozenset())
     assert forms[1].num_rows == 3 and len(forms[1].pages) > 6
     left = []
@@ -158,8 +158,8 @@ def test_a_run_computes_its_text_as_it_trains(precision: Any, num_devices: int):
     plain = nnx.merge(nnx.graphdef(run.model), arrays)
     tolerance = 1e-5 if source.dtype == jnp.float32 else 0.05
     for resident in (True, False):
-        budget = DeviceRoom(source, None).needs(24, 2, resident=resident)
-        assert DeviceRoom(source, budget).choose(24, 2) == (resident, 2, frozenset())
+        budget = GenerationMemory(source, None).needs(24, 2, resident=resident)
+        assert GenerationMemory(source, budget).choose(24, 2) == (resident, 2, frozenset())
         found = models.generate(run, PROMPTS[:2], max_tokens=12, device_budget=budget)
         for one in found:
             np.testing.assert_allclose(one.log_probs, plain_log_probs(plain, one), atol=tolerance)
@@ -228,9 +228,9 @@ def test_samples_depend_on_their_numbers_alone(model: models.Decoder):
         assert (one.drawn_log_probs > expected + 0.1).all()
 
 
-def dials(temperature: float, top_p: float, seed: int = 0) -> Dials:
+def sampling_params(temperature: float, top_p: float, seed: int = 0) -> SamplingParams:
     numbers = jnp.float32(temperature), jnp.float32(top_p)
-    return Dials(*numbers, jax.random.key(seed))
+    return SamplingParams(*numbers, jax.random.key(seed))
 
 
 def test_draws_are_as_often_as_they_are_probable():
@@ -238,9 +238,11 @@ def test_draws_are_as_often_as_they_are_probable():
     number = 4000
     rows = jnp.broadcast_to(logits, (number, 12))
     draws = (jnp.zeros(number, jnp.int32), jnp.arange(number), jnp.zeros(number, jnp.int32))
-    warping = Warping(greedy=False, top_k=9, has_top_p=True)
-    chosen = choose(rows, dials(0.7, 0.9), draws, warping)
-    odds = np.exp(np.asarray(jax.nn.log_softmax(warp(rows[:1], dials(0.7, 0.9), warping))[0]))
+    sampling_kind = SamplingKind(greedy=False, top_k=9, has_top_p=True)
+    chosen = choose(rows, sampling_params(0.7, 0.9), draws, sampling_kind)
+    odds = np.exp(
+        np.asarray(jax.nn.log_softmax(warp(rows[:1], sampling_params(0.7, 0.9), sampling_kind))[0])
+    )
     counts = np.bincount(np.asarray(chosen.tokens), minlength=12)
     possible = odds > 0
     assert 3 < possible.sum() < 9 and not counts[~possible].any()
@@ -263,8 +265,8 @@ def test_distributions_are_those_of_transformers(top_k: int | None, top_p: float
     theirs = torch.tensor(logits)
     for warper in warpers:
         theirs = warper(None, theirs)
-    warping = Warping(greedy=False, top_k=top_k, has_top_p=top_p < 1)
-    ours = warp(jnp.asarray(logits), dials(1.7, top_p), warping)
+    sampling_kind = SamplingKind(greedy=False, top_k=top_k, has_top_p=top_p < 1)
+    ours = warp(jnp.asarray(logits), sampling_params(1.7, top_p), sampling_kind)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
 
 
@@ -336,9 +338,9 @@ def test_the_end_of_a_long_text_is_found_in_few_decodings():
     for ids in ([0] * 7 + [1, 2] + [0] * n for n in (0, 1, 300)):
         tokenizer = Letters()
         text = batching.OpenText(prompt=0, sample=0, ids=[2, 1, *ids], start=2)
-        assert TextEnds(tokenizer, ["bc", "ca"]).num_kept(text) == 9
+        assert StopStrings(tokenizer, ["bc", "ca"]).num_kept(text) == 9
         assert tokenizer.calls <= 2 + len(ids).bit_length()
-    assert TextEnds(Letters(), ["cc"]).num_kept(text) is None
+    assert StopStrings(Letters(), ["cc"]).num_kept(text) is None
 
 
 def test_a_plan_counts_the_bytes_that_are_read():
@@ -351,7 +353,7 @@ def test_a_plan_counts_the_bytes_that_are_read():
     assert (plan.resident, plan.weight_bytes, plan.cache_bytes) == (True, weights, caches)
     assert plan.tokens_per_s == pytest.approx(10 / ((weights + caches) / 1e8))
     run = trainer(model)
-    budget = DeviceRoom(open_source(run), None).needs(32, 3, resident=False)
+    budget = GenerationMemory(open_source(run), None).needs(32, 3, resident=False)
     plan = models.Generator(run, device_budget=budget).plan(32, 10, card)
     masters = weights - 2 * 4 * 40 * 16 - 4 * 16  # without embeddings, head and norm
     assert (plan.resident, plan.num_texts) == (False, 3)
@@ -376,8 +378,13 @@ def test_a_plan_counts_the_bytes_that_are_read():
 
 def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
     def programs_of(model: models.Decoder) -> list[int]:
-        form, warping = open_source(model).form, Warping(greedy=True, top_k=None, has_top_p=False)
-        return [f._cache_size() for f in (programs.reading(form), programs.writing(form, warping))]
+        form, sampling_kind = (
+            open_source(model).form,
+            SamplingKind(greedy=True, top_k=None, has_top_p=False),
+        )
+        return [
+            f._cache_size() for f in (programs.reading(form), programs.writing(form, sampling_kind))
+        ]
 
     models.generate(model, PROMPTS, max_tokens=30, max_batch=2)
     before = programs_of(model)

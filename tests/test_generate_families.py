@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax import models
-from megatrain_jax._src.models.generation.device_room import DecodeForm, DeviceRoom
+from megatrain_jax._src.models.generation.generation_memory import DecodeForm, GenerationMemory
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
@@ -58,10 +58,10 @@ def check(name: str, theirs: Any, prompt: list[int], found: models.Completion) -
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models be streamed that would fit on the device, with as many pages as possible."""
 
-    def choose(room: DeviceRoom, size: int, wanted: int) -> DecodeForm:
+    def choose(room: GenerationMemory, size: int, wanted: int) -> DecodeForm:
         return DecodeForm(False, wanted, room.pages_of(len(room.pageable)))
 
-    monkeypatch.setattr(DeviceRoom, "choose", choose)
+    monkeypatch.setattr(GenerationMemory, "choose", choose)
 
 
 @pytest.mark.parametrize(

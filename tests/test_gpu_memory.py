@@ -37,7 +37,7 @@ def own_bytes(jaxpr):
     "name",
     [
         name
-        if name in ("Llama 1 x 2048, summed", "Small Qwen 8 x 2048", "Qwen muon")
+        if name in ("Llama 1 x 2048, summed", "SmallArrays Qwen 8 x 2048", "Qwen muon")
         else pytest.param(name, marks=pytest.mark.long)
         for name in CASES
     ],

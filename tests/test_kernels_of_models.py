@@ -24,7 +24,7 @@ import megatrain_jax as mt
 from inside import store_of
 from megatrain_jax import models
 from megatrain_jax._src.common import hopper_kernels
-from megatrain_jax._src.common.sharing import shared_by
+from megatrain_jax._src.common.sharing import traced_for_devices
 from megatrain_jax._src.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.models import (
     delta_kernel,
@@ -239,7 +239,7 @@ def test_kernels_are_called_on_one_hopper_gpu_or_planned_for_it(monkeypatch):
         with hopper_kernels.planned_card(name):
             assert hopper_kernels.is_planned()
             assert hopper_kernels.may_be_called() == right
-            with shared_by(2):
+            with traced_for_devices(2):
                 assert not hopper_kernels.may_be_called()
     device = SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])

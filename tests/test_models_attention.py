@@ -18,8 +18,8 @@ from megatrain_jax._src.models.expert_blocks import mix
 from megatrain_jax._src.models.expert_functions import gated
 from megatrain_jax._src.models.families.glm4_moe import BiasedMixture, GroupedRouting
 from megatrain_jax._src.models.layers import MixtureOfExperts
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss, route, tally
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax.models import Experts, attention
 from test_models_training import SMALL
 
@@ -195,7 +195,7 @@ def test_routers_are_in_fp32_in_a_model_in_bf16(kind, expected):
     )
     options = GroupedRouting(groups=1, groups_per_token=1, scale=1.5)
     config = dataclasses.replace(SMALL, experts=experts, options=options)
-    mixture = kind(config, experts, Maker(nnx.Rngs(0), jnp.bfloat16, 0.2))
+    mixture = kind(config, experts, ParameterMaker(nnx.Rngs(0), jnp.bfloat16, 0.2))
     tokens = jax.random.normal(jax.random.key(0), (50, config.hidden_size), jnp.bfloat16)
     chosen, shares, scores = mixture.route(tokens)
     assert shares.dtype == scores.dtype == jnp.float32

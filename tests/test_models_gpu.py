@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.wide_attention import in_pieces, is_wide
+from megatrain_jax._src.program.oversized_attention import in_pieces, is_wide
 from megatrain_jax.models import attention
 from test_models_attention import defined
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax import models
-from megatrain_jax._src.checkpoint.foreign import saved_arrays
+from megatrain_jax._src.checkpoint.saved_arrays import saved_arrays
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.state.host_leaves import encoded, part_shape, read_leaf, read_part
 from megatrain_jax._src.state.nf4 import Nf4

@@ -8,7 +8,7 @@ import pytest
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import Inliner
 from megatrain_jax._src.program.layers.open_calls import with_open_calls
-from megatrain_jax._src.program.layers.pieces import Value, constant
+from megatrain_jax._src.program.layers.sliced_values import Value, constant
 from megatrain_jax._src.program.structural_key import structural_key
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -129,7 +129,7 @@ def test_a_plan_counts_what_its_run_says():
         sum(row.op not in idle for row in schedule.cold),
     )
     assert plan.seconds_dispatch == dispatched * spec.first.workload.costs.dispatch
-    assert plan.host_peak_bytes == plan.host_bytes + schedule.passing_bytes > plan.host_bytes
+    assert plan.host_peak_bytes == plan.host_bytes + schedule.transient_bytes > plan.host_bytes
     given = plan.host_peak_bytes, spec.largest_slab_bytes, mt.H200.assumed_host_bytes, 1
     assert plan.host_process_bytes == pool.process_bytes(*given)
     assert plan.host_pool_bytes == pool.pool_bytes(*given)

@@ -17,8 +17,8 @@ from inside import spec_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.division import divided_axes
 from megatrain_jax._src.kernels.liveness import temporary_bytes
+from megatrain_jax._src.kernels.sharding_prediction import sharded_axes
 from megatrain_jax._src.report.bound import bound_of, busy_resources
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.clock import Clock
@@ -128,7 +128,7 @@ def test_axes_that_devices_divide_are_followed():
 
     x, w, slab = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 8), (8, 8), (64,)))
     jaxpr = jax.make_jaxpr(function)(x, w, slab).jaxpr
-    axes = divided_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0}, 2)
+    axes = sharded_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0}, 2)
     found = [axes.get(v) for v in jaxpr.outvars]
     assert found == [1, None, 0, None, 0, 0, None, 0, 0, None, 0]
 
@@ -165,7 +165,7 @@ def test_no_array_is_taken_for_divided_that_xla_leaves_whole(name):
     x = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     jaxpr = jax.make_jaxpr(DIVIDED[name])(x).jaxpr
     (result,) = jaxpr.outvars
-    axis = divided_axes(jaxpr, {jaxpr.invars[0]: 0}, NUM_DEVICES).get(result)
+    axis = sharded_axes(jaxpr, {jaxpr.invars[0]: 0}, NUM_DEVICES).get(result)
     spec = jax.jit(DIVIDED[name]).lower(x).compile().output_shardings.spec
     assert axis is None or spec[axis] == "data"
 

@@ -13,11 +13,16 @@ import megatrain_jax as mt
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.check_device import check_device
-from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
+from megatrain_jax._src.report.make_plan import (
+    make_plan,
+    merge_equal_groups,
+    microbatch_work,
+    moved_bytes,
+)
 from megatrain_jax._src.report.memory_fill import fills
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.passing import in_flight_bytes
 from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.transient_host_bytes import in_flight_bytes
 from megatrain_jax._src.state import cards
 from plans import BALANCED, GIB, SMALL, big_plan, layers_spec, small_plan
 from workloads import chain
@@ -67,7 +72,7 @@ def test_parts_of_the_host_s_memory_add_up_whatever_the_schedule():
         workload, least = spec.first.workload, spec.first.schedule.smallest_bytes
         processes = rng.choice((1, 2, 4))
         budget, room = round(least * rng.uniform(1, 2)), rng.choice((0, 2**30))
-        schedule = find_schedule(workload, budget, spec.first.lean, room)
+        schedule = find_schedule(workload, budget, spec.first.selective, room)
         first = replace(spec.first, schedule=schedule, num_devices=rng.choice((4, 8)))
         plan = make_plan(replace(spec, first=first), processes, rng.choice((1, processes)))
         parts, process = plan.host_parts, plan.host_process_bytes
@@ -89,8 +94,8 @@ def test_parts_of_the_host_s_memory_add_up_whatever_the_schedule():
 def test_equal_groups_fold_only_where_they_follow_each_other():
     names = ["embed", "layers/0", "layers/1", "layers/2", "head"]
     count, size = [1, 1, 1, 1, 2], [12, 12, 12, 12, 24]
-    assert fold(names, count, size, [0, 1, 1, 1, 2], ()) == SMALL.groups
-    rows = fold(names, count, size, [1, 2, 1, 1, 1], ())
+    assert merge_equal_groups(names, count, size, [0, 1, 1, 1, 2], ()) == SMALL.groups
+    rows = merge_equal_groups(names, count, size, [1, 2, 1, 1, 1], ())
     assert [(row.name, row.count) for row in rows] == [
         ("embed", 1),
         ("layers/0", 1),
@@ -98,20 +103,20 @@ def test_equal_groups_fold_only_where_they_follow_each_other():
         ("head", 1),
     ]
     # Those that are not trained come last.
-    assert [row.name for row in fold(names, count, size, [0, 1, 1, 1, 2], {0})] == [
+    assert [row.name for row in merge_equal_groups(names, count, size, [0, 1, 1, 1, 2], {0})] == [
         "layers/0 … layers/2",
         "head",
         "embed",
     ]
     with pytest.raises(ValueError):
-        fold(names[1:], count, size, [0] * 5, ())
+        merge_equal_groups(names[1:], count, size, [0] * 5, ())
 
 
 def test_blocks_in_parts_fold_part_by_part():
     parts = [f"layers.{layer}.part {part}" for layer in range(3) for part in (1, 2)]
     names, blocks = ["embed", *parts, "head"], [None, *"001122", None]
     count, size, templates = [9, *[1, 2] * 3, 9], [90, *[10, 20] * 3, 90], [0, *[1, 2] * 3, 3]
-    rows = fold(names, count, size, templates, (), blocks)
+    rows = merge_equal_groups(names, count, size, templates, (), blocks)
     assert [(row.name, row.count, row.num_parameters, row.template) for row in rows] == [
         ("embed", 1, 9, 0),
         ("layers.0.part 1 … layers.2.part 1", 3, 1, 1),
@@ -120,7 +125,7 @@ def test_blocks_in_parts_fold_part_by_part():
     ]
     # A block that is unlike its neighbours ends their rows.
     count[4] = 7
-    rows = fold(names, count, size, templates, (), blocks)
+    rows = merge_equal_groups(names, count, size, templates, (), blocks)
     assert [row.count for row in rows] == [1] * 8
     assert sum(row.count * row.num_parameters for row in rows) == sum(count)
 

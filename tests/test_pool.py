@@ -26,8 +26,8 @@ from inside import on_one_device
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.startup.driver_memory import GpuMemory
 from megatrain_jax._src.state import pool, pool_limit
-from megatrain_jax._src.state.page_threads import num_threads
 from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.prefault_threads import num_threads
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
@@ -402,7 +402,7 @@ def test_a_run_may_fill_its_pools_beside_jaxs_lists_of_gpus(
     if limit_gib is None:
         monkeypatch.delenv(pool.LIMIT_VARIABLE)
     pool_limit.set_limit()
-    lists = allocator.bytes_taken_at_once() // pool_limit.POOLS_OF_A_LIST
+    lists = allocator.bytes_taken_at_once() // pool_limit.POOL_BYTES_PER_LIST_BYTE
     assert lists == pytest.approx(gpus * 0.93 * 80 * GIB / 32, abs=1)
     machine = pool_limit.machine_bytes(total, gpus, lists)
     assert machine is not None and machine <= total
@@ -419,7 +419,7 @@ def test_a_run_may_fill_its_pools_beside_jaxs_lists_of_gpus(
 def test_the_system_s_own_memory_is_left_to_it_once(monkeypatch):
     """On a machine of 251.8 GiB, 249 are available, and a process took 243.2 beside the driver."""
     total, pools = int(251.77 * GIB), 232 * GIB
-    taken = pools + pool_limit.beside_bytes(pools, 73 * GIB // pool_limit.POOLS_OF_A_LIST)
+    taken = pools + pool_limit.beside_bytes(pools, 73 * GIB // pool_limit.POOL_BYTES_PER_LIST_BYTE)
     monkeypatch.setattr(pool, "total_bytes", lambda: total)
     monkeypatch.setattr(pool, "resident_bytes", lambda: 5 * GIB)
 

@@ -14,9 +14,9 @@ from jax.extend.core import primitives as jax_primitives
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import primitives
 from megatrain_jax._src.program.flops import count_flops
-from megatrain_jax._src.program.layers.pieces import FOLDS, Value, constant, sliced, stack
-from megatrain_jax._src.program.layers.piecewise import piecewise
-from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.layers.sliced_values import FOLDS, Value, constant, sliced, stack
+from megatrain_jax._src.program.layers.slicewise import slicewise
+from megatrain_jax._src.program.optimizer.elementwise import find_elementwise_functions
 
 PRIMITIVES = {
     p.name: p
@@ -99,10 +99,10 @@ def test_elementwise_primitives_give_slices_and_slabs_what_they_give_arrays(name
     whole = jx.evaluate(jaxpr, operands)
     for axes in [(0,), (1, 2)]:
         split = [in_pieces(operands[0], axes), *map(Value, operands[1:])]
-        for mine, theirs in zip(piecewise(eqn, split) or [], whole, strict=True):
+        for mine, theirs in zip(slicewise(eqn, split) or [], whole, strict=True):
             same_bits(stack(mine).array, theirs)
     rows = [[k] for k in range(len(operands))]
-    lined_up = line_up(jaxpr, [SHAPE], rows, [[0]])
+    lined_up = find_elementwise_functions(jaxpr, [SHAPE], rows, [[0]])
     assert lined_up is not None
     for function in lined_up[1]:
         (mine,) = function([x.reshape(-1) for x in operands], {})
@@ -136,7 +136,7 @@ def test_reductions_of_slices_are_those_of_the_array(name):
         jaxpr, x = reduced(name, along)
         (eqn,) = jx.opened(jaxpr).eqns
         assert not primitives.is_elementwise(eqn)
-        found = piecewise(eqn, [in_pieces(x, axes)])
+        found = slicewise(eqn, [in_pieces(x, axes)])
         if found is None:
             # The slices of one axis are compared or summed up: only two can be made one.
             assert name not in FOLDS and not set(along).isdisjoint(axes)
@@ -178,7 +178,7 @@ def test_what_rearranges_slices_gives_what_it_gives_arrays(name):
             continue
         for axes in [(0,), (0, 1), (2,)]:
             split = [in_pieces(ins[0], axes), *(constant(np.asarray(i)) for i in ins[1:])]
-            found = piecewise(eqn, split)
+            found = slicewise(eqn, split)
             seen += found is not None
             for mine, theirs in zip(found or [], whole, strict=bool(found)):
                 same_bits(stack(mine).array, theirs)

@@ -145,7 +145,7 @@ def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeyp
     ordinary = np.random.default_rng(0).normal(size=size)
 
     def ok_of(gradient, ok=True, guarded=True):
-        return reducing.measured([gradient], jnp.array(ok), guarded, num_shards)[1]
+        return reducing.squared_norm_and_ok([gradient], jnp.array(ok), guarded, num_shards)[1]
 
     for value in (1.0, -1e25, 3e38, np.nan, np.inf, -np.inf):
         # One gradient for each place of the value.
@@ -199,7 +199,9 @@ def test_the_longest_slabs_are_addressed():
     """Elements beyond 2**31 are found: their numbers have 32 bits and no sign."""
     size = (1 << 32) - (1 << 20)
     gradient = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda x: reducing.measured([x], jnp.array(True), True, 1))(gradient)
+    jaxpr = jax.make_jaxpr(lambda x: reducing.squared_norm_and_ok([x], jnp.array(True), True, 1))(
+        gradient
+    )
     (starts,) = [c for c in jaxpr.consts if getattr(c, "size", 0) > 1]
     assert starts.dtype == np.uint32
     np.testing.assert_array_equal(np.diff(starts), 1 << 24)

@@ -20,7 +20,7 @@ ROWS, WIDTH, OUT = (2, 64), 128, 192
 def gradients(weight, x, cotangent):
     """The gradients of `x @ weight` by x and by the weight."""
     (eqn,) = jax.make_jaxpr(jnp.matmul)(x, weight).eqns
-    form = float8.Form.of(eqn, (True, True))
+    form = float8.ProductSpec.of(eqn, (True, True))
     return jax.vjp(lambda x, w: float8.product(form, x, w), x, weight)[1](cotangent)
 
 

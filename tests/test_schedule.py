@@ -109,10 +109,10 @@ def test_instructions_that_serve_after_two_steps_count_what_either_has_left():
         held = sum(map(workload.size, present))
         assert both.num_bytes == held + sum(both.used.values()) + sum(both.leaving.values())
         for key in both.dirty:
-            assert not both.holds_no_more_than(replace(both, dirty=both.dirty - {key}))
+            assert not both.is_covered_by(replace(both, dirty=both.dirty - {key}))
         for step in (one, other):
-            assert step.holds_no_more_than(both)
-            assert both.holds_no_more_than(step) == (
+            assert step.is_covered_by(both)
+            assert both.is_covered_by(step) == (
                 (both.dirty, both.used, both.leaving) == (step.dirty, step.used, step.leaving)
             )
 

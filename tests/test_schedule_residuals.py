@@ -65,14 +65,14 @@ def test_residuals_wait_in_the_host_where_that_saves_time(seeds):
         # What is computed again takes long, and the link is fast.
         saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
         slow = replace(plain.costs, recompute=saved, link=host(1e-4))
-        workload = replace(plain, costs=slow, may_travel=True)
+        workload = replace(plain, costs=slow, may_offload_residuals=True)
         smallest = find_schedule(workload, None).smallest_bytes
         for budget in (smallest + 10, smallest * 5 // 4, smallest * 3 // 2):
-            schedule = find_schedule(workload, budget, replace(workload, lean=True))
+            schedule = find_schedule(workload, budget, replace(workload, selective=True))
             run_everything(workload, schedule)
             moved = {i.key.kind for i in schedule.steady if i.op in COPIES and i.key}
             travelled += Kind.RESIDUALS in moved
-            stays = find_schedule(replace(workload, may_travel=False), budget)
+            stays = find_schedule(replace(workload, may_offload_residuals=False), budget)
             assert schedule.seconds <= 1.03 * stays.seconds
     assert travelled > 5
 
@@ -83,7 +83,7 @@ def test_residuals_of_stages_that_are_no_neighbours_wait_in_the_host_where_few_c
     workload = chain(
         num,
         residuals=(*((size,) * (num - 1)), 0),
-        may_travel=True,
+        may_offload_residuals=True,
         costs=costs(
             num,
             num,
@@ -96,7 +96,7 @@ def test_residuals_of_stages_that_are_no_neighbours_wait_in_the_host_where_few_c
     budget = find_schedule(workload, None).smallest_bytes + size
     schedule = find_schedule(workload, budget)
     run_everything(workload, schedule)
-    stays = find_schedule(replace(workload, may_travel=False), budget)
+    stays = find_schedule(replace(workload, may_offload_residuals=False), budget)
     assert len(stays.kept) <= 1 and len(schedule.kept) >= num // 4
     assert schedule.seconds <= stays.seconds - 2.0 * len(schedule.kept)
     # Neighbours' residuals would be on the device together.
@@ -116,7 +116,7 @@ def test_waves_keep_no_more_residuals_on_the_device_than_fit(seeds):
         workload = chain(
             num,
             residuals=(*((size,) * (num - 1)), 0),
-            may_travel=True,
+            may_offload_residuals=True,
             accumulate=True,
             waves=rng.choice([2, 3, 4]),
             costs=costs(num, num, recompute=(3.0,) * num, link=host(10 ** rng.uniform(-2.5, 0))),
@@ -124,10 +124,10 @@ def test_waves_keep_no_more_residuals_on_the_device_than_fit(seeds):
         smallest = find_schedule(workload, None).smallest_bytes
         budget = smallest + rng.choice([0, 1, 2, 3, 5]) * size + rng.randint(0, size)
         saved = tuple(n // 2 for n in workload.residuals)
-        lean = rng.choice([None, replace(workload, residuals=saved, lean=True)])
-        schedule = find_schedule(workload, budget, lean)
+        selective = rng.choice([None, replace(workload, residuals=saved, selective=True)])
+        schedule = find_schedule(workload, budget, selective)
         assert schedule.peak_bytes <= budget
-        workload = lean if lean and schedule.lean else workload
+        workload = selective if selective and schedule.selective else workload
         run_everything(workload, whole_schedule(workload, schedule))
 
 
@@ -136,15 +136,15 @@ def test_no_more_residuals_wait_in_the_host_than_may_beside_those_that_the_devic
     every = chain(
         num,
         residuals=(*(10 * size,) * (num - 1), 0),
-        may_travel=True,
+        may_offload_residuals=True,
         costs=costs(num, num, recompute=(8.0,) * num, link=host(1e-6)),
     )
-    lean = replace(every, residuals=(*(size,) * (num - 1), 0), lean=True)
+    selective = replace(every, residuals=(*(size,) * (num - 1), 0), selective=True)
     smallest = find_schedule(every, None)
     for most in range(num - 3):
-        room = smallest.passing_bytes + most * size
-        schedule = find_schedule(every, smallest.smallest_bytes + 3 * size, lean, room)
-        run_everything(lean, schedule)
+        room = smallest.transient_bytes + most * size
+        schedule = find_schedule(every, smallest.smallest_bytes + 3 * size, selective, room)
+        run_everything(selective, schedule)
         left = {i.key for i in schedule.steady if i.op is Op.OFFLOAD and i.key}
         waiting = {key.owner for key in left if key.kind is Kind.RESIDUALS}
         # The last stages' stay, as they are needed for the shortest time.
@@ -160,16 +160,16 @@ def test_residuals_that_save_little_travel_where_the_link_hardly_has_other_work(
     every = chain(
         num,
         residuals=(*(10 * size,) * (num - 1), 0),
-        may_travel=True,
+        may_offload_residuals=True,
         # Less in all than rates can tell where the link matters.
         costs=costs(num, num, recompute=(0.3,) * num, link=host(seconds_per_byte)),
     )
-    lean = replace(every, residuals=(*(size,) * (num - 1), 0), lean=True)
-    schedule = find_schedule(every, find_schedule(every, None).smallest_bytes + 3 * size, lean)
+    selective = replace(every, residuals=(*(size,) * (num - 1), 0), selective=True)
+    schedule = find_schedule(every, find_schedule(every, None).smallest_bytes + 3 * size, selective)
     left = {i.key for i in schedule.steady if i.op is Op.OFFLOAD and i.key}
     assert any(key.kind is Kind.RESIDUALS for key in left) == travels
     assert len(schedule.kept) == num - 1 or not travels
-    run_everything(lean if schedule.lean else every, schedule)
+    run_everything(selective if schedule.selective else every, schedule)
 
 
 def test_what_saves_the_most_for_its_bytes_is_kept_first():
@@ -187,26 +187,26 @@ def test_the_costliest_residuals_are_kept_where_all_have_no_room():
     num = 5
     all_of = {"residuals": (*((30,) * (num - 1)), 0)}
     workload = chain(num, **all_of, costs=costs(num, num, recompute=(4.0,) * num))
-    lean = replace(
+    selective = replace(
         workload,
         residuals=(*((3,) * (num - 1)), 0),
         costs=costs(num, num, recompute=(3.0,) * num),
-        lean=True,
+        selective=True,
     )
     most, found = all_resident_bytes(workload), []
     for room in range(0, 130, 8):
-        schedule = find_schedule(workload, most + room, lean)
+        schedule = find_schedule(workload, most + room, selective)
         every = find_schedule(workload, most + room)
         assert schedule.seconds <= 1.03 * every.seconds
-        assert not schedule.lean or len(every.kept) < num - 1
-        run_everything(lean if schedule.lean else workload, schedule)
+        assert not schedule.selective or len(every.kept) < num - 1
+        run_everything(selective if schedule.selective else workload, schedule)
         # Three quarters of the time in a tenth of the bytes: four such save as much as three full.
         expected = min(room // 3, num - 1) * 3.0, min(room // 30, num - 1) * 4.0
         saved = find_schedule(workload, most).seconds - schedule.seconds
         assert saved >= max(expected) - 0.03 * every.seconds
-        found.append(schedule.lean)
+        found.append(schedule.selective)
     assert any(found) and not found[-1], "lean ones are for where not all have room"
-    assert not find_schedule(workload, None, lean).kept
+    assert not find_schedule(workload, None, selective).kept
 
 
 @pytest.mark.parametrize("best", [23, 24, 26, 28])
@@ -229,14 +229,14 @@ def test_as_many_stages_save_residuals_as_pay(best, monkeypatch):
 
         @property
         def lists(self) -> Any:
-            return SimpleNamespace(workload=SimpleNamespace(lean=False))
+            return SimpleNamespace(workload=SimpleNamespace(selective=False))
 
         def least_bytes(self, count: int) -> int:
             return 0
 
-    monkeypatch.setattr(search, "keeping_residuals", lambda workload, count: Keeping(count))
+    monkeypatch.setattr(search, "choice_saving_residuals", lambda workload, count: Keeping(count))
     monkeypatch.setattr(search, "_with_residents", lambda choice, room: steps(choice.num_kept))
-    workload, room = SimpleNamespace(lean=False), search._Room(device=0, host=math.inf)
+    workload, room = SimpleNamespace(selective=False), search._Room(device=0, host=math.inf)
     tried = [Keeping(count) for count in (23, 29, 35)]
     found = search._with_more_kept(steps(23), workload, tried, room)  # type: ignore[arg-type]
     assert len(found.workload.kept) == best

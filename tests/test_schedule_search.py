@@ -12,13 +12,13 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.schedule import choices, search
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.laid_steps import SLOWER, lay_down
 from megatrain_jax._src.schedule.least_time import least_seconds
-from megatrain_jax._src.schedule.passing import least_passing_bytes
-from megatrain_jax._src.schedule.room import least_bytes
+from megatrain_jax._src.schedule.memory_demand import least_bytes
 from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.timed_steps import SLOWER, write_steps
+from megatrain_jax._src.schedule.transient_host_bytes import least_transient_host_bytes
 from schedule_machine import run_everything
 from workloads import (
     OF_GROUPS,
@@ -41,19 +41,23 @@ def test_the_fastest_steps_are_taken_for_which_the_host_has_room(seeds):
         plain, rng = random_workload(seed), random.Random(seed)
         saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
         workload = replace(plain, costs=replace(plain.costs, recompute=saved))
-        lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
+        selective = replace(
+            workload, residuals=tuple(n // 2 for n in plain.residuals), selective=True
+        )
         smallest = find_schedule(workload, None).smallest_bytes
-        made = workload, round(smallest * rng.uniform(1, 2)), lean
+        made = workload, round(smallest * rng.uniform(1, 2)), selective
         fastest, least = find_schedule(*made), find_schedule(*made, host_room=0)
-        assert find_schedule(*made, host_room=fastest.passing_bytes) == fastest
-        room = rng.randint(least.passing_bytes, max(least.passing_bytes, fastest.passing_bytes))
+        assert find_schedule(*made, host_room=fastest.transient_bytes) == fastest
+        room = rng.randint(
+            least.transient_bytes, max(least.transient_bytes, fastest.transient_bytes)
+        )
         found = find_schedule(*made, host_room=room)
-        assert least.passing_bytes <= found.passing_bytes <= room
+        assert least.transient_bytes <= found.transient_bytes <= room
         # Of steps that are about as fast, the one that moves least is taken.
         assert found.seconds <= 1.03 * least.seconds and fastest.seconds <= 1.03 * found.seconds
         slower += found.seconds > 1.03 * fastest.seconds
         for schedule in (least, found):
-            run_everything(lean if schedule.lean else workload, schedule)
+            run_everything(selective if schedule.selective else workload, schedule)
     assert slower > 2
 
 
@@ -65,14 +69,16 @@ def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
         plain, rng = random_workload(seed), random.Random(seed)
         if (waves := (1, 2, 5)[seed % 3]) > 1:
             plain = replace(plain, accumulate=True, waves=waves)
-        workload = replace(plain, may_travel=bool(seed % 2))
-        lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
+        workload = replace(plain, may_offload_residuals=bool(seed % 2))
+        selective = replace(
+            workload, residuals=tuple(n // 2 for n in plain.residuals), selective=True
+        )
         smallest = find_schedule(workload, None).smallest_bytes
         budget = round(smallest * rng.uniform(1, 2))
-        least = least_passing_bytes(build_task_lists(workload), budget)
+        least = least_transient_host_bytes(build_task_lists(workload), budget)
         for room in (0, math.inf):
-            found = find_schedule(workload, budget, lean, room)
-            assert 0 <= least <= found.passing_bytes
+            found = find_schedule(workload, budget, selective, room)
+            assert 0 <= least <= found.transient_bytes
 
 
 @pytest.mark.parametrize(
@@ -86,26 +92,26 @@ def test_no_step_takes_less_time_than_its_bound(seeds):
             workload = replace(workload, waves=1 + seed % 5)
         every = all_resident_bytes(replace(workload, waves=1))
         for budget in (None, every // 2, every, 10**9):
-            for lean in (None, replace(workload, lean=True)):
+            for selective in (None, replace(workload, selective=True)):
                 try:
-                    step = find_schedule(workload, budget, lean)
+                    step = find_schedule(workload, budget, selective)
                 except BudgetError:
                     continue
-                bound = least_seconds(workload, lean, step.peak_bytes, step.passing_bytes)
+                bound = least_seconds(workload, selective, step.peak_bytes, step.transient_bytes)
                 assert bound <= step.seconds * (1 + 1e-9)
-                assert least_seconds(workload, lean) <= bound
+                assert least_seconds(workload, selective) <= bound
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_that_remembers_finds_the_same(seed):
     """For several rooms of the host, as when a run is fitted to it."""
     workload = random_workload(seed)
-    lean = replace(workload, lean=True)
+    selective = replace(workload, selective=True)
     budget = find_schedule(workload, None).smallest_bytes * 5 // 4
 
     def found() -> list[Any]:
         rooms = (math.inf, 40, 0)
-        return [vars(find_schedule(workload, budget, lean, room)) for room in rooms]
+        return [vars(find_schedule(workload, budget, selective, room)) for room in rooms]
 
     with remembering():
         remembered = found()
@@ -116,8 +122,8 @@ def test_a_search_that_remembers_finds_the_same(seed):
 def test_of_equal_blocks_it_is_known_without_a_schedule_how_many_bytes_are_in_flight(share):
     workload = chain(20)
     budget = round(find_schedule(workload, None).smallest_bytes * share)
-    least = least_passing_bytes(build_task_lists(workload), budget)
-    assert least == find_schedule(workload, budget, host_room=0).passing_bytes == 36
+    least = least_transient_host_bytes(build_task_lists(workload), budget)
+    assert least == find_schedule(workload, budget, host_room=0).transient_bytes == 36
 
 
 def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):
@@ -135,7 +141,7 @@ def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_ta
         saved = tuple(share * seconds for seconds in plain.costs.backward)
         workload = replace(plain, costs=replace(plain.costs, recompute=saved))
         budget = 2 * find_schedule(workload, None).smallest_bytes
-        return find_schedule(workload, budget, replace(workload, lean=True))
+        return find_schedule(workload, budget, replace(workload, selective=True))
 
     def all_of_them(choices, budget):
         return [noted(choice, budget) for choice in choices]
@@ -157,7 +163,7 @@ def test_three_waves_tell_how_long_many_take(deferred):
         whole = whole_schedule(workload, few)
         assert not whole.left_out
         assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
-        assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
+        assert few.transient_bytes == pytest.approx(whole.transient_bytes, rel=0.05)
         slower = [found.cautious_seconds - found.seconds for found in (few, whole)]
         assert slower[0] == pytest.approx(slower[1], rel=0.05) and slower[0] >= 0
 
@@ -220,7 +226,7 @@ def test_masters_are_spread_at_the_start_of_a_timed_run_too():
     times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
     quick = replace(slow, costs=times)
     for budget in (84, 92):
-        timed = search.rearranged(quick, find_schedule(slow, budget), budget)
+        timed = search.reschedule(quick, find_schedule(slow, budget), budget)
         assert timed.seconds == find_schedule(quick, budget).seconds
 
 
@@ -233,9 +239,9 @@ def test_copies_of_a_timed_run_have_time_to_spare(monkeypatch):
 
     def seconds(budget):
         """Of the schedule, if copies take longer."""
-        found = search.rearranged(workload, find_schedule(workload, budget), budget)
+        found = search.reschedule(workload, find_schedule(workload, budget), budget)
         lists = build_task_lists(replace(workload, kept=found.kept, costs=slow))
-        return lay_down(lists, found.limit, found.resident).seconds
+        return write_steps(lists, found.limit, found.resident).seconds
 
     budgets = range(64, 112, 12)
     timed = [seconds(budget) for budget in budgets]
@@ -252,7 +258,7 @@ def test_a_sum_stays_that_fits_beside_all_that_is_used_before_it():
     lists, num_left = build_task_lists(workload), 0
     least, most = least_bytes(lists, frozenset()), all_resident_bytes(workload)
     for limit in range(least, most, 20):
-        steady = lay_down(lists, limit, frozenset()).steady
+        steady = write_steps(lists, limit, frozenset()).steady
         rows = 2 * list(zip(steady.instructions, steady.ledger, strict=True))
         for at, (left, num_bytes) in enumerate(rows[: len(rows) // 2]):
             if left.op is not Op.OFFLOAD or left.key is None or left.key.kind in LASTING:

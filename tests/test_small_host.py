@@ -16,7 +16,7 @@ from megatrain_jax._src import start
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.schedule import passing
+from megatrain_jax._src.schedule import transient_host_bytes
 from megatrain_jax._src.spec import budget as budget_module
 from megatrain_jax._src.spec import host, rescheduled
 from megatrain_jax._src.spec.budget import fit_to_machine
@@ -118,8 +118,8 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
         )
         asked = dataclasses.replace(spec, options=dataclasses.replace(options, host_budget=most))
         found, numbers = [], []
-        for least in (lambda *_: 0, passing.least_passing_bytes):
-            monkeypatch.setattr(host, "least_passing_bytes", least)
+        for least in (lambda *_: 0, transient_host_bytes.least_transient_host_bytes):
+            monkeypatch.setattr(host, "least_transient_host_bytes", least)
             searches.clear()
             fitted = fit_to_host(asked)
             found.append(fitted and (fitted.first.schedule, fitted.first.workload.again))
@@ -380,14 +380,14 @@ def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
     spec = spec_of_wide_layers()
     nowhere = placed_on(AbstractMesh((1,), ("data",)))
 
-    def lean(spec):
+    def selective(spec):
         schedule = dataclasses.replace(
-            spec.first.schedule, kept=frozenset({1, 2}), lean=True, seconds=0.0
+            spec.first.schedule, kept=frozenset({1, 2}), selective=True, seconds=0.0
         )
         return dataclasses.replace(spec, first=dataclasses.replace(spec.first, schedule=schedule))
 
     usual = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lambda spec: spec)
-    found = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lean)
+    found = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, selective)
     assert not usual.first.schedule.kept and usual.first.stages[1].tiles
     assert (found.temporary_bytes or 0) >= TileFinder(KernelCache(), nowhere).most(found.first)
     names = ["forward keeping the costliest", "backward of the costliest"]

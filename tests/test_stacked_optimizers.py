@@ -9,7 +9,7 @@ from optax import contrib
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import Inliner
-from megatrain_jax._src.program.layers.pieces import Pieces, Value, sliced, stack
+from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Value, sliced, stack
 from optim_trees import (
     blocks_along_axis_1,
     groups_of_blocks,
@@ -215,7 +215,7 @@ def in_slices(function, x, axis):
     def flat(*cells):
         args = [sliced(x.shape, (axis,), list(map(Value, cells)))]
         values = Inliner(primal=True).run(traced.jaxpr, (), [*map(Value, traced.consts), *args])
-        found[:] = [isinstance(v, Pieces) for v in values]
+        found[:] = [isinstance(v, SlicedValue) for v in values]
         return [stack(v).array for v in values]
 
     cells = [np.take(x, i, axis) for i in range(x.shape[axis])]

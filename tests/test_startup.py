@@ -16,7 +16,7 @@ import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.models.tensors import LazyArray, open_folder
 from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
@@ -66,10 +66,10 @@ def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
     array = LazyArray((open_folder(tmp_path)["w"],), stacked=False)
     model, batch = {"w": jnp.zeros((4, 4))}, np.ones((2, 4), np.float32)
     adapted, initial = adapt(model, lambda model, x: jnp.mean(x @ model["w"]), batch, 0)
-    found = starting_from({"w": array}, initial, adapted, [None])
+    found = with_given_parameters({"w": array}, initial, adapted, [None])
     assert found.files == (tmp_path / "model.safetensors",)
     np.testing.assert_array_equal(found.leaves([0])[0], np.ones((4, 4)))
-    assert starting_from({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
+    assert with_given_parameters({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
 
 
 @pytest.mark.usefixtures("started_once_in_test")
@@ -132,11 +132,11 @@ def test_functions_of_initial_state_are_compiled_beside_the_functions_of_a_step(
     if given is not None:
         values = [jnp.zeros(shape.shape, given) for shape in adapted.shapes]
         dtypes = [None] * len(values)
-        initial = starting_from(adapted.params_tree(values), initial, adapted, dtypes)
+        initial = with_given_parameters(adapted.params_tree(values), initial, adapted, dtypes)
     placement, cache = on_one_device(), KernelCache()
     step = list(step_kernels(spec.first, spec.layouts, spec.optimizer, placement))
     with jax.log_compiles():
-        cache.compile_beside(initial_kernels(spec, placement, initial))
+        cache.queue_for_compile(initial_kernels(spec, placement, initial))
         assert cache.compile(step) == KernelCache().compile(step)
         assert {"pack", "init_group"} <= functions_compiled(caplog)
         caplog.clear()

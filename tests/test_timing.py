@@ -23,7 +23,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import RepeatedCall
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
+from megatrain_jax._src.schedule.search import find_schedule, reschedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs
 from megatrain_jax._src.spec import measured
@@ -73,19 +73,19 @@ def test_a_schedule_by_other_times_computes_the_same_within_the_same_memory(seed
         plain = dataclasses.replace(plain, accumulate=True, waves=waves)
     smallest = find_schedule(plain, None).smallest_bytes
     budget = smallest + rng.randrange(2 * sum(sum(row.values()) for row in plain.sizes))
-    room = rng.choice((math.inf, rng.random() * find_schedule(plain, budget).passing_bytes))
+    room = rng.choice((math.inf, rng.random() * find_schedule(plain, budget).transient_bytes))
     before = find_schedule(plain, budget, None, room)
     timed = dataclasses.replace(plain, costs=other_costs(plain.costs, rng))
-    after = rearranged(timed, before, budget, room)
+    after = reschedule(timed, before, budget, room)
     assert after.peak_bytes <= budget
-    assert after.passing_bytes <= max(room, before.passing_bytes)
-    assert (after.kept, after.lean) == (before.kept, before.lean)
+    assert after.transient_bytes <= max(room, before.transient_bytes)
+    assert (after.kept, after.selective) == (before.kept, before.selective)
     whole, old = whole_schedule(timed, after), whole_schedule(timed, before)
     for name in ("cold", "steady", "flush", "evaluation"):
         assert computing(getattr(whole, name)) == computing(getattr(old, name))
     run_everything(timed, whole)
     # With the times that it was made for, nothing is slower than it was.
-    assert rearranged(plain, before, budget, room).seconds <= 1.03 * before.seconds
+    assert reschedule(plain, before, budget, room).seconds <= 1.03 * before.seconds
 
 
 def test_a_schedule_by_other_times_keeps_to_the_memory_of_the_host():
@@ -98,14 +98,14 @@ def test_a_schedule_by_other_times_keeps_to_the_memory_of_the_host():
         reads=((), *passed),
     )
     fastest, least = find_schedule(workload, budget), find_schedule(workload, budget, None, 0)
-    room = least.passing_bytes
-    assert room < fastest.passing_bytes
+    room = least.transient_bytes
+    assert room < fastest.transient_bytes
     before = find_schedule(workload, budget, None, room)
     for seed in range(4):
         costs = other_costs(workload.costs, random.Random(seed))
         timed = dataclasses.replace(workload, costs=costs)
-        after = rearranged(timed, before, budget, room)
-        assert after.passing_bytes <= room and after.steady != before.steady
+        after = reschedule(timed, before, budget, room)
+        assert after.transient_bytes <= room and after.steady != before.steady
         run_everything(timed, after)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
-from megatrain_jax._src.cli.answers import Comparison, answers
+from megatrain_jax._src.cli.answers import LossContext, answers
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
 datasets, torch, transformers, trl = (
@@ -214,7 +214,7 @@ def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
         reference = initial_answers(pretrained)
         batches = [batch | {"reference": reference(batch)} for batch in batches]
     # The defaults of options are TRL's.
-    loss = getattr(pair_objectives, name)(Comparison(is_stored=has_reference), **options)
+    loss = getattr(pair_objectives, name)(LossContext(is_stored=has_reference), **options)
     result = ours(pretrained, loss, batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, REWARDS)
@@ -253,7 +253,7 @@ def test_labelled_answers_are_learned_as_trl_learns_them(tmp_path: Any):
         counts = np.full(PAIRS, good.mean(), np.float32)
         batches.append(batch | {"desirable": good, "desirable_per_row": counts})
         batches[-1]["reference"] = reference(batch)
-    loss = unpaired_objectives.kto(Comparison(is_stored=True), **options)
+    loss = unpaired_objectives.kto(LossContext(is_stored=True), **options)
     result = ours(pretrained, loss, batches)
     assert max(record["kl"] for record in result.history) > 0.1
     check_equal(result, trainer, model)
@@ -286,7 +286,7 @@ def test_reward_models_learn_as_trl_lets_them_and_are_exported(has_margins: bool
     batches = all_packed(trainer.seen, scored_sides)
     for batch, seen in zip(batches, trainer.seen, strict=True):
         batch["margins"] = seen.get("margin", np.zeros(PAIRS, np.float32))[:, None]
-    loss = reward_objectives.reward(Comparison(), center_rewards_coefficient=coefficient)
+    loss = reward_objectives.reward(LossContext(), center_rewards_coefficient=coefficient)
     result = ours(models.reward_model(pretrained), loss, batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, ["accuracy", "margin", "mean_reward"])

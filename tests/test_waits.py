@@ -75,7 +75,7 @@ def test_what_lands_or_rests_is_in_the_host(platform):
     transfers = leaving(platform)
     transfers.dispatch()
     key = Key(Kind.MASTERS, 1)
-    transfers.wait_landed(5, key)
+    transfers.wait_for_offload(5, key)
     assert are_ready(transfers.store.host[key])
     transfers = leaving(platform)
     transfers.rest()
@@ -145,7 +145,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
 
     def watched(instruction, step):
         nonlocal now
-        task = engine._begun + (instruction.task or 0)
+        task = engine._task_offset + (instruction.task or 0)
         now = task if instruction.op in COMPUTING else now
         # Each result of the device is made from the one before: a later one tells of this, too.
         waits_for, is_there = [x for t in made if t >= task for x in made[t]], is_computed

@@ -20,7 +20,7 @@ from megatrain_jax._src.spec import microbatches, wave_search
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.wave_search import lowest
-from megatrain_jax._src.start import with_parts
+from megatrain_jax._src.start import with_chosen_microbatches
 from optimizers import OPTIMIZERS
 from poison import Spoiled, batch, loss_fn
 from runs import make_trainer
@@ -260,7 +260,7 @@ def test_a_run_on_a_gpu_takes_the_parts_of_its_plan():
 
     def parts(*, has_gpu: bool, **given: Any) -> tuple[Any, Any]:
         run, placement = Options(hardware=MACHINE, **given), on_one_device()
-        found = with_parts(run, make, BATCHES[8192], placement, has_gpu=has_gpu)
+        found = with_chosen_microbatches(run, make, BATCHES[8192], placement, has_gpu=has_gpu)
         return found.microbatches, found.waves
 
     assert parts(has_gpu=True, microbatches="auto") == (plan.microbatches, plan.waves)

@@ -5,7 +5,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from megatrain_jax._src.program.axes import Label
 from megatrain_jax._src.program.tiling.flow import flow_of
-from megatrain_jax._src.program.tiling.labels import Carrier, chosen
+from megatrain_jax._src.program.tiling.labels import LabelPropagator, chosen
 from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered
 from megatrain_jax._src.program.tiling.tiled import Tiled, tiled
 from runs import check_close
@@ -38,7 +38,7 @@ def check_same(jaxpr, num_tiles, args, whole=None):
 def all_divisions(jaxpr, num_tiles):
     """All ways to divide a jaxpr along one axis, whatever they spare."""
     flow = flow_of(jaxpr)
-    carrier, seen = Carrier(flow), set()
+    carrier, seen = LabelPropagator(flow), set()
     for v in (v for op in flow.ops for v in op.makes):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
             label = Label(axis, 1, size // num_tiles)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
-from megatrain_jax._src.schedule.room import least_bytes
+from megatrain_jax._src.schedule.memory_demand import least_bytes
 from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
@@ -62,7 +62,7 @@ def random_workload(seed: int) -> Workload:
         makes=tuple(makes),
         reads=tuple(reads),
         residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
-        may_travel=seed % 2 == 0,
+        may_offload_residuals=seed % 2 == 0,
         again=frozenset(s for s, yes in enumerate(again) if yes),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.sharing import num_sharing
+from megatrain_jax._src.common.sharing import num_loss_devices
 
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
@@ -162,7 +162,7 @@ def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, A
 
 def num_parts(tokens: int) -> int:
     """Returns the number of devices that share the tokens equally; 1 if they don't."""
-    return num_sharing() if tokens % num_sharing() == 0 else 1
+    return num_loss_devices() if tokens % num_loss_devices() == 0 else 1
 
 
 def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
@@ -193,7 +193,7 @@ def _sum(
 
         return jax.lax.scan(add, jnp.float32(0), chunked(options.chunk, *arrays))[0]
 
-    return of_parts(options.parts, sum_part, hidden, labels, weights).sum()
+    return map_token_parts(options.parts, sum_part, hidden, labels, weights).sum()
 
 
 def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
@@ -222,7 +222,7 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
         sums, gradient = jax.lax.scan(add, start, chunked(options.chunk, *arrays))
         return *sums, gradient.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
 
-    found = of_parts(options.parts, sum_part, hidden, labels, weights)
+    found = map_token_parts(options.parts, sum_part, hidden, labels, weights)
     total, head_gradient, hidden_gradient = found
     # Cast first, so that devices exchange no more bytes than for ordinary gradients. Not to
     # float16: it can't hold a sum over many tokens before the division by their number.
@@ -231,7 +231,7 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
     return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
 
 
-def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
+def map_token_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
     """Stacked results of a function on equal parts of the tokens, one for each device.
 
     A device with a part's tokens runs its loop alone, with its own sums, which are added once at

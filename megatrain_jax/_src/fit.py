@@ -11,11 +11,11 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
+from megatrain_jax._src.checkpoint.saved_settings import batch_digest, differences, version_remark
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import (
     check_data,
@@ -40,10 +40,10 @@ from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknow
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
-from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
+from megatrain_jax._src.train.result import EMPTY, FitResult, attaching_result
 from megatrain_jax._src.train.run import Run
-from megatrain_jax._src.train.series import Checkpoints
-from megatrain_jax._src.train.source import Source, in_epochs, numbered, own_position
+from megatrain_jax._src.train.series import RunCheckpoints
+from megatrain_jax._src.train.source import Source, in_epochs, naming_batch, own_position
 from megatrain_jax._src.trainer import Trainer
 
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
@@ -205,20 +205,20 @@ def fit(
         own = run.num_devices // processes.count
         sample = _first_batch(source, run.least_microbatches, own)
         if series is not None and resume and run.microbatches == "auto":
-            run = _in_parts_of(series, run, sample, processes.count)
+            run = _with_checkpoint_parts(series, run, sample, processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
         # Not kept here while the run lasts: each may be all parameters as arrays.
         del model, params
-        with handed_over(trainer):
+        with attaching_result(trainer):
             batches: Iterator[Any] = chain([sample], source)
             first, facts = 0, None
             if series is not None:
                 source.first = batch_digest(sample)
                 facts = _resumed(series, trainer, loop, resume=resume)
             if series is not None and facts is not None:
-                _go_on(series, facts, trainer, source, loop)
+                _continue_from(series, facts, trainer, source, loop)
                 # The sample was the data's first batch, which the run has already trained on.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
@@ -293,12 +293,12 @@ def train(
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
-    with handed_over(trainer), _series(loop, trainer.processes, resume=resume) as series:
+    with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:
             facts = _resumed(series, trainer, loop, resume=resume)
             if facts is not None:
-                _go_on(series, facts, trainer, source, loop)
+                _continue_from(series, facts, trainer, source, loop)
                 start = 0
         run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
         return run.train(source, loop, series)
@@ -306,13 +306,13 @@ def train(
 
 def _series(
     options: LoopOptions, processes: Processes, *, resume: bool
-) -> AbstractContextManager[Checkpoints | None]:
+) -> AbstractContextManager[RunCheckpoints | None]:
     """The run's checkpoints, if it has any; all processes must agree on both arguments."""
     given = {"`checkpoint_dir`": options.checkpoint_dir is not None, "`resume`": resume}
     processes.agree("the run's arguments", lambda: given)
     if options.checkpoint_dir is None:
         return nullcontext()
-    return Checkpoints(
+    return RunCheckpoints(
         options.checkpoint_dir,
         options.checkpoint_every,
         options.keep,
@@ -321,7 +321,9 @@ def _series(
     )
 
 
-def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: int) -> Options:
+def _with_checkpoint_parts(
+    series: RunCheckpoints, run: Options, sample: Any, num_processes: int
+) -> Options:
     """The options with the checkpoint's numbers of microbatches and waves, if they divide a batch.
 
     On another machine the plan might choose different numbers, and random keys depend on them.
@@ -333,7 +335,7 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
 
 
 def _resumed(
-    series: Checkpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
+    series: RunCheckpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
 ) -> Mapping[str, Any] | None:
     """Restores the newest checkpoint if the run resumes; returns its facts, None without one."""
     if not resume:
@@ -346,8 +348,8 @@ def _resumed(
     return facts
 
 
-def _go_on(
-    series: Checkpoints,
+def _continue_from(
+    series: RunCheckpoints,
     facts: Mapping[str, Any],
     trainer: Trainer,
     source: Source,
@@ -358,7 +360,7 @@ def _go_on(
     position = own_position(facts["data"], trainer.processes)
     if is_first:
         path = series.folder / str(trainer.num_steps)
-        before, now = facts["made_of"], trainer.run_state.made_of
+        before, now = facts["made_of"], trainer.run_state.saved_settings
         first = trainer.run_state.spec.first
         parts = {"microbatches": first.microbatches}
         if first.depends_on_waves:
@@ -376,7 +378,7 @@ def _go_on(
         if line is not None:
             warn_user(line)
         if loop.progress:
-            tqdm.write(f"Resumed from {path}.{upgraded(before, now)}")
+            tqdm.write(f"Resumed from {path}.{version_remark(before, now)}")
     source.go_to(position, loop.progress and is_first)
 
 
@@ -390,6 +392,6 @@ def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:
     sample = next(source, _END)
     if sample is _END:
         raise ValueError(EMPTY)
-    with numbered(1):
+    with naming_batch(1):
         check_batch(sample, microbatches, num_devices=num_devices)
     return sample

@@ -18,8 +18,8 @@ from megatrain_jax._src.cross_entropy import (
     checked_arrays,
     chunked,
     label_logits,
+    map_token_parts,
     num_parts,
-    of_parts,
     sum_and_gradients,
 )
 
@@ -92,7 +92,7 @@ def _logs(
         logs = jax.lax.map(of_chunk, tuple(chunked(options.chunk, *arrays)))
         return logs.reshape(-1)[: arrays[0].shape[0]]
 
-    logs = of_parts(options.parts, of_part, hidden, labels).reshape(-1)
+    logs = map_token_parts(options.parts, of_part, hidden, labels).reshape(-1)
     # Such labels have no logit, so `of_label` is 0 and the result would look like a probability.
     beyond = jnp.where(labels >= head.shape[0], jnp.nan, logs)
     return jnp.where(labels < 0, 0, beyond)

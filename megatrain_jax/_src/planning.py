@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.common.attention_kernel import planned_for
-from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.hopper_kernels import planned_card
-from megatrain_jax._src.common.remembering import Same, remembered, remembering
+from megatrain_jax._src.common.remembering import IdentityKey, remembered, remembering
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.options.batch_checks import check_batch
 from megatrain_jax._src.options.inputs import check_order, check_parts
@@ -34,10 +34,15 @@ from megatrain_jax._src.spec.budget import fit_to_machine
 from megatrain_jax._src.spec.host import fit_to_host
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times
-from megatrain_jax._src.spec.microbatches import fit_with_parts
+from megatrain_jax._src.spec.microbatches import fit_with_microbatches
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.tile_search import TileFinder
-from megatrain_jax._src.start import compiled_here, cut_here, kernels_of, on_this_machine
+from megatrain_jax._src.start import (
+    empty_kernel_cache,
+    fit_and_compile,
+    local_run_spec,
+    on_this_machine,
+)
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
@@ -149,9 +154,9 @@ def plan(
     # The library's own models depend on the GPU they are traced on; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
         widest_heads, card = machine.widest_heads, machine.name
-    with planned_for(widest_heads), planned_card(card), leaving_garbage(), remembering():
-        batch = Same(sample_batch) if needs_batch(model) else None
-        given = Same(model), Same(loss_fn), batch, run.seed, widest_heads, card
+    with planned_for(widest_heads), planned_card(card), gc_paused(), remembering():
+        batch = IdentityKey(sample_batch) if needs_batch(model) else None
+        given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, widest_heads, card
         adapted = remembered(
             "adapted model",
             lambda: given,
@@ -159,7 +164,7 @@ def plan(
         )
         usable = machine and machine.usable_bytes
         kernels = KernelCache(platform="gpu")
-        spec = fit_with_parts(
+        spec = fit_with_microbatches(
             run,
             lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
             lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
@@ -187,9 +192,9 @@ def _measured(
     adapted = adapt(model, loss_fn, sample_batch, run.seed)[0]
     with warnings.catch_warnings():  # the plan lists them
         warnings.simplefilter("ignore", PlanWarning)
-        spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-    kernels, spread = kernels_of(spec, placement), placement.processes.spread
-    spec, _ = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
+        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+    kernels, spread = empty_kernel_cache(spec, placement), placement.processes.spread
+    spec, _ = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
     found = make_plan(run_with_all_waves(spec), *spread)
     if found.fits_device is False:
         return found

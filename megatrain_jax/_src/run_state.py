@@ -9,27 +9,27 @@ from typing import Any, Never
 import numpy as np
 
 from megatrain_jax._src.checkpoint.contents import entries_of
-from megatrain_jax._src.checkpoint.folder import in_all, local_path
-from megatrain_jax._src.checkpoint.forms import coding_of
-from megatrain_jax._src.checkpoint.made_of import converted, made_of
+from megatrain_jax._src.checkpoint.encodings import coding_of
+from megatrain_jax._src.checkpoint.folder import in_all_processes, local_path
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
+from megatrain_jax._src.checkpoint.saved_settings import converted, saved_settings
+from megatrain_jax._src.checkpoint.workspace import UnownedWorkspace, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.model_path import path_name
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.history import History, as_json
 from megatrain_jax._src.kernels.loss_scale import as_facts, scaling_of
 from megatrain_jax._src.program.layers.index import Index, joined
 from megatrain_jax._src.program.optimizer.whole_state import assemble_state
 from megatrain_jax._src.report.run_view import trainer_cells
-from megatrain_jax._src.runtime.by_hand import StepsByHand
 from megatrain_jax._src.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.training import Training
+from megatrain_jax._src.runtime.unrecorded_steps import UnrecordedSteps
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.start import group_bar
 
@@ -57,11 +57,11 @@ class RunState:
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
         self.history = History()
-        self.by_hand = StepsByHand(spec.optimizer.skips)
+        self.by_hand = UnrecordedSteps(spec.optimizer.skips)
         self.spec, self.engine, self.store = spec, engine, engine.store
         self.training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
-        self._made_of: dict[str, Any] | None = None
+        self._saved_settings: dict[str, Any] | None = None
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
@@ -139,17 +139,17 @@ class RunState:
         return {path_name(path): x for path, x in zip(paths, arrays, strict=True)}
 
     @property
-    def made_of(self) -> dict[str, Any]:
+    def saved_settings(self) -> dict[str, Any]:
         """The settings of this run; checkpoints save them for comparison, see `fit`.
 
         JSON with the fingerprints of the loss and the optimizer, a hash of the loss's code, the
         precision, the seed, the hyperparameters in the optimizer's state, and the library versions.
         """
         # Computed on demand, because most trainers never save.
-        if self._made_of is None:
+        if self._saved_settings is None:
             with self.store.placement.outside_meshes():
-                self._made_of = made_of(self.spec)
-        return self._made_of
+                self._saved_settings = saved_settings(self.spec)
+        return self._saved_settings
 
     def check_names(self) -> None:
         """Refuses a model whose arrays would be ambiguous in a checkpoint.
@@ -165,7 +165,7 @@ class RunState:
         facts: Mapping[str, Any] | None = None,
         *,
         params_only: bool = False,
-        workspace: Workspace | Guest | None = None,
+        workspace: Workspace | UnownedWorkspace | None = None,
     ) -> Saving:
         """Starts writing a checkpoint and returns; steps may continue meanwhile.
 
@@ -195,7 +195,8 @@ class RunState:
             "partial": self.training.partial,
             "history": as_json(self.history),  # its current contents
             "coded": coding_of(self.spec, entries),
-            "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
+            "made_of": self.saved_settings
+            | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
         }
         if self.store.scaling is not None:
@@ -234,7 +235,7 @@ class RunState:
         entries = entries_of(self.spec)
         where = f"the check of {path.name}"
         training, processes = self.training, self.store.placement.processes
-        facts, others = in_all(processes, where, lambda: check(path, self.spec, entries))
+        facts, others = in_all_processes(processes, where, lambda: check(path, self.spec, entries))
         # A lost state can't be flushed, and need not be.
         if training.lost is None:
             training.settle_all()
@@ -247,7 +248,7 @@ class RunState:
             training.lose(f"{path} could not be restored to its end")
             self.engine.abandon()
             load(path, facts["arrays"], self.spec, self.store, entries, others, bar.update)
-            training.go_on_from(facts)
+            training.restore_counts(facts)
             if self.store.scaling is not None:
                 self.store.scaling = self.store.small(scaling_of(facts.get("loss_scale")))
             self._restored = facts["made_of"]["state"]

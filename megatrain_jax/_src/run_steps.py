@@ -17,8 +17,8 @@ from megatrain_jax._src.runtime.evaluation import evaluate_batches
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.budget import in_room
-from megatrain_jax._src.spec.host import on_same_host
+from megatrain_jax._src.spec.budget import fit_new_shape_to_device
+from megatrain_jax._src.spec.host import fit_new_shape_to_host
 from megatrain_jax._src.spec.rescheduled import with_all_waves
 from megatrain_jax._src.spec.run_spec import batch_key
 
@@ -63,7 +63,7 @@ class RunSteps:
         self.check(batch)
         step = self._bind(batch, train=True, loss_fn=state.spec.loss_fn)
         # Otherwise steps would queue on the device without bound, each with its batch.
-        state.training.wait_for_room()
+        state.training.limit_steps_in_flight()
         placement = state.store.placement
         where = f"training step {state.training.num_steps + 1}"
         with deferred_interrupt(), placement.outside_meshes():
@@ -118,16 +118,20 @@ class RunSteps:
         key = (batch_key(shapes), train, loss_fn)
         if key not in self.bound:
             where = f"training step {state.training.num_steps + 1}" if train else "an evaluation"
-            with placement.outside_meshes(), _told_apart(where, batch, self._sample):
+            with placement.outside_meshes(), _noting_shapes(where, batch, self._sample):
                 step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
-                step = on_same_host(step, spec, *placement.processes.spread, training=train)
-                step = in_room(step, spec, state.engine.kernels, placement, training=train)
+                step = fit_new_shape_to_host(
+                    step, spec, *placement.processes.spread, training=train
+                )
+                step = fit_new_shape_to_device(
+                    step, spec, state.engine.kernels, placement, training=train
+                )
                 self.bound[key] = with_all_waves(step, training=train)
         return self.bound[key]
 
 
 @contextlib.contextmanager
-def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
+def _noting_shapes(where: str, batch: Any, sample: Any) -> Iterator[None]:
     """Adds to a step's error the arrays whose shapes differ from those of the first batch.
 
     The error may be JAX's own, about two shapes in the middle of the model, or the user's.

@@ -8,8 +8,8 @@ On a GPU, two threads work in parallel:
     pins host memory, shown in a bar    reads
     fills the store                     -
 
-While memory is pinned, only threads that prefault its pages run (see `page_threads.py`): the kernel
-makes threads that need more memory wait, such as a compiler's.
+While memory is pinned, only threads that prefault its pages run (see `prefault_threads.py`): the
+kernel makes threads that need more memory wait, such as a compiler's.
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
 """
@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
@@ -56,7 +56,10 @@ from megatrain_jax._src.spec.host import (
 )
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuring
-from megatrain_jax._src.spec.microbatches import fit_with_parts, leaves_parts_open
+from megatrain_jax._src.spec.microbatches import (
+    chooses_microbatches_or_waves,
+    fit_with_microbatches,
+)
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.spec.step_kernels import step_kernels
@@ -64,7 +67,7 @@ from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
-from megatrain_jax._src.state.placement import Placement, default_mesh, on_several, placed_on
+from megatrain_jax._src.state.placement import Placement, default_mesh, device_count_text, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
@@ -97,7 +100,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     return run, placement, machine is not None
 
 
-def cut_here(
+def local_run_spec(
     adapted: AdaptedModel,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -128,8 +131,8 @@ def cut_here(
     def make(run: Options) -> RunSpec:
         return make_run_spec(adapted, loss_fn, optimizer, sample, run)
 
-    with leaving_garbage(), remembering():
-        spec = make(with_parts(run, make, sample, placement, has_gpu))
+    with gc_paused(), remembering():
+        spec = make(with_chosen_microbatches(run, make, sample, placement, has_gpu))
     # Before anything large is made, so an error comes early.
     processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
     if processes.is_first:
@@ -137,7 +140,7 @@ def cut_here(
     return spec
 
 
-def with_parts(
+def with_chosen_microbatches(
     run: Options,
     make: Callable[[Options], RunSpec],
     sample: Any,
@@ -153,7 +156,7 @@ def with_parts(
         placement: The run's devices.
         has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
     """
-    if not leaves_parts_open(run) or not has_gpu:
+    if not chooses_microbatches_or_waves(run) or not has_gpu:
         return replace(run, microbatches=run.least_microbatches)
     usable = run.machine and run.machine.usable_bytes
     processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
@@ -168,7 +171,7 @@ def with_parts(
         return fit_to_machine(spec, kernels, usable, planned, to_host)
 
     tiles = TileFinder(kernels, planned)
-    return fit_with_parts(run, make, fit, rows, usable, tiles).options
+    return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
 
 
 class Phases:
@@ -262,18 +265,18 @@ def _started(
     phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
-    kernels, processes = kernels_of(spec, placement), placement.processes
+    kernels, processes = empty_kernel_cache(spec, placement), placement.processes
     # Files read ahead have to fit in the host beside the run's state; otherwise they are read
     # twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
     if has_gpu:
-        kernels.compile_beside(initial_kernels(spec, placement, initial))
+        kernels.queue_for_compile(initial_kernels(spec, placement, initial))
     with ReadAhead(initial.files if has_gpu else (), left):
         text = warning_of_little(state_bytes(spec.first) // processes.count)
         if has_gpu and processes.is_first and text:
             warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
-            spec, free = compiled_here(spec, kernels, placement, has_gpu=has_gpu)
+            spec, free = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
             whole = run_with_all_waves(spec)
             _check(whole, kernels, placement, free, has_gpu=has_gpu)
         if has_gpu and is_worth_measuring(spec):
@@ -294,7 +297,7 @@ def _started(
     return spec, Engine(store, spec.optimizer, kernels)
 
 
-def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
+def empty_kernel_cache(spec: RunSpec, placement: Placement) -> KernelCache:
     """An empty cache for a run's kernels, with XLA's options for them."""
     with_triton = placement.platform == "gpu" and has_triton(placement.devices)
     in_float8 = spec.precision.products is not None
@@ -309,7 +312,7 @@ def kernels_of(spec: RunSpec, placement: Placement) -> KernelCache:
     )
 
 
-def compiled_here(
+def fit_and_compile(
     spec: RunSpec, kernels: KernelCache, placement: Placement, *, has_gpu: bool
 ) -> tuple[RunSpec, int | None]:
     """Fits a run to its device and its host; on a GPU, compiles its functions.
@@ -352,7 +355,7 @@ def _pinning_bar(
     began = time.perf_counter()
     pages = "pages of 4 KiB" if pins_small_pages() else "pages"
     with tqdm(
-        desc=f"pinning host memory{on_several(placement.devices)}, the kernel finds {pages}",
+        desc=f"pinning host memory{device_count_text(placement.devices)}, the kernel finds {pages}",
         unit="iB",
         unit_scale=True,
         unit_divisor=1024,
@@ -372,5 +375,5 @@ def _pinning_bar(
 
 def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:
     """A progress bar over a run's groups, shown if `progress`."""
-    desc, num_groups = f"{what}{on_several(placement.devices)}", len(spec.layouts)
+    desc, num_groups = f"{what}{device_count_text(placement.devices)}", len(spec.layouts)
     return tqdm(desc=desc, total=num_groups, unit="group", disable=not progress, leave=False)

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import History
@@ -37,11 +37,11 @@ from megatrain_jax._src.report.table import aligned, html_box, html_table
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.run_steps import RunSteps
 from megatrain_jax._src.runtime.compute_copy import ComputeCopy
-from megatrain_jax._src.runtime.exhausted import advised
+from megatrain_jax._src.runtime.out_of_memory import with_memory_advice
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.spec.run_spec import exact_dtypes
-from megatrain_jax._src.start import cut_here, on_this_machine, start
+from megatrain_jax._src.start import local_run_spec, on_this_machine, start
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.processes import Processes
 
@@ -164,9 +164,9 @@ class Trainer(ExplainedAttributes):
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.
         del model
-        spec = cut_here(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
         if params is not None:
-            initial = starting_from(params, initial, adapted, exact_dtypes(spec))
+            initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
             del params
         spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
         self._startup = dict(seconds)
@@ -180,7 +180,7 @@ class Trainer(ExplainedAttributes):
     def _repr_html_(self) -> str:
         return html_box(html_table(self._state.cells()))
 
-    @advised()
+    @with_memory_advice()
     def step(self, batch: Any) -> StepMetrics:
         """Dispatches one training step, and adds its record to the history.
 
@@ -199,7 +199,7 @@ class Trainer(ExplainedAttributes):
         self._state.record(keep=1)  # completed steps; at most one step is in flight
         return self._steps.train(batch, by_hand=True)
 
-    @advised()
+    @with_memory_advice()
     def dispatch(self, batch: Any) -> StepMetrics:
         """Dispatches one training step like `step`, but leaves its record to the caller."""
         return self._steps.train(batch, by_hand=False)
@@ -214,7 +214,7 @@ class Trainer(ExplainedAttributes):
         """
         self._steps.check(batch)
 
-    @advised()
+    @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step and returns its metrics as Python numbers.
 
@@ -228,7 +228,7 @@ class Trainer(ExplainedAttributes):
         """
         return self._steps.read(metrics)
 
-    @advised()
+    @with_memory_advice()
     def evaluate(
         self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None = None
     ) -> dict[str, float]:

@@ -26,7 +26,7 @@ from tokenizers import decoders
 import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
-from megatrain_jax._src.checkpoint.forms import coding_of
+from megatrain_jax._src.checkpoint.encodings import coding_of
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = Origin(commit=None, commit_from=None, clean=False, run="x")

@@ -32,7 +32,7 @@ from megatrain_jax._src.adapt.initial_values import (
 )
 from megatrain_jax._src.adapt.loss_function import (
     checked_result,
-    explaining_values,
+    explaining_concretization,
     loss_arguments,
     name_of,
     takes_rng,
@@ -107,10 +107,10 @@ def adapt(
     if needs_batch(model):
         key = jax.random.key(seed)
 
-        def take_linen_apart(key: jax.Array, batch: Any) -> Parts:
+        def split_linen(key: jax.Array, batch: Any) -> Parts:
             return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key))
 
-        return _adapt_traced(take_linen_apart, (key, sample_batch))
+        return _adapt_traced(split_linen, (key, sample_batch))
     if is_pytree_model(model):
         return _adapt_values(model)
     return _adapt_traced(lambda: _built_parts(model), ())
@@ -194,13 +194,13 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
 
 
 def _adapt_traced(
-    take_apart: Callable[..., Parts], args: tuple[Any, ...]
+    split_model: Callable[..., Parts], args: tuple[Any, ...]
 ) -> tuple[AdaptedModel, InitialValues]:
     # The shell holds no arrays, so it may be used after the trace, which returns arrays as shapes.
     shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
-        params, variables, shell = take_apart(*args)
+        params, variables, shell = split_model(*args)
         shells.append(shell)
         return params, variables
 
@@ -237,7 +237,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
         # A loss that takes a key receives it, and so does a module that draws random numbers.
-        with explaining_values(loss_fn):
+        with explaining_concretization(loss_fn):
             result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)

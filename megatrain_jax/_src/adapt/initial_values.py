@@ -37,15 +37,15 @@ class InitialValues:
         variables: `variables()` returns the untrained state, in the order of
             `AdaptedModel.variable_paths`, as fresh arrays.
         files: The files that the parameters' values are read from, in the same order.
-        outlived: Shape and dtype of an array in the model that an earlier trace created and that
-            therefore has no values (a leaked tracer); None if there is none.
+        leaked_tracer: Shape and dtype of an array in the model that an earlier trace created and
+            that therefore has no values (a leaked tracer); None if there is none.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
     dtypes: tuple[Any, ...]
     variables: Callable[[], tuple[jax.Array, ...]]
     files: tuple[Path, ...] = ()
-    outlived: str | None = None
+    leaked_tracer: str | None = None
 
     def check(self) -> None:
         """Checks that all values exist.
@@ -55,11 +55,11 @@ class InitialValues:
         Raises:
             ValueError: The model holds an array that an earlier trace created.
         """
-        if self.outlived is not None:
+        if self.leaked_tracer is not None:
             raise ValueError(
-                f"model holds an array ({self.outlived}) that was made while it was traced before, "
-                "as by `plan`, and so has no values: a cache (`functools.cache`, a global) has "
-                "kept it. Let a function that builds the model build a new one at every call."
+                f"model holds an array ({self.leaked_tracer}) that was made while it was traced "
+                "before, as by `plan`, and so has no values: a cache (`functools.cache`, a global) "
+                "has kept it. Let a function that builds the model build a new one at every call."
             )
 
 
@@ -97,8 +97,10 @@ def initial_values_of(
         return _copies([value(index) for index in range(len(params), len(values))])
 
     dtypes = tuple(shape.dtype for shape in shapes[: len(params)])
-    outlived = jx.outlived(values)
-    return InitialValues(leaves=leaves, dtypes=dtypes, variables=copies, outlived=outlived)
+    leaked_tracer = jx.leaked_tracer(values)
+    return InitialValues(
+        leaves=leaves, dtypes=dtypes, variables=copies, leaked_tracer=leaked_tracer
+    )
 
 
 def initial_values_of_trace(
@@ -120,7 +122,7 @@ def initial_values_of_trace(
     inputs, consts = jax.tree.leaves(args), traced.consts
     # In JAX 0.10 a closed jaxpr wraps an open one; from 0.11 on they are the same object.
     given = [*consts, *inputs]
-    scalars, jaxpr = _with_scalars_apart(effects.silent(traced.jaxpr), given)
+    scalars, jaxpr = _split_scalars(effects.silent(traced.jaxpr), given)
     num_outputs = len(jaxpr.outvars)
 
     @functools.cache
@@ -151,11 +153,13 @@ def initial_values_of_trace(
         return _copies(evaluate(range(num_params, num_outputs)))
 
     dtypes = tuple(shape.dtype for shape in shapes[:num_params])
-    outlived = jx.outlived(consts)
-    return InitialValues(leaves=leaves, dtypes=dtypes, variables=variables, outlived=outlived)
+    leaked_tracer = jx.leaked_tracer(consts)
+    return InitialValues(
+        leaves=leaves, dtypes=dtypes, variables=variables, leaked_tracer=leaked_tracer
+    )
 
 
-def _with_scalars_apart(jaxpr: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+def _split_scalars(jaxpr: Any, given: Sequence[Any]) -> tuple[Any, Any]:
     """Divides an open jaxpr into the equations that compute scalars from scalars, and the rest.
 
     Args:

@@ -17,7 +17,7 @@ import numpy as np
 
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
 _RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
-EVALUATED = "eval_"
+EVAL_PREFIX = "eval_"
 _BATCHES = ("batch", "data")
 _TARGETS = (*_BATCHES, "y", "label", "labels", "target", "targets", "y_true")
 # Raised where Python needs the number of an array, as by `float`, `if` or NumPy.
@@ -83,7 +83,7 @@ def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> t
 
 
 @contextlib.contextmanager
-def explaining_values(loss_fn: Callable[..., Any]) -> Iterator[None]:
+def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
     """Explains JAX's error for code that asks for the value of an array while it is traced.
 
     Raises:
@@ -142,11 +142,11 @@ def checked_result(
             f"{name} must return a loss or (loss, metrics) with a dict from str to scalars, as in "
             f'(loss, {{"accuracy": accuracy}}), but its metrics are {_describe(metrics)}.'
         )
-    reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVALUATED))
+    reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVAL_PREFIX))
     if reserved:
         raise ValueError(
             f"{name} may not name a metric {reserved[0]!r}: every step's record uses this name "
-            f"itself. Reserved are {', '.join(_RESERVED)} and names that begin with {EVALUATED}; "
+            f"itself. Reserved are {', '.join(_RESERVED)} and names that begin with {EVAL_PREFIX}; "
             "rename the metric."
         )
     numbers = {}

@@ -11,7 +11,7 @@ from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.common import checks
 
 Mode = Literal["min", "max"]
-_EVALUATED = "eval_"
+_EVAL_PREFIX = "eval_"
 # This file marks a folder as a checkpoint of this library.
 _MANIFEST = "megatrain.json"
 
@@ -58,7 +58,7 @@ class _Best:
                 evaluation, every other one with each step.
         """
         if self.metric not in record:
-            kind = _EVALUATED if self.metric.startswith(_EVALUATED) else ""
+            kind = _EVAL_PREFIX if self.metric.startswith(_EVAL_PREFIX) else ""
             names = [name for name in record if name.startswith(kind)]
             if names:
                 raise ValueError(
@@ -160,7 +160,7 @@ class KeepBest(Callback):
         """
         self._folder = Path(checks.path("folder", folder)).absolute()
         self._best = _Best(metric, mode, min_delta)
-        if not metric.startswith(_EVALUATED):
+        if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
             raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')
         self._saving: tuple[Path, Any] | None = None

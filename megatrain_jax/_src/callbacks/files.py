@@ -46,7 +46,7 @@ class CSVLog(Log):
         self._last_step = 0
 
     def _open(self, num_steps: int) -> None:
-        self._texts.go_on(num_steps)
+        self._texts.remove_later(num_steps)
         rows = self._rows()
         self._columns = list(rows[0]) if rows else []
         if self._columns and self._columns[0] != "step":
@@ -110,7 +110,7 @@ class JSONLog(Log):
         self._last_step = 0
 
     def _open(self, num_steps: int) -> None:
-        self._texts.go_on(num_steps)
+        self._texts.remove_later(num_steps)
         self._keep(num_steps)
 
     def _keep(self, num_steps: int) -> None:

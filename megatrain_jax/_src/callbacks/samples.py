@@ -22,7 +22,7 @@ from megatrain_jax._src.common.prompts import (
     shown_prompt,
 )
 
-_EVALUATED = "eval_"
+_EVAL_PREFIX = "eval_"
 
 
 class Samples(Callback):
@@ -110,7 +110,7 @@ class Samples(Callback):
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Continues the prompts if this is due, and adds the samples to the record."""
-        evaluated = any(name.startswith(_EVALUATED) for name in record)
+        evaluated = any(name.startswith(_EVAL_PREFIX) for name in record)
         due = evaluated if self._every is None else record["step"] % self._every == 0
         if due:
             record["samples"] = self.draw(trainer)

@@ -48,7 +48,7 @@ class TextFile:
         """Names the file after its log: `run.csv.txt` beside `run.csv`."""
         self._path = log.with_name(log.name + ".txt")
 
-    def go_on(self, num_steps: int) -> None:
+    def remove_later(self, num_steps: int) -> None:
         """Removes the file's tables of later steps."""
         if not self._path.exists():
             return

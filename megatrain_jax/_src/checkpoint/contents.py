@@ -39,7 +39,7 @@ TreePath = tuple[str, ...]
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
 
 
-class Small(enum.Enum):
+class SmallArrays(enum.Enum):
     """The lists of small arrays, which belong to no group."""
 
     VARIABLES = enum.auto()  # the model's variables beside its parameters
@@ -56,7 +56,7 @@ class StorePlace:
         position: The array's position among the holder's leaves.
     """
 
-    holder: Key | Small
+    holder: Key | SmallArrays
     position: int
 
     @property
@@ -114,7 +114,7 @@ class ArrayEntry:
         return frozenset(place.group for place in self.places if place.group is not None)
 
 
-Row = tuple[ArrayEntry, Index, Reader]
+SliceReader = tuple[ArrayEntry, Index, Reader]
 """One slice of an array as the store keeps it, or the whole array: its index and a reader."""
 
 
@@ -155,12 +155,12 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
             place = StorePlace(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             slices[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
-        place = StorePlace(holder=Small.OPTIMIZER, position=position)
+        place = StorePlace(holder=SmallArrays.OPTIMIZER, position=position)
         slices[leaf.leaf].append((leaf.index, place))
     for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
         path = (STATE, *keys)
         # Shared state is not in a slab, so it is never stored as codes.
-        if any(isinstance(place.holder, Small) for _, place in slices[i]):
+        if any(isinstance(place.holder, SmallArrays) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
         else:
             yield from _parts(spec, path, shape.shape, slices[i])
@@ -200,7 +200,7 @@ def layout_at(spec: RunSpec, place: StorePlace) -> tuple[Layout, int]:
 def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
     shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
-        place = StorePlace(holder=Small.VARIABLES, position=position)
+        place = StorePlace(holder=SmallArrays.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
@@ -208,7 +208,7 @@ def _run() -> Iterable[ArrayEntry]:
     """The entries of the seed's key and the number of the next step."""
     key = _seed_key()
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
-        place = StorePlace(holder=Small.RUN, position=position)
+        place = StorePlace(holder=SmallArrays.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
@@ -246,7 +246,9 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     )
 
 
-def rows_of(store: Store, entries: Iterable[ArrayEntry], group: int | None = None) -> list[Row]:
+def slice_readers(
+    store: Store, entries: Iterable[ArrayEntry], group: int | None = None
+) -> list[SliceReader]:
     """The slices of entries that belong to a group, with readers of the store's current arrays.
 
     Args:
@@ -286,20 +288,20 @@ def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Gri
     return found
 
 
-def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
+def small_arrays(store: Store) -> dict[SmallArrays, list[jax.Array]]:
     """The store's arrays that belong to no group, by list."""
     return {
-        Small.VARIABLES: list(store.variables),
-        Small.OPTIMIZER: list(store.globals),
-        Small.RUN: [store.key, store.step],
+        SmallArrays.VARIABLES: list(store.variables),
+        SmallArrays.OPTIMIZER: list(store.globals),
+        SmallArrays.RUN: [store.key, store.step],
     }
 
 
-def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> None:
+def set_small_arrays(store: Store, arrays: Mapping[SmallArrays, list[jax.Array]]) -> None:
     """Replaces the store's arrays that belong to no group."""
-    store.variables = list(arrays[Small.VARIABLES])
-    store.globals = list(arrays[Small.OPTIMIZER])
-    store.key, store.step = arrays[Small.RUN]
+    store.variables = list(arrays[SmallArrays.VARIABLES])
+    store.globals = list(arrays[SmallArrays.OPTIMIZER])
+    store.key, store.step = arrays[SmallArrays.RUN]
 
 
 def _as_data(x: jax.Array) -> np.ndarray:

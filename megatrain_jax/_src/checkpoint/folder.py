@@ -96,7 +96,7 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
     return found
 
 
-def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+def in_first_process(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
     """Calls a file operation in the first process only, and returns its result in all of them.
 
     Args:
@@ -122,7 +122,7 @@ def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any
     return value
 
 
-def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+def in_all_processes(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
     """Calls a function in each process; an error in one is raised in all of them.
 
     Args:

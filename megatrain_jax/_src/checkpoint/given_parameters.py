@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.adapt.model_kinds import flatten
-from megatrain_jax._src.checkpoint.foreign import saved_arrays
+from megatrain_jax._src.checkpoint.saved_arrays import saved_arrays
 from megatrain_jax._src.common.trees import described, listed
 
 _Names = tuple[str, ...]
 
 
-def starting_from(
+def with_given_parameters(
     params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
 ) -> InitialValues:
     """Initial values with given parameters in place of the model's own.
@@ -47,16 +47,16 @@ def starting_from(
     given = {_without_value(name): array for name, array in given.items()}
     prefix = _prefix(given, wanted)
     found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
-    strangers = [n for n in found if n not in wanted and n not in known]
+    unknown_names = [n for n in found if n not in wanted and n not in known]
     # A checkpoint may hold more than parameters, such as an optimizer's state.
     if not is_folder:
-        strangers += [n for n in given if n[: len(prefix)] != prefix and n not in known]
+        unknown_names += [n for n in given if n[: len(prefix)] != prefix and n not in known]
     if is_folder:  # Orbax can't save empty arrays, so checkpoints lack them
         empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
         found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
         *(f"{_text(name)} is missing" for name in wanted if name not in found),
-        *(f"{_text(name)} is not part of the model" for name in strangers),
+        *(f"{_text(name)} is not part of the model" for name in unknown_names),
         *(
             line
             for name, shape in wanted.items()

@@ -94,7 +94,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     return facts
 
 
-def strangers(path: Path) -> list[str]:
+def unknown_names(path: Path) -> list[str]:
     """The files in a checkpoint's folder that its manifest doesn't list, and symbolic links.
 
     Raises:
@@ -167,7 +167,7 @@ def _is_chunked(value: Any) -> bool:
     return is_chunk(value["chunk"]) and _each(list, _is_text)(value["checksums"])
 
 
-def _is_made_of(value: Any) -> bool:
+def _is_settings(value: Any) -> bool:
     names = {"traced", "call", "state", "code", "numbers"}
     return _each(dict, lambda settings: isinstance(settings, dict))(value) and names <= value.keys()
 
@@ -196,7 +196,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "files": _is_numbers,
     "arrays": _each(dict, _is_chunked),
     "coded": _each(dict, _is_coding),
-    "made_of": _is_made_of,
+    "made_of": _is_settings,
     "checksum": _is_text,
 }
 # Only some runs have these.

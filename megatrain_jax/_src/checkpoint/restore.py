@@ -41,15 +41,15 @@ from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.chunks import Cell
 from megatrain_jax._src.checkpoint.contents import (
     ArrayEntry,
-    Small,
+    SmallArrays,
     StorePlace,
     TreePath,
     layout_at,
     set_small_arrays,
     small_arrays,
 )
-from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all, read_error
-from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
+from megatrain_jax._src.checkpoint.encodings import ConvertedArray, arrays_to_convert, coding_of
+from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all_processes, read_error
 from megatrain_jax._src.checkpoint.likely_cause import likely_cause
 from megatrain_jax._src.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
@@ -69,7 +69,7 @@ from megatrain_jax._src.state.layout import Layout
 
 def check(
     path: Path, spec: RunSpec, entries: Sequence[ArrayEntry]
-) -> tuple[dict[str, Any], dict[TreePath, OtherForm]]:
+) -> tuple[dict[str, Any], dict[TreePath, ConvertedArray]]:
     """Checks that a checkpoint is complete and belongs to this model and optimizer.
 
     Returns:
@@ -87,7 +87,7 @@ def check(
             "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
     there = orbax.own_metadata(path)
-    others = other_forms(entries, coding_of(spec, entries), there, facts["coded"])
+    others = arrays_to_convert(entries, coding_of(spec, entries), there, facts["coded"])
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
     cause = partial(likely_cause, path)
@@ -101,7 +101,7 @@ def load(
     spec: RunSpec,
     store: Store,
     entries: Sequence[ArrayEntry],
-    others: Mapping[TreePath, OtherForm],
+    others: Mapping[TreePath, ConvertedArray],
     done: Callable[[], object],
 ) -> None:
     """Fills a store at rest from a checked checkpoint.
@@ -138,7 +138,7 @@ def load(
             raise read_error(message, error) from error
 
     # If one process loses its state, all do: the rest could not step without it.
-    in_all(store.placement.processes, f"the end of restoring {path.name}", fill)
+    in_all_processes(store.placement.processes, f"the end of restoring {path.name}", fill)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ class _Loading:
     def _compare(self, entry: ArrayEntry, chunk: np.ndarray, cell: Cell) -> None:
         self.sums.verify(entry.path, chunk, cell.number)
 
-    def _converted(self, other: OtherForm) -> np.ndarray:
+    def _converted(self, other: ConvertedArray) -> np.ndarray:
         """An array that the checkpoint stores in a different form, as numbers."""
         loaded = self._load(other.sources)
         for source in other.sources:
@@ -314,7 +314,7 @@ class _Loading:
             self.sums.verify(entry.path, value)
             if entry.key is not None:
                 value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-            assert isinstance(place.holder, Small)
+            assert isinstance(place.holder, SmallArrays)
             arrays[place.holder][place.position] = self.store.small(value)
         set_small_arrays(self.store, arrays)
 

@@ -30,9 +30,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.checkpoint import manifest, orbax
-from megatrain_jax._src.checkpoint.contents import PARAMS, ArrayEntry, Row, grids_of, rows_of
+from megatrain_jax._src.checkpoint.contents import (
+    PARAMS,
+    ArrayEntry,
+    SliceReader,
+    grids_of,
+    slice_readers,
+)
 from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tree
-from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
+from megatrain_jax._src.checkpoint.workspace import (
+    NAME,
+    UnownedWorkspace,
+    Workspace,
+    claim_workspace,
+)
 from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.sizes import sized
@@ -51,7 +62,7 @@ _WRITTEN = "checkpoint"
 # Parts of error messages about a full disk, from the system and TensorStore.
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 
-_Part = tuple[tuple[int, ...], list[Row]]
+_Part = tuple[tuple[int, ...], list[SliceReader]]
 
 
 class Saving:
@@ -69,7 +80,7 @@ class Saving:
         entries: Sequence[ArrayEntry],
         facts: Mapping[str, Any],
         params_only: bool = False,
-        workspace: Workspace | Guest | None = None,
+        workspace: Workspace | UnownedWorkspace | None = None,
     ):
         """Starts writing.
 
@@ -106,11 +117,11 @@ class Saving:
         )
         # An interrupt within these lines would leave the workspace without an owner. A second one
         # takes effect, because claiming the workspace may wait long for another thread.
-        with deferred_interrupt(insist=True):
+        with deferred_interrupt(second_interrupts=True):
             if workspace is None:
                 # A folder that can't be written is noticed here, before training continues.
                 name = f"{path.name}.{NAME}"
-                workspace = claimed(path.with_name(name), path, processes)
+                workspace = claim_workspace(path.with_name(name), path, processes)
             else:
                 workspace.share()
             self._workspace = workspace
@@ -281,7 +292,7 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_
 
     Small arrays, written by the first process, come first; then groups, several per part.
     """
-    small = rows_of(store, entries) if store.placement.processes.is_first else []
+    small = slice_readers(store, entries) if store.placement.processes.is_first else []
     parts: list[_Part] = [((), small)] if small else []
     offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [key.owner for key in offloaded if key is not None and key.kind in LASTING]
@@ -291,7 +302,7 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_
             parts.append(((), []))
             size = 0
         groups, rows = parts[-1]
-        parts[-1] = (*groups, g), rows + rows_of(store, entries, g)
+        parts[-1] = (*groups, g), rows + slice_readers(store, entries, g)
         size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
     return parts
 

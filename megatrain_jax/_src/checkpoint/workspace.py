@@ -24,8 +24,8 @@ import threading
 from datetime import datetime
 from pathlib import Path
 
-from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.checkpoint.folder import CheckpointError, in_first_process
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
 from megatrain_jax._src.state.processes import Processes
 
@@ -37,7 +37,7 @@ _held: dict[str, "Workspace"] = {}
 _changed = threading.Condition()
 
 
-class Guest:
+class UnownedWorkspace:
     """A run's workspace in a process that does not own it and must not change the folder.
 
     The run's first process owns it, or nobody does, because the folder can't be written.
@@ -126,7 +126,7 @@ class Workspace:
             self._is_run = self._is_run and not run
             # The last release counts: a thread may still be writing when its run is over.
             if not self._num_holders:
-                self._leave()
+                self._unlock_folder()
                 del _held[self._real]
                 _changed.notify_all()
 
@@ -157,7 +157,7 @@ class Workspace:
                         f"{entry}, left by a run that has ended, can't be deleted: {error}",
                     )
 
-    def _leave(self) -> None:
+    def _unlock_folder(self) -> None:
         try:
             # While the lock is held: a process that locks the file afterwards finds that its name
             # is gone, and starts over.
@@ -170,9 +170,9 @@ class Workspace:
             os.close(self._lock)
 
 
-def claimed(
+def claim_workspace(
     path: Path, what: Path, processes: Processes, *, only_read: bool = False
-) -> "Workspace | Guest":
+) -> "Workspace | UnownedWorkspace":
     """The workspace of a run; its first process takes it for all of them.
 
     Args:
@@ -185,7 +185,7 @@ def claimed(
     Raises:
         CheckpointError: See `Workspace`; also if a process doesn't see the folder.
     """
-    found: list[Workspace | Guest] = [Guest(path)]
+    found: list[Workspace | UnownedWorkspace] = [UnownedWorkspace(path)]
 
     def claim() -> str | None:
         try:
@@ -197,9 +197,9 @@ def claimed(
             return str(error)
         return None
 
-    unwritable = by_first(processes, f"the claim of {what.name}", claim)
+    unwritable = in_first_process(processes, f"the claim of {what.name}", claim)
     if unwritable is not None:
-        return Guest(path, unwritable)
+        return UnownedWorkspace(path, unwritable)
     sees = processes.gather(f"a look at {what.name}", path.is_dir())
     if not all(sees):
         found[0].release(run=True)
@@ -283,7 +283,7 @@ def _delete(path: Path) -> None:
         os.unlink(path)
 
 
-def _forget() -> None:
+def _close_inherited_locks() -> None:
     """Closes a forked child's copies of locks, so that they don't outlive the parent's."""
     global _changed
     for workspace in _held.values():
@@ -293,4 +293,4 @@ def _forget() -> None:
     _changed = threading.Condition()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_inherited_locks)

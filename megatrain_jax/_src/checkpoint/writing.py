@@ -28,7 +28,13 @@ from orbax.checkpoint import type_handlers
 from megatrain_jax._src.checkpoint import orbax
 from megatrain_jax._src.checkpoint.checksums import as_facts, check_finite, checksum
 from megatrain_jax._src.checkpoint.chunks import Cell, Grid
-from megatrain_jax._src.checkpoint.contents import PARAMS, ArrayEntry, Row, TreePath, pointer
+from megatrain_jax._src.checkpoint.contents import (
+    PARAMS,
+    ArrayEntry,
+    SliceReader,
+    TreePath,
+    pointer,
+)
 from megatrain_jax._src.checkpoint.folder import sync_tree
 from megatrain_jax._src.state.host_leaves import Run, cut, joined_run
 
@@ -69,7 +75,7 @@ class Writer:
         self._pieces: dict[str, np.ndarray] = {}
         self._sums: dict[TreePath, dict[int, str]] = defaultdict(dict)
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[SliceReader]) -> None:
         """Writes this process's part of some slices, and waits until it is in files."""
         chunks = []
         for entry, index, read in rows:
@@ -136,7 +142,7 @@ class Writer:
                 )
         self._arrays |= {path: opened.result() for path, opened in opening.items()}
         futures = []
-        with ThreadPoolExecutor(1, "checksums", initializer=_give_way) as beside:
+        with ThreadPoolExecutor(1, "checksums", initializer=_lower_priority) as beside:
             for entry, cell, chunk in chunks:
                 target = self._arrays[entry.path][cell.box]
                 shaped = chunk.reshape(target.shape)
@@ -186,7 +192,7 @@ def _wait(futures: Sequence[Future | Any]) -> None:
         raise errors[0]
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers this thread's priority, because checksums only have to keep up with the disk."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

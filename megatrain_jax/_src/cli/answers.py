@@ -19,7 +19,7 @@ Loss = Callable[[models.Decoder, Batch], tuple[Array, dict[str, Array]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class LossContext:
     """The settings of a run that its loss needs.
 
     Attributes:
@@ -40,7 +40,7 @@ class Comparison:
         return answers(before, batch)
 
 
-def token_logs(model: models.Decoder, batch: Batch) -> Array:
+def token_log_probs(model: models.Decoder, batch: Batch) -> Array:
     """The log-probability of each position's label."""
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
     return losses.log_probabilities(
@@ -50,7 +50,7 @@ def token_logs(model: models.Decoder, batch: Batch) -> Array:
 
 def answers(model: models.Decoder, batch: Batch) -> Array:
     """The log-probability of each answer: chosen, rejected, chosen, ... of each row."""
-    return answer_sums(token_logs(model, batch) * batch["mask"], batch)
+    return answer_sums(token_log_probs(model, batch) * batch["mask"], batch)
 
 
 def answer_sums(values: Array, batch: Batch) -> Array:

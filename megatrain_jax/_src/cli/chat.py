@@ -10,8 +10,8 @@ from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax._src.cli.chat_settings import ChatSettings
-from megatrain_jax._src.cli.errors import checking
-from megatrain_jax._src.cli.jax_speaker import JaxSpeaker, open_jax_speaker
+from megatrain_jax._src.cli.errors import as_command_errors
+from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
 from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 
@@ -25,20 +25,20 @@ def run(settings: ChatSettings) -> int:
     """Answers one question, or the questions that are typed; returns the exit status.
 
     Raises:
-        AskedWronglyError: If the model can't be loaded, or has no chat template for `system`.
+        CommandError: If the model can't be loaded, or has no chat template for `system`.
     """
-    with checking():
-        speaker = open_speaker(settings)
+    with as_command_errors():
+        speaker = open_chat_model(settings)
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     if settings.prompt is not None:
-        with checking():
+        with as_command_errors():
             speaker.answer([*system, {"role": "user", "content": settings.prompt}])
         return 0
     _converse(speaker, system)
     return 0
 
 
-def _converse(speaker: "Speaker | JaxSpeaker", messages: Messages) -> None:
+def _converse(speaker: "TransformersChatModel | JaxChatModel", messages: Messages) -> None:
     """Answers questions until the input ends; an interrupted answer leaves no trace."""
     while True:
         try:
@@ -61,7 +61,7 @@ def _converse(speaker: "Speaker | JaxSpeaker", messages: Messages) -> None:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class TransformersChatModel:
     """A model of Transformers that answers on the terminal, word by word.
 
     Attributes:
@@ -113,7 +113,7 @@ class Speaker:
             raise ValueError(f"the chat template fails on these messages: {why}") from error
 
 
-def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
+def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatModel:
     """Loads the model, with its adapters if the folder has some.
 
     Raises:
@@ -151,7 +151,7 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
                     f"`library`=jax answers with whole models, but {folder} has adapters: "
                     "`megatrain-jax merge` makes one of them"
                 )
-            return open_jax_speaker(settings, base, tokenizer)
+            return open_jax_chat_model(settings, base, tokenizer)
         except (TypeError, ValueError):
             if settings.library == "jax":
                 raise
@@ -162,7 +162,9 @@ def open_speaker(settings: ChatSettings) -> Speaker | JaxSpeaker:
         model = _adapted(peft, model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
-    return Speaker(model.to(device).eval(), tokenizer, _options(settings, model, tokenizer))
+    return TransformersChatModel(
+        model.to(device).eval(), tokenizer, _options(settings, model, tokenizer)
+    )
 
 
 def _is_for_jax(settings: ChatSettings) -> bool:

@@ -3,11 +3,11 @@
 from jaxtyping import Array
 
 from megatrain_jax import losses, models
-from megatrain_jax._src.cli.answers import Batch, Comparison, Loss, num_tokens
+from megatrain_jax._src.cli.answers import Batch, Loss, LossContext, num_tokens
 
 
 def distill(
-    comparison: Comparison, *, distill_alpha: float, temperature: float, tail: bool, topk: int
+    comparison: LossContext, *, distill_alpha: float, temperature: float, tail: bool, topk: int
 ) -> Loss:
     """Distillation mixed with the next token's loss; see `losses.distillation`."""
     del topk  # the reader has cut or filled the entries

@@ -22,26 +22,26 @@ _ADVICE = (
 )
 
 
-class AskedWronglyError(Exception):
+class CommandError(Exception):
     """An invalid request; the command prints the message in one line."""
 
 
 @contextmanager
-def checking() -> Iterator[None]:
-    """Turns errors in a body that only checks, reads and plans into `AskedWronglyError`."""
+def as_command_errors() -> Iterator[None]:
+    """Turns errors in a body that only checks, reads and plans into `CommandError`."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise AskedWronglyError(told(error)) from error
+        raise CommandError(error_text(error)) from error
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The text of an error, with the notes that were added to it."""
     notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
     return " ".join([str(error), *notes])
 
 
-def in_options(text: str) -> str:
+def with_cli_options(text: str) -> str:
     """A message of the library, with command-line options in place of arguments in Python.
 
     Examples:

@@ -62,7 +62,7 @@ def steady(history: Sequence[Mapping[str, Any]], began: Collection[int]) -> list
     return [record for start, end in bounds for record in history[start + 3 : end - 2]]
 
 
-class Laps:
+class PhaseTimer:
     """A timer of the phases of a run."""
 
     def __init__(self):

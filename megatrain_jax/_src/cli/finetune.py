@@ -13,7 +13,7 @@ from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import chat_template, dataset, shapes
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.cli.images import DECODER, image_shapes, with_images
+from megatrain_jax._src.cli.images import DECODER, image_shapes, trains_with_images
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import (
     checkpoint_folder,
@@ -27,7 +27,7 @@ from megatrain_jax._src.cli.new_tokens import (
     tokenizer_of,
 )
 from megatrain_jax._src.cli.run_settings import listed
-from megatrain_jax._src.cli.tokenizers import Asking
+from megatrain_jax._src.cli.tokenizers import TemplatedTokenizer
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -42,7 +42,7 @@ def prepare(settings: FinetuneSettings) -> Job:
         ValueError: If the checkpoint, or a setting for it, can't be used.
     """
     settings = replace(settings, model=checkpoint_folder(settings.model))
-    images = with_images(settings)
+    images = trains_with_images(settings)
     ignore = settings.ignore or ()
     pretrained = models.load_pretrained(settings.model, ignore=ignore, images=images)
     if settings.new_tokens is not None:
@@ -121,7 +121,7 @@ def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
     if settings.format == "text":
         return tokenizer, str
     template, variables = chat_template(settings.chat_template), settings.template_variables or {}
-    asking = Asking(tokenizer, template, variables)
+    asking = TemplatedTokenizer(tokenizer, template, variables)
     return asking, lambda prompt: [{"role": "user", "content": prompt}]
 
 

@@ -62,7 +62,7 @@ def chat_template(given: str | None) -> str | None:
     return Path(given).read_text(encoding="utf-8")
 
 
-def _conversing(settings: FinetuneSettings) -> dict[str, Any]:
+def _conversation_options(settings: FinetuneSettings) -> dict[str, Any]:
     """The options of readers that render conversations."""
     return {
         "chat_template": chat_template(settings.chat_template),
@@ -77,26 +77,34 @@ def _text(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> 
 
 
 def _chat(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**common, **_conversing(settings), "train_on": settings.train_on}
+    options = {**common, **_conversation_options(settings), "train_on": settings.train_on}
     return data.chat(files, readable_tokenizer(settings), **options)
 
 
 def _images(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**image_options(common), **_conversing(settings), "train_on": settings.train_on}
+    options = {
+        **image_options(common),
+        **_conversation_options(settings),
+        "train_on": settings.train_on,
+    }
     return data.image_chat(files, settings.model, **options)
 
 
 def _preferences(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.preferences(files, readable_tokenizer(settings), **common, **_conversing(settings))
+    return data.preferences(
+        files, readable_tokenizer(settings), **common, **_conversation_options(settings)
+    )
 
 
 def _margins(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    options = {**common, **_conversing(settings), "margins": True}
+    options = {**common, **_conversation_options(settings), "margins": True}
     return data.preferences(files, readable_tokenizer(settings), **options)
 
 
 def _unpaired(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:
-    return data.unpaired(files, readable_tokenizer(settings), **common, **_conversing(settings))
+    return data.unpaired(
+        files, readable_tokenizer(settings), **common, **_conversation_options(settings)
+    )
 
 
 def _distilled(settings: FinetuneSettings, files: Any, common: Mapping[str, Any]) -> data.Dataset:

@@ -11,7 +11,7 @@ from megatrain_jax._src.cli.objective_kinds import (
     objectives_with,
 )
 from megatrain_jax._src.cli.run_settings import listed
-from megatrain_jax._src.cli.setting_rules import Frozen, check_needed
+from megatrain_jax._src.cli.setting_rules import Frozen, check_unused_options
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
 
@@ -167,7 +167,7 @@ class FinetuneSettings(TrainingSettings):
             )
 
     def _check_needed(self) -> None:
-        check_needed(
+        check_unused_options(
             self,
             ("lora_alpha", "lora_dropout", "lora_rslora", "lora_dora")
             + ("lora_targets", "lora_modules_to_save"),
@@ -175,31 +175,31 @@ class FinetuneSettings(TrainingSettings):
             needed="fresh adapters: set `lora_rank`",
         )
         for name in sorted({name for kind in OBJECTIVE_KINDS.values() for name in kind.options}):
-            check_needed(
+            check_unused_options(
                 self,
                 (name,),
                 is_there=name in self._kind.options,
                 needed=f"`objective`={' or '.join(objectives_with(name))}",
             )
-        check_needed(
+        check_unused_options(
             self,
             ("neftune_noise_alpha",),
             is_there=self.objective == "sft",
             needed="`objective`=sft, which compares with no other model",
         )
-        check_needed(
+        check_unused_options(
             self,
             ("frozen",),
             is_there=self.has_adapters or self.trainable is not None,
             needed="parameters that are not trained: set `trainable` or `lora_rank`",
         )
-        check_needed(
+        check_unused_options(
             self,
             ("chat_template", "template_variables", "merge", "leading", "train_on"),
             is_there=self.format == "chat",
             needed="conversations, but `format` is text",
         )
-        check_needed(
+        check_unused_options(
             self,
             ("chat_template", "template_variables", "merge", "leading"),
             is_there=self._kind.rows != "distilled",

@@ -13,13 +13,18 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.devices import peak_device_bytes
-from megatrain_jax._src.cli.errors import AskedWronglyError, checking, in_options, told
+from megatrain_jax._src.cli.errors import (
+    CommandError,
+    as_command_errors,
+    error_text,
+    with_cli_options,
+)
 from megatrain_jax._src.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
-from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.progress_lines import ProgressLines
 from megatrain_jax._src.cli.reward_functions import load_rewards
-from megatrain_jax._src.cli.run_data import called
+from megatrain_jax._src.cli.run_data import errors_name_option
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.run_settings import listed
@@ -36,22 +41,22 @@ def run(settings: GrpoSettings) -> int:
         The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
 
     Raises:
-        AskedWronglyError: If the request is invalid; raised before training begins.
+        CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    with checking():
+    with as_command_errors():
         folder.check(settings)
         if folder.is_done(settings):
             print(f"{folder.path} is done. See {folder.path}")
             return 0
-        beginning = _Beginning(settings, folder)
+        beginning = _StartCallback(settings, folder)
         arguments = _arguments(settings, folder, beginning)
     try:
         result = models.grpo(arguments.pop("model"), **arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         if beginning.is_past:
             raise
-        raise AskedWronglyError(told(error)) from error
+        raise CommandError(error_text(error)) from error
     steps = result.trainer.num_steps
     if result.interrupted:
         goes_on = "goes on from there" if settings.checkpoints else "begins anew"
@@ -63,12 +68,12 @@ def run(settings: GrpoSettings) -> int:
 
 
 def _arguments(
-    settings: GrpoSettings, folder: RunFolder, beginning: "_Beginning"
+    settings: GrpoSettings, folder: RunFolder, beginning: "_StartCallback"
 ) -> dict[str, Any]:
     """The arguments of `models.grpo`."""
     options = _options(settings)
     rewards = load_rewards(listed(settings.rewards))
-    with called("data"):
+    with errors_name_option("data"):
         rows = data.prompts(settings.data, invalid=settings.invalid)
     checkpoint = checkpoint_folder(settings.model)
     tokenizer = load_tokenizer("model", checkpoint)
@@ -82,7 +87,7 @@ def _arguments(
     # External logs recognise a resumed run by its identity.
     beginning.notes = {"identity": identity, "data": fingerprint}
     print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
-    lines = Lines(settings.steps, schedule, settings.log_every, folder.begin_at)
+    lines = ProgressLines(settings.steps, schedule, settings.log_every, folder.begin_at)
     return {
         "rows": rows,
         "rewards": rewards,
@@ -101,7 +106,7 @@ def _arguments(
     }
 
 
-class _Beginning(callbacks.Callback):
+class _StartCallback(callbacks.Callback):
     """A callback that creates the run's folder before the first step, and prints the plan.
 
     So an invalid argument leaves no folder behind, which would belong to wrong settings.
@@ -123,7 +128,7 @@ class _Beginning(callbacks.Callback):
         for name, value in self.notes.items():
             self._folder.take_note(name, value)
         self.is_past = True
-        print(in_options(str(trainer.plan)), flush=True)
+        print(with_cli_options(str(trainer.plan)), flush=True)
 
 
 def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:

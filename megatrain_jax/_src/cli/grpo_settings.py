@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain_jax._src.cli.run_settings import RunSettings, listed
-from megatrain_jax._src.cli.setting_rules import Decay, Frozen, check_needed
+from megatrain_jax._src.cli.setting_rules import Decay, Frozen, check_unused_options
 from megatrain_jax._src.common import checks
 
 _POSITIVE = ("steps", "num_generations", "prompts_per_step")
@@ -113,7 +113,7 @@ class GrpoSettings(RunSettings):
             raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if self.trainable is not None and self.lora_rank is not None:
             raise ValueError("`trainable` can't be set beside `lora_rank`, which trains adapters")
-        check_needed(
+        check_unused_options(
             self,
             ("lora_alpha", "lora_targets"),
             is_there=self.lora_rank is not None,

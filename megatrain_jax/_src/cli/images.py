@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from megatrain_jax import data, models
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.cli.run_data import called
+from megatrain_jax._src.cli.run_data import errors_name_option
 from megatrain_jax._src.common.hf_folder import PROCESSOR_FILES
 
 # Without a pattern from the user, only the decoder is trained.
 DECODER = "^(?!vision/)"
 
 
-def with_images(settings: FinetuneSettings) -> bool:
+def trains_with_images(settings: FinetuneSettings) -> bool:
     """Whether the run trains with images: the checkpoint has an image processor, the data images.
 
     Without a processor, messages can't contain images, and image columns are ignored.
@@ -28,7 +28,7 @@ def with_images(settings: FinetuneSettings) -> bool:
     has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if not has_processor or settings.format != "chat" or settings.objective == "distill":
         return False
-    with called("data"):
+    with errors_name_option("data"):
         found = any(data.has_images(source) for source in settings.sources)
     if not found:
         return False

@@ -108,7 +108,7 @@ def largest_size(
 def _largest_of(
     planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: float
 ) -> tuple[int, Plan] | None:
-    few = shallow(config)
+    few = with_few_layers(config)
 
     def planned(config: DecoderConfig, n: int, *, least: bool) -> Plan | None:
         try:
@@ -127,7 +127,7 @@ def _largest_of(
 
 def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
     """Whether a model's state alone exceeds the host, so that no batch fits."""
-    host, few = planner.host_bytes or math.inf, shallow(config)
+    host, few = planner.host_bytes or math.inf, with_few_layers(config)
     try:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
         # layer counts a part of the model's ends too, so this overestimates.
@@ -144,7 +144,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     more of the host, so few plans find the limit. Device memory depends on a model's widest layer,
     so all smaller models are tried until one fits.
     """
-    few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
+    few = with_few_layers(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
     host = planner.host_bytes or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
@@ -172,13 +172,13 @@ def fits(plan: Plan) -> bool:
 def least_host_bytes(few: Plan, config: DecoderConfig) -> float:
     """The fewest host bytes of a model's state and its process, from a plan of a few layers."""
     layers = [row for row in few.groups if row.name.startswith("layers.")]
-    each = sum(row.count * row.host_bytes for row in layers) / shallow(config).num_layers
-    missing = config.num_layers - shallow(config).num_layers
+    each = sum(row.count * row.host_bytes for row in layers) / with_few_layers(config).num_layers
+    missing = config.num_layers - with_few_layers(config).num_layers
     beside = (few.host_process_bytes or 0) - (few.host_pool_bytes or 0)
     return few.host_bytes + missing * each / _UNEQUAL + beside
 
 
-def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
+def with_few_layers(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
     """The configuration with only its first layers: `least`, or more to have each kind of layer."""
     experts = config.experts
     sparse = () if experts is None else experts.layers

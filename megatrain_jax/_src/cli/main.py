@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatrain_jax import __version__
-from megatrain_jax._src.cli.errors import AskedWronglyError, checking, in_options, told
+from megatrain_jax._src.cli.errors import (
+    CommandError,
+    as_command_errors,
+    error_text,
+    with_cli_options,
+)
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _short_warnings():
             return commands[name](arguments)
-    except AskedWronglyError as error:
+    except CommandError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (FloatingPointError, MemoryError) as error:
         return _failed(name, error)
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.catalogue import config_values
         from megatrain_jax._src.cli.parsing import parsed
         from megatrain_jax._src.cli.plan_settings import PlanSettings
@@ -92,7 +97,7 @@ def _plan(arguments: Sequence[str]) -> int:
 
 
 def _finetune(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
         from megatrain_jax._src.cli.parsing import parsed
 
@@ -103,7 +108,7 @@ def _finetune(arguments: Sequence[str]) -> int:
 
 
 def _grpo(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.grpo_settings import GrpoSettings
         from megatrain_jax._src.cli.parsing import parsed
 
@@ -114,7 +119,7 @@ def _grpo(arguments: Sequence[str]) -> int:
 
 
 def _pretrain(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.parsing import parsed
         from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 
@@ -125,7 +130,7 @@ def _pretrain(arguments: Sequence[str]) -> int:
 
 
 def _chat(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.chat_settings import ChatSettings
         from megatrain_jax._src.cli.parsing import parsed
 
@@ -136,7 +141,7 @@ def _chat(arguments: Sequence[str]) -> int:
 
 
 def _merge(arguments: Sequence[str]) -> int:
-    with checking():
+    with as_command_errors():
         from megatrain_jax._src.cli.merge_settings import MergeSettings
         from megatrain_jax._src.cli.parsing import parsed
 
@@ -156,7 +161,7 @@ def _trained(name: str, run: Callable[[], int]) -> int:
 
 
 def _failed(name: str, error: Exception) -> int:
-    _told(f"megatrain-jax {name}: {in_options(told(error))}")
+    _told(f"megatrain-jax {name}: {with_cli_options(error_text(error))}")
     return _FAILED
 
 
@@ -170,7 +175,7 @@ def _short_warnings() -> Iterator[None]:
     """Prints warnings in one line, without their place in this library's code."""
 
     def tell(message: Warning | str, *_: Any) -> None:
-        print(f"warning: {in_options(str(message))}", file=sys.stderr, flush=True)
+        print(f"warning: {with_cli_options(str(message))}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = tell

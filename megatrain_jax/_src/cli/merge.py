@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatrain_jax import models
-from megatrain_jax._src.cli.errors import checking
+from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.merge_settings import MergeSettings
 
 
@@ -11,10 +11,10 @@ def run(settings: MergeSettings) -> int:
     """Merges; returns the exit status.
 
     Raises:
-        AskedWronglyError: If the adapters don't fit the base model, or `out` is not new.
+        CommandError: If the adapters don't fit the base model, or `out` is not new.
     """
     out = Path(settings.out).expanduser()
-    with checking():
+    with as_command_errors():
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise FileExistsError(f"there is something at `out` = {out} already: choose another")
         print(f"merged: {models.merge_adapter(settings.adapter, out, base=settings.base)}")

@@ -10,12 +10,12 @@ from megatrain_jax._src.cli import (
     reward_objectives,
     unpaired_objectives,
 )
-from megatrain_jax._src.cli.answers import Comparison, Loss, num_tokens
+from megatrain_jax._src.cli.answers import Loss, LossContext, num_tokens
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 
 
-def next_token(comparison: Comparison) -> Loss:
+def next_token(comparison: LossContext) -> Loss:
     """`models.next_token_loss` for packed batches, with the number of tokens as a metric."""
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> Any:
@@ -46,6 +46,6 @@ def loss_of(settings: FinetuneSettings, microbatches: int) -> Loss:
         microbatches: Parts that a batch is cut into.
     """
     kind = OBJECTIVE_KINDS[settings.objective]
-    comparison = Comparison(microbatches=microbatches, is_stored=settings.stores_reference)
+    comparison = LossContext(microbatches=microbatches, is_stored=settings.stores_reference)
     options = {name: getattr(settings, name) for name in kind.options}
     return LOSSES[settings.objective](comparison, **options)

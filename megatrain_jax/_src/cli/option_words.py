@@ -97,7 +97,7 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
     return f"{option(name)} is no option{re.sub('`(.*?)`', lambda m: f'`{option(m[1])}`', hint)}"
 
 
-def retold(message: str, kinds: Mapping[str, Any]) -> str:
+def cli_error_message(message: str, kinds: Mapping[str, Any]) -> str:
     """A message of jsonargparse in the terms of the command line.
 
     Args:

@@ -11,21 +11,21 @@ from jaxtyping import Array
 from megatrain_jax import losses, models
 from megatrain_jax._src.cli.answers import (
     Batch,
-    Comparison,
     Loss,
+    LossContext,
     answer_sizes,
     answer_sums,
     answers,
     mean_where,
     num_tokens,
     sides,
-    token_logs,
+    token_log_probs,
 )
 
 _Metrics = dict[str, Array]
 
 
-def dpo(comparison: Comparison, *, beta: float) -> Loss:
+def dpo(comparison: LossContext, *, beta: float) -> Loss:
     """Direct preference optimisation; see `losses.dpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
@@ -37,7 +37,7 @@ def dpo(comparison: Comparison, *, beta: float) -> Loss:
     return loss_fn
 
 
-def ipo(comparison: Comparison, *, beta: float) -> Loss:
+def ipo(comparison: LossContext, *, beta: float) -> Loss:
     """Identity preference optimisation; see `losses.ipo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
@@ -51,7 +51,7 @@ def ipo(comparison: Comparison, *, beta: float) -> Loss:
     return loss_fn
 
 
-def simpo(comparison: Comparison, *, beta: float, simpo_gamma: float, cpo_alpha: float) -> Loss:
+def simpo(comparison: LossContext, *, beta: float, simpo_gamma: float, cpo_alpha: float) -> Loss:
     """SimPO, with the cross-entropy of the chosen answers; see `losses.simpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
@@ -73,11 +73,11 @@ def simpo(comparison: Comparison, *, beta: float, simpo_gamma: float, cpo_alpha:
     return loss_fn
 
 
-def orpo(comparison: Comparison, *, beta: float) -> Loss:
+def orpo(comparison: LossContext, *, beta: float) -> Loss:
     """ORPO, with the cross-entropy of the chosen conversations; see `losses.orpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
-        logs, segments = token_logs(model, batch), batch["segments"]
+        logs, segments = token_log_probs(model, batch), batch["segments"]
         ours, sizes = answer_sums(logs * batch["mask"], batch), answer_sizes(batch)
         # The last token of a conversation has no label.
         follows = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1)))
@@ -94,7 +94,7 @@ def _counted(batch: Batch) -> dict[str, Array]:
     return {"mask": batch["pairs"], "count": batch["pairs_per_row"].sum()}
 
 
-def _metrics(comparison: Comparison, batch: Batch, rewards: Array) -> _Metrics:
+def _metrics(comparison: LossContext, batch: Batch, rewards: Array) -> _Metrics:
     """The metrics of all pairs, from the reward of each answer."""
     chosen, rejected = sides(jax.lax.stop_gradient(rewards))
     pairs, count = batch["pairs"], batch["pairs_per_row"].sum()

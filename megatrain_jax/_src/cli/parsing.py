@@ -15,7 +15,7 @@ except ImportError as caught:
         f'the command line needs {caught.name}: pip install "megatrain-jax[cli]"'
     ) from caught
 
-from megatrain_jax._src.cli.option_words import option, retold
+from megatrain_jax._src.cli.option_words import cli_error_message, option
 
 _Settings = TypeVar("_Settings")
 # The values that a flag may have.
@@ -37,7 +37,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Reports an error in the terms of the command line."""
-        text = " ".join(retold(message, self.kinds).split())
+        text = " ".join(cli_error_message(message, self.kinds).split())
         print(f"{self.prog}: error: {text}", file=sys.stderr)
         sys.exit(2)
 
@@ -68,14 +68,16 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         field.name for field in known if any(get_origin(t) is list for t in get_args(field.type))
     }
     try:
-        spelled = _joined(_spelled(arguments, first, flags), lists)
+        spelled = _joined(_normalized_arguments(arguments, first, flags), lists)
     except ValueError as error:
         parser.error(str(error))
     read = parser.parse_args(spelled)
     return kind(**{field.name: read[field.name] for field in known})
 
 
-def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> list[str]:
+def _normalized_arguments(
+    arguments: Sequence[str], first: str, flags: Collection[str]
+) -> list[str]:
     """The arguments in the parser's form.
 
     An argument without a name gets its option's name, options get underscores, and a flag without a

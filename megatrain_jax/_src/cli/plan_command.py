@@ -14,18 +14,18 @@ import jax
 import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import known_models
-from megatrain_jax._src.cli.errors import in_options
-from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, shallow
+from megatrain_jax._src.cli.errors import with_cli_options
+from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, with_few_layers
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
-from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax.models import DecoderConfig
 
 
 def run(settings: PlanSettings) -> int:
     """Prints a plan, or the largest sizes that fit; returns 1 if nothing fits, else 0."""
-    with _many_plans():
+    with _planning_cache():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
         return _print_plan(settings, settings.model, settings.tokens)
@@ -35,7 +35,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     planner, config = Planner(settings), config_of(model)
     plan = planner.plan(config, tokens // settings.length, settings.length)
     print(f"{model}, {settings.batch}, on {planner.where}\n")
-    print(in_options(str(plan)))
+    print(with_cli_options(str(plan)))
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if remark := planner.remark(config, plan):
@@ -50,7 +50,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
             # Planning a whole model takes seconds. A few of its layers give lower bounds of its GPU
             # memory, and of the host memory of its state.
-            small, host = shallow(config), other.host_bytes or math.inf
+            small, host = with_few_layers(config), other.host_bytes or math.inf
             few = planned(small)
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
             return may_fit and fits(few if small == config else planned(config))
@@ -124,7 +124,7 @@ def _use_cpu() -> None:
 
 
 def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    with _many_plans():
+    with _planning_cache():
         return _found(Planner(settings, machine), kind)
 
 
@@ -135,10 +135,10 @@ def _found(planner: Planner, kind: str) -> str | None:
 
 
 @contextmanager
-def _many_plans() -> Iterator[None]:
+def _planning_cache() -> Iterator[None]:
     """Lets plans share common results, and pauses cyclic garbage collection.
 
     The garbage is half a GiB at most, and collecting it would take a sixth of the time.
     """
-    with leaving_garbage(), remembering():
+    with gc_paused(), remembering():
         yield

@@ -11,8 +11,8 @@ from megatrain_jax._src.cli.setting_rules import (
     Products,
     State,
     Sums,
-    check_needed,
     check_optimizer,
+    check_unused_options,
 )
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import counted
@@ -96,7 +96,7 @@ class PlanSettings:
         check_optimizer(self.optimizer)
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)
-        check_needed(
+        check_unused_options(
             self,
             ("frozen",),
             is_there=self.trainable is not None or self.lora_rank is not None,
@@ -104,7 +104,7 @@ class PlanSettings:
         )
         if self.lora_rank is not None:
             checks.integer("lora_rank", self.lora_rank)
-        check_needed(
+        check_unused_options(
             self,
             ("lora_dora", "lora_targets", "lora_modules_to_save"),
             is_there=self.lora_rank is not None,

@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import precision_of
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import sized
 
 # No host with a GPU has less; a number without a unit means bytes.
@@ -116,7 +116,7 @@ class Planner:
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""
         rows, length = self.settings.least_rows, self.settings.length
-        key = Same(self), config
+        key = IdentityKey(self), config
         return remembered(
             "smallest plan", lambda: key, lambda: self.plan(config, rows, length, least=True)
         )

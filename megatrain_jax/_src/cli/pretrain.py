@@ -11,7 +11,7 @@ import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives
 from megatrain_jax._src.cli import training_recipe as training
-from megatrain_jax._src.cli.answers import Comparison
+from megatrain_jax._src.cli.answers import LossContext
 from megatrain_jax._src.cli.catalogue import config_values
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.model_and_batch import batch_shapes
@@ -40,7 +40,7 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_of=cache(lambda number: objectives.next_token(Comparison(microbatches=number))),
+        loss_of=cache(lambda number: objectives.next_token(LossContext(microbatches=number))),
         shapes=batch_shapes(settings.batch, settings.length),
         prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),

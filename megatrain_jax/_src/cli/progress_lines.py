@@ -19,7 +19,7 @@ _COMPILING = 2
 
 
 @dataclass
-class Lines:
+class ProgressLines:
     """A callback of `fit` that prints loss, learning rate, gradient norm, rate and time left.
 
     It adds the learning rate to the record, for later callbacks.

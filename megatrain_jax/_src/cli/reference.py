@@ -34,7 +34,7 @@ _Batch = Mapping[str, np.ndarray]
 
 
 @dataclass
-class Reference:
+class ReferenceLogProbs:
     """The log-probabilities of answers under the initial model.
 
     Attributes:
@@ -96,7 +96,7 @@ def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
 
 
 @dataclass(frozen=True)
-class Joined:
+class BatchesWithReference:
     """Batches with their answers' log-probabilities, iterated like the dataset.
 
     Attributes:
@@ -105,7 +105,7 @@ class Joined:
     """
 
     batches: data.Dataset | data.Mixture
-    reference: Reference
+    reference: ReferenceLogProbs
 
     def __iter__(self) -> "_JoinedIterator":
         """Starts with the first batch."""
@@ -115,7 +115,7 @@ class Joined:
 class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
     """An iterator over these batches, with the state of the dataset's iterator."""
 
-    def __init__(self, iterator: Any, reference: Reference):
+    def __init__(self, iterator: Any, reference: ReferenceLogProbs):
         self._iterator, self._reference = iterator, reference
         self.get_state, self.set_state = iterator.get_state, iterator.set_state
 
@@ -124,9 +124,9 @@ class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
         return self._reference.joined(next(self._iterator))
 
 
-def find_reference(
+def load_or_compute_reference(
     folder: RunFolder, datasets: Sequence[data.Dataset], job: Job, options: Mapping[str, Any]
-) -> Reference | None:
+) -> ReferenceLogProbs | None:
     """Loads the log-probabilities of all answers from the run's folder, or computes missing ones.
 
     Args:
@@ -147,7 +147,9 @@ def find_reference(
     arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
     if precision.products is not None:
         arithmetic += f" {precision.products}"
-    reference = Reference(folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}")
+    reference = ReferenceLogProbs(
+        folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}"
+    )
     if folder.has_checkpoints and folder.note("reference") != reference.key:
         raise ValueError(
             f"`model` = {' with '.join(job.reference)} has changed since {folder.path} began, but "
@@ -176,7 +178,7 @@ def _computed(
     batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
 ) -> Iterator[tuple[_Batch, np.ndarray]]:
     """Batches with the log-probabilities of their answers, under the initial model."""
-    nothing = Reference(Path(), "", _Zeros())
+    nothing = ReferenceLogProbs(Path(), "", _Zeros())
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,

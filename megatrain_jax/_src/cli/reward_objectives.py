@@ -4,10 +4,10 @@ import jax
 from jaxtyping import Array
 
 from megatrain_jax import losses, models
-from megatrain_jax._src.cli.answers import Batch, Comparison, Loss, mean_where, num_tokens, sides
+from megatrain_jax._src.cli.answers import Batch, Loss, LossContext, mean_where, num_tokens, sides
 
 
-def reward(comparison: Comparison, *, center_rewards_coefficient: float | None) -> Loss:
+def reward(comparison: LossContext, *, center_rewards_coefficient: float | None) -> Loss:
     """Scores of conversations, learned from pairs; see `losses.reward`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, dict[str, Array]]:

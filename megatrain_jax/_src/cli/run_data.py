@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax import data
-from megatrain_jax._src.cli.errors import AskedWronglyError, told
+from megatrain_jax._src.cli.errors import CommandError, error_text
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common.hub import hub_rows, is_hub_model
 
@@ -132,16 +132,16 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
 
     Raises:
         ValueError: If there are fewer batches than steps, or the data can't be used.
-        AskedWronglyError: If the files can't be used.
+        CommandError: If the files can't be used.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
     # `steps` without `epochs`: the data repeats as often as needed.
     epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
-    with called("data"):
+    with errors_name_option("data"):
         parts = [dataset(source, epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
-        with called("eval_data"):
+        with errors_name_option("eval_data"):
             held = [dataset(settings.eval_data, 1)]
     elif settings.held_out:
         split = [part.split(settings.held_out, settings.seed) for part in parts]
@@ -219,14 +219,14 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
 
 
 @contextmanager
-def called(option: str) -> Iterator[None]:
+def errors_name_option(option: str) -> Iterator[None]:
     """Makes errors name arguments of `megatrain_jax.data` as options of the command."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        text = re.sub(_KEYWORD, _as_option, told(error)).replace("`source`", f"`{option}`")
+        text = re.sub(_KEYWORD, _as_option, error_text(error)).replace("`source`", f"`{option}`")
         text = text.replace("`cache`", "`data_cache`")
-        raise AskedWronglyError(text) from error
+        raise CommandError(text) from error
 
 
 def _as_option(keyword: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.cli.run_settings import RunSettings
-from megatrain_jax._src.cli.training_settings import FREE
+from megatrain_jax._src.cli.training_settings import CHANGEABLE_OPTIONS
 from megatrain_jax._src.common.settings import changes
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
@@ -73,15 +73,16 @@ class RunFolder:
                 )
             return
         now = _as_json(settings)
-        if self._has_result and (changed := changes(before, now, FREE)):
+        if self._has_result and (changed := changes(before, now, CHANGEABLE_OPTIONS)):
             is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
             remedy = "Choose another `out`, or go on with the settings of that run"
+            advice = self._how_to_continue(now) if is_longer else remedy
             raise ValueError(
                 f"`out` = {self.path} belongs to a run with different settings: "
-                f"{', '.join(changed.values())}. {self._going_on(now) if is_longer else remedy}"
+                f"{', '.join(changed.values())}. {advice}"
             )
 
-    def _going_on(self, settings: Mapping[str, Any]) -> str:
+    def _how_to_continue(self, settings: Mapping[str, Any]) -> str:
         """Instructions to continue training from this run's result, in words."""
         exported = self.path / "model"
         command = "grpo" if "rewards" in settings else "finetune"

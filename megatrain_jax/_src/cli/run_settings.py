@@ -13,8 +13,8 @@ from megatrain_jax._src.cli.setting_rules import (
     Products,
     State,
     Sums,
-    check_needed,
     check_optimizer,
+    check_unused_options,
 )
 from megatrain_jax._src.common import checks
 
@@ -129,7 +129,7 @@ class RunSettings:
         for name in ("wandb", "mlflow"):
             if getattr(self, name) is not None and name not in self.log_names:
                 raise ValueError(f"`{name}` says how to log there, but `logs` has no {name}")
-        check_needed(
+        check_unused_options(
             self,
             ("checkpoint_every", "keep"),
             is_there=self.checkpoints,
@@ -138,19 +138,19 @@ class RunSettings:
 
     def _check_optimizer(self) -> None:
         check_optimizer(self.optimizer)
-        check_needed(
+        check_unused_options(
             self,
             ("b1", "b2"),
             is_there=self.optimizer in ("adamw", "lion", "muon"),
             needed="`optimizer`=adamw, lion or muon; others have `optimizer_options`",
         )
-        check_needed(
+        check_unused_options(
             self,
             ("weight_decay",),
             is_there=":" not in self.optimizer,
             needed="an `optimizer` known by name; functions have `optimizer_options`",
         )
-        check_needed(
+        check_unused_options(
             self,
             ("final_rate",),
             is_there=self.decay != "constant",

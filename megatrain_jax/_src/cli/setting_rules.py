@@ -18,7 +18,9 @@ Decay = Literal["cosine", "linear", "constant"]
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor", "sgd")
 
 
-def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed: str) -> None:
+def check_unused_options(
+    settings: Any, names: Sequence[str], *, is_there: bool, needed: str
+) -> None:
     """Checks that options without an effect have their default values.
 
     Args:

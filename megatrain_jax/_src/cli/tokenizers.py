@@ -32,7 +32,7 @@ def load_tokenizer(option: str, given: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Asking:
+class TemplatedTokenizer:
     """A tokenizer that renders questions with the settings' template and variables.
 
     Attributes:

@@ -14,13 +14,17 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.cli.devices import num_gpus
-from megatrain_jax._src.cli.errors import checking, in_options
-from megatrain_jax._src.cli.figures import Laps, figures
+from megatrain_jax._src.cli.errors import as_command_errors, with_cli_options
+from megatrain_jax._src.cli.figures import PhaseTimer, figures
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs, make_samples
-from megatrain_jax._src.cli.progress_lines import Lines
+from megatrain_jax._src.cli.progress_lines import ProgressLines
 from megatrain_jax._src.cli.push import check_push, push
-from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
+from megatrain_jax._src.cli.reference import (
+    BatchesWithReference,
+    ReferenceLogProbs,
+    load_or_compute_reference,
+)
 from megatrain_jax._src.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
@@ -42,11 +46,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         its export could not be uploaded.
 
     Raises:
-        AskedWronglyError: If the request is invalid; raised before training begins.
+        CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    laps = Laps()
-    with checking():
+    laps = PhaseTimer()
+    with as_command_errors():
         folder.check(settings)
         check_push(settings)
         if folder.is_done(settings):
@@ -66,7 +70,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
-        print(in_options(str(plan)), flush=True)
+        print(with_cli_options(str(plan)), flush=True)
         laps.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
@@ -75,9 +79,9 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         for name, value in _notes(settings, identity, batches, options).items():
             folder.take_note(name, value)
     laps.lap("data")
-    with checking():
+    with as_command_errors():
         schedule = schedule_of_run(settings, batches.steps)
-        reference = find_reference(folder, batches.datasets, job, options)
+        reference = load_or_compute_reference(folder, batches.datasets, job, options)
     if reference is not None:
         laps.lap("reference")
     result = _train(settings, folder, job, options, batches, schedule, logs, reference)
@@ -167,10 +171,10 @@ def _train(
     batches: RunData,
     schedule: optax.Schedule,
     logs: list[callbacks.Callback],
-    reference: Reference | None,
+    reference: ReferenceLogProbs | None,
 ) -> mt.FitResult:
     every = settings.log_every
-    lines = Lines(batches.steps, schedule, every, folder.begin_at)
+    lines = ProgressLines(batches.steps, schedule, every, folder.begin_at)
     saving: dict[str, Any] = {}
     if settings.checkpoints:
         saving = {
@@ -183,11 +187,11 @@ def _train(
     return mt.fit(
         job.model,
         job.loss_of(options["microbatches"]),
-        _with(reference, batches.train),
+        _with_reference(reference, batches.train),
         optimizer_of_run(settings, schedule),
         steps=ended["steps"] if ended else batches.steps,
         params=job.params,
-        eval_data=_with(reference, batches.held_out),
+        eval_data=_with_reference(reference, batches.held_out),
         eval_every=settings.eval_every,
         callbacks=_callbacks(settings, folder, lines, logs),
         progress=sys.stderr.isatty(),
@@ -196,13 +200,20 @@ def _train(
     )
 
 
-def _with(reference: Reference | None, batches: Any) -> Any:
+def _with_reference(reference: ReferenceLogProbs | None, batches: Any) -> Any:
     """Batches with the log-probabilities of the reference, if there is one."""
-    return batches if reference is None or batches is None else Joined(batches, reference)
+    return (
+        batches
+        if reference is None or batches is None
+        else BatchesWithReference(batches, reference)
+    )
 
 
 def _callbacks(
-    settings: TrainingSettings, folder: RunFolder, lines: Lines, logs: list[callbacks.Callback]
+    settings: TrainingSettings,
+    folder: RunFolder,
+    lines: ProgressLines,
+    logs: list[callbacks.Callback],
 ) -> list[Any]:
     """The callbacks in order: callbacks that add values before logs, callbacks that stop last."""
     judged: dict[str, Any] = {

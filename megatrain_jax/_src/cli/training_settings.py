@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain_jax._src.cli.run_settings import RunSettings, check_shares, listed
-from megatrain_jax._src.cli.setting_rules import check_needed
+from megatrain_jax._src.cli.setting_rules import check_unused_options
 from megatrain_jax._src.common import checks
 
 # Options that may change when a run is resumed, because they affect neither batches nor updates;
 # `out`, because a folder may be moved, or its path written differently.
-FREE = frozenset(
+CHANGEABLE_OPTIONS = frozenset(
     "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
     "export_dtype host_budget keep log_every logs mlflow out push push_private "
     "sample_temperatures sample_tokens samples wandb workers".split()
@@ -116,7 +116,7 @@ class TrainingSettings(RunSettings):
             raise ValueError(
                 f"`push`={self.push} uploads one export, but there are {' and '.join(self.exports)}"
             )
-        check_needed(
+        check_unused_options(
             self,
             ("push_private",),
             is_there=self.push is not None,
@@ -134,14 +134,14 @@ class TrainingSettings(RunSettings):
             raise ValueError(checks.refused("metric", "one of evaluations, eval_...", self.metric))
         if self.keep_best and not self.checkpoints:
             raise ValueError("`keep_best` needs `checkpoints`")
-        check_needed(
+        check_unused_options(
             self,
             ("metric", "metric_mode", "min_delta"),
             is_there=self.keep_best or self.stop_after is not None,
             needed="an evaluation that decides: set `keep_best` or `stop_after`",
         )
         # `eval_data` already implies that no documents are held out.
-        check_needed(
+        check_unused_options(
             self,
             ("held_out",),
             is_there=self.eval_data is None or not self.held_out,
@@ -158,7 +158,7 @@ class TrainingSettings(RunSettings):
             checks.number("sample_temperatures", temperature, least=0)
         if not self.sample_temperatures:
             raise ValueError("`sample_temperatures` must not be empty")
-        check_needed(
+        check_unused_options(
             self,
             ("sample_tokens", "sample_temperatures"),
             is_there=self.samples is not None,

@@ -6,8 +6,8 @@ from jaxtyping import Array
 from megatrain_jax import losses, models
 from megatrain_jax._src.cli.answers import (
     Batch,
-    Comparison,
     Loss,
+    LossContext,
     answers,
     mean_where,
     num_tokens,
@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.answers import (
 
 
 def kto(
-    comparison: Comparison, *, beta: float, desirable_weight: float, undesirable_weight: float
+    comparison: LossContext, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Loss:
     """Kahneman-Tversky optimisation; see `losses.kto`.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def leaving_garbage() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pauses cyclic garbage collection within the body, for a few seconds at most.
 
     Bodies may be nested or run in several threads. The body that found the collector enabled

@@ -13,7 +13,7 @@ from importlib import metadata
 import jax
 
 from megatrain_jax._src.common.capability import capability_here
-from megatrain_jax._src.common.sharing import num_sharing
+from megatrain_jax._src.common.sharing import num_loss_devices
 
 # The version that the extra installs: the one that measurements and tests on a GPU used.
 TESTED_VERSION = "0.1.0"
@@ -36,7 +36,7 @@ def is_planned() -> bool:
 
 def may_be_called() -> bool:
     """Whether one Hopper GPU computes the trace, with the kernels installed or planned."""
-    if num_sharing() > 1:
+    if num_loss_devices() > 1:
         return False
     if is_planned():
         return any(name in _planned_card.value for name in _CARDS)

@@ -46,7 +46,7 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
         if tokenizer is None:
             hint = "to continue texts, pass `tokenizer`"
             raise ValueError(checks.refused("prompts", "token ids", prompt, hint))
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _asked(prompt, tokenizer)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
     else:
         ids = prompt
     rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
@@ -59,7 +59,7 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
     return rows
 
 
-def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
     """The token ids of a chat, up to the beginning of the answer."""
     if not hasattr(tokenizer, "apply_chat_template"):
         hint = "only tokenizers of Transformers have a chat template: pass a text"

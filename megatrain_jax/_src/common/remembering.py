@@ -12,7 +12,7 @@ _memory: ContextVar[dict[str, dict[Hashable, Any]] | None] = ContextVar("memory"
 _MOST = 8
 
 
-class Same:
+class IdentityKey:
     """A key that compares by the object's identity; it holds the object, so the id stays unique."""
 
     def __init__(self, of: object):
@@ -20,7 +20,7 @@ class Same:
         self._of = of
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._of is other._of
+        return isinstance(other, IdentityKey) and self._of is other._of
 
     def __hash__(self) -> int:
         return id(self._of)

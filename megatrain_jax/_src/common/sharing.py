@@ -13,13 +13,13 @@ from contextvars import ContextVar
 _num_devices: ContextVar[int] = ContextVar("num_devices", default=1)
 
 
-def num_sharing() -> int:
+def num_loss_devices() -> int:
     """The number of devices that will share the function being traced."""
     return _num_devices.get()
 
 
 @contextmanager
-def shared_by(num_devices: int) -> Iterator[None]:
+def traced_for_devices(num_devices: int) -> Iterator[None]:
     """Traces the body for this many devices."""
     token = _num_devices.set(num_devices)
     try:

@@ -6,6 +6,6 @@ import jax
 import numpy as np
 
 
-def no_tangents(integers: Any) -> Any:
+def float0_cotangents(integers: Any) -> Any:
     """The cotangents of a tree of integer arrays, as a `jax.custom_vjp` has to return them."""
     return jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), integers)

@@ -17,7 +17,7 @@ from megatrain_jax._src.data.json_values import NO_JSON
 from megatrain_jax._src.data.report import InvalidRow
 
 
-def restored(value: Any, kind: Any, is_decoded: bool = False) -> Any:
+def without_filler_nulls(value: Any, kind: Any, is_decoded: bool = False) -> Any:
     """Returns a column's value as it was before the column added fields to it.
 
     For example, a column stores the rows ``{"city": "Paris"}`` and ``{"a": 1}`` as ``{"city":
@@ -37,26 +37,28 @@ def restored(value: Any, kind: Any, is_decoded: bool = False) -> Any:
     if isinstance(kind, pyarrow.JsonType):
         return value if is_decoded else _decoded(value)
     if isinstance(kind, pyarrow.BaseExtensionType):
-        return restored(value, kind.storage_type, is_decoded)
+        return without_filler_nulls(value, kind.storage_type, is_decoded)
     if kind is not None and pyarrow.types.is_map(kind):
         values = dict(value).items()
-        return {key: restored(inner, kind.item_type, is_decoded) for key, inner in values}
+        return {
+            key: without_filler_nulls(inner, kind.item_type, is_decoded) for key, inner in values
+        }
     if isinstance(value, Mapping):
         return {
-            name: restored(inner, _field_type(kind, name), is_decoded)
+            name: without_filler_nulls(inner, _field_type(kind, name), is_decoded)
             for name, inner in value.items()
             if inner is not None
         }
     if isinstance(value, list):
         item = getattr(kind, "value_type", None)
-        return [restored(inner, item, is_decoded) for inner in value]
+        return [without_filler_nulls(inner, item, is_decoded) for inner in value]
     return value
 
 
 def restored_row(row: Mapping[str, Any], kind: pyarrow.StructType) -> Any:
     """Returns a file's row, restored, or an `InvalidRow` if it can't be read."""
     try:
-        return restored(row, kind)
+        return without_filler_nulls(row, kind)
     except InvalidRow as fault:
         return fault
 
@@ -73,7 +75,7 @@ def restored_rows(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     features = getattr(dataset, "features", None)
     kind = None if features is None else pyarrow.struct(features.arrow_schema)
     for row in dataset:
-        yield restored(row, kind, is_decoded=True)
+        yield without_filler_nulls(row, kind, is_decoded=True)
 
 
 def _with_encoded_images(dataset: Any) -> Any:

@@ -7,7 +7,7 @@ from megatrain_jax._src.data.distilled_rows import DistilledRow, to_distilled
 from megatrain_jax._src.data.reading import TEXT_KINDS, blocks, blocks_of, given_rows, kind_of, rows
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin
 from megatrain_jax._src.data.row_formats import Pair, to_conversation, to_margin, to_pair, to_text
-from megatrain_jax._src.data.sources import Given
+from megatrain_jax._src.data.sources import GivenRows
 from megatrain_jax._src.data.tokenise import Document, TextPart
 from megatrain_jax._src.data.turns import TurnRules
 from megatrain_jax._src.data.unpaired_rows import LabelledAnswer, mismatched, to_labelled
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def conversations(
-    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads a conversation from each row.
 
@@ -39,7 +39,7 @@ def conversations(
 
 
 def pairs(
-    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads two conversations from each row, the preferred one first; see `conversations`."""
     for origin, pair in read_rows(parts, lambda row: to_pair(row, rules), report, errors):
@@ -49,7 +49,7 @@ def pairs(
 
 
 def pairs_with_margins(
-    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads two conversations from each row, and their margin; see `pairs`."""
 
@@ -64,7 +64,7 @@ def pairs_with_margins(
 
 
 def unpaired(
-    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads labelled answers, and a mismatched answer to each prompt; see `conversations`.
 
@@ -102,7 +102,7 @@ def _mismatching(
 
 
 def distilled(
-    parts: Iterable[str | Given], topk: int, tail: bool, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], topk: int, tail: bool, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, DistilledRow]]:
     """Reads tokens with a teacher's top-k log-probabilities; see `conversations`."""
     for origin, row in read_rows(parts, lambda row: to_distilled(row, topk, tail), report, errors):
@@ -110,7 +110,9 @@ def distilled(
         yield origin, row
 
 
-def text_parts(parts: Iterable[str | Given], report: Report, errors: bool) -> Iterator[TextPart]:
+def text_parts(
+    parts: Iterable[str | GivenRows], report: Report, errors: bool
+) -> Iterator[TextPart]:
     """Reads the texts of files and rows, long ones in parts; see `conversations`."""
     for part in parts:
         if isinstance(part, str) and kind_of(part) in TEXT_KINDS:
@@ -122,14 +124,14 @@ def text_parts(parts: Iterable[str | Given], report: Report, errors: bool) -> It
 
 
 def read_rows(
-    parts: Iterable[str | Given],
+    parts: Iterable[str | GivenRows],
     convert: Callable[[Mapping[str, Any]], T],
     report: Report,
     errors: bool,
 ) -> Iterator[tuple[RowOrigin, T]]:
     """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`."""
     for part in parts:
-        if isinstance(part, Given):
+        if isinstance(part, GivenRows):
             read = given_rows(part.name, part.rows, report, errors)
         else:
             read = rows(part, report, errors)

@@ -13,16 +13,16 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.data.batches import DatasetOptions
 from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import (
+    AssistantTextNotFound,
     DataError,
     InvalidRow,
     Report,
     Summary,
     TooLong,
-    Unclear,
 )
 from megatrain_jax._src.data.token_cache import Cached, GrowingFiles, TokenCache
-from megatrain_jax._src.data.tokens import Tokens
 from megatrain_jax._src.data.turns import Leading, TurnRules
 from megatrain_jax._src.data.vocabulary import BeyondVocabulary
 
@@ -133,7 +133,7 @@ def find_or_build(
     *,
     too_long: WhenTooLong,
     invalid: Invalid,
-    tokens: Tokens,
+    tokens: FastTokenizer,
     chat_template: str | None = None,
     num_parts: int = 1,
 ) -> Dataset:
@@ -166,7 +166,7 @@ def find_or_build(
         return _finish(builder, report, options, progress, chat_template, cache)
 
 
-def shown(items: Iterable[T], progress: bool) -> Iterable[T]:
+def with_progress_bar(items: Iterable[T], progress: bool) -> Iterable[T]:
     """The items, with a progress bar if requested."""
     return tqdm(items, "tokenising", unit=" rows", disable=not progress)
 
@@ -203,7 +203,7 @@ def _finish(
             InvalidRow: _ADVICE_INVALID,
             TooLong: too_long.format(longest=longest),
             BeyondVocabulary: _ADVICE_BEYOND,
-            Unclear: _ADVICE_UNCLEAR,
+            AssistantTextNotFound: _ADVICE_UNCLEAR,
         }
     )
     corpus = builder.finish()

@@ -14,7 +14,7 @@ from megatrain_jax._src.data.documents import read_rows
 from megatrain_jax._src.data.image_files import ImageProcessor, to_reference
 from megatrain_jax._src.data.report import InvalidRow, Report
 from megatrain_jax._src.data.row_formats import Conversation, to_conversation
-from megatrain_jax._src.data.sources import Given, Source, resolve
+from megatrain_jax._src.data.sources import GivenRows, Source, resolve
 from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.tokenise import Document
 from megatrain_jax._src.data.turns import Message, TurnRules
@@ -30,12 +30,12 @@ Row = Mapping[str, Any]
 
 
 def image_conversations(
-    parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
+    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads a conversation from each row, with its images; see `documents.conversations`."""
 
     def convert(row: Row) -> tuple[Conversation, list[Any]]:
-        row, images = marked(row)
+        row, images = replace_images(row)
         return to_conversation(row, rules), images
 
     for origin, (one, images) in read_rows(parts, convert, report, errors):
@@ -53,7 +53,7 @@ def image_conversations(
         yield Document(origin, (one,), images=references)
 
 
-def marked(row: Row) -> tuple[Row, list[Any]]:
+def replace_images(row: Row) -> tuple[Row, list[Any]]:
     """Takes the images out of a row, and leaves a mark in the place of each.
 
     An image is a part of a message's content, ``{"type": "image", "image": ...}``. Without an
@@ -74,7 +74,7 @@ def marked(row: Row) -> tuple[Row, list[Any]]:
             changed[name] = [_marked_turn(turn, waiting, images) for turn in turns]
     rest = list(waiting)
     if rest and not images:
-        return _led(changed, rest), rest
+        return _prepend_images(changed, rest), rest
     if rest:
         raise InvalidRow("images without a place", f"{len(rest)} more than parts of messages")
     return changed, images
@@ -148,7 +148,7 @@ class ImageTemplate(Template):
         prompt: bool = False,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        parted = [_parted(message) for message in messages]
+        parted = [_split_content(message) for message in messages]
         text, spans = super()._text(parted, tools, prompt, marks)
         count = sum(message.get("content", "").count(_IMAGE) for message in messages)
         if (shown := text.count(self._begin)) != count:
@@ -224,7 +224,7 @@ def _image_of(part: Mapping[str, Any], waiting: Iterator[Any]) -> Any:
     return found
 
 
-def _led(row: dict[str, Any], images: Sequence[Any]) -> Row:
+def _prepend_images(row: dict[str, Any], images: Sequence[Any]) -> Row:
     """The row with marks of images at the beginning of its first question."""
     marks = _IMAGE * len(images)
     for name in _TURNS:
@@ -245,7 +245,7 @@ def _led(row: dict[str, Any], images: Sequence[Any]) -> Row:
     raise InvalidRow("images without a place", "there is no question")
 
 
-def _parted(message: Message) -> Message:
+def _split_content(message: Message) -> Message:
     """A message with its content as parts, if it has images."""
     content = message.get("content", "")
     if _IMAGE not in content:

@@ -9,15 +9,16 @@ from megatrain_jax._src.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.documents import conversations, pairs, pairs_with_margins, text_parts
 from megatrain_jax._src.data.documents import unpaired as labelled
+from megatrain_jax._src.data.fast_tokenizer import load_fast_tokenizer
 from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
     check_template,
     find_or_build,
-    shown,
     to_options,
     to_rules,
+    with_progress_bar,
 )
 from megatrain_jax._src.data.load_pairs import paired_dataset
 from megatrain_jax._src.data.report import Report
@@ -25,7 +26,6 @@ from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.token_cache import open_cache
 from megatrain_jax._src.data.tokenise import TRAIN_ON, TrainOn, add_conversations, add_texts
-from megatrain_jax._src.data.tokens import load_tokens
 from megatrain_jax._src.data.turns import LEADING, Leading
 
 
@@ -114,14 +114,14 @@ def chat(
     check_template(chat_template, template_variables)
     rules = to_rules(merge, leading)
     parts = resolve(source, texts=False)
-    tokens = load_tokens(tokenizer)
+    tokens = load_fast_tokenizer(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, train_on, rules, template_variables]
     place = open_cache(cache, "chat", parts, tokens, used, template.source)
     errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
-        documents = shown(conversations(parts, rules, report, errors), progress)
+        documents = with_progress_bar(conversations(parts, rules, report, errors), progress)
         add_conversations(documents, template, tokens, train_on, errors, builder, report)
 
     return find_or_build(
@@ -327,12 +327,12 @@ def text(
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
     parts = resolve(source, texts=True)
-    tokens = load_tokens(tokenizer)
+    tokens = load_fast_tokenizer(tokenizer)
     place = open_cache(cache, "text", parts, tokens, [options.length, too_long, invalid])
     errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
-        texts = shown(text_parts(parts, report, errors), progress)
+        texts = with_progress_bar(text_parts(parts, report, errors), progress)
         add_texts(texts, tokens, errors, builder, report)
 
     return find_or_build(

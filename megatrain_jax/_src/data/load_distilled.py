@@ -9,18 +9,18 @@ from megatrain_jax._src.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.distilled_rows import DistilledRow
 from megatrain_jax._src.data.documents import distilled
+from megatrain_jax._src.data.fast_tokenizer import load_fast_tokenizer
 from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
     find_or_build,
-    shown,
     to_options,
+    with_progress_bar,
 )
 from megatrain_jax._src.data.report import Report, RowOrigin
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.token_cache import open_cache
-from megatrain_jax._src.data.tokens import load_tokens
 
 
 def distillation(
@@ -77,7 +77,7 @@ def distillation(
     checks.boolean("tail", tail)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
     parts = resolve(source, texts=False)
-    tokens = load_tokens(tokenizer)
+    tokens = load_fast_tokenizer(tokenizer)
     used = [options.length, too_long, invalid, topk, tail]
     place = open_cache(cache, "distillation", parts, tokens, used)
     errors = invalid == "error"
@@ -86,7 +86,7 @@ def distillation(
         read: Iterator[tuple[RowOrigin, DistilledRow]] = distilled(
             parts, topk, tail, report, errors
         )
-        for origin, row in shown(read, progress):
+        for origin, row in with_progress_bar(read, progress):
             entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
             builder.extend(row.tokens, row.learned, entries)
             builder.check_ids(row.topk_token_ids)

@@ -5,22 +5,22 @@ from typing import Any
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
 from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.fast_tokenizer import load_fast_tokenizer
 from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
     check_template,
     find_or_build,
-    shown,
     to_options,
     to_rules,
+    with_progress_bar,
 )
 from megatrain_jax._src.data.image_files import ImageProcessor
 from megatrain_jax._src.data.image_rows import ImageTemplate, image_conversations
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.tokenise import TRAIN_ON, TrainOn, add_conversations
-from megatrain_jax._src.data.tokens import load_tokens
 from megatrain_jax._src.data.turns import LEADING, Leading
 
 _TOO_LONG = ("error", "drop")
@@ -103,13 +103,13 @@ def image_chat(
     rules = to_rules(merge, leading)
     parts = resolve(source, texts=False)
     images = ImageProcessor(processor)
-    tokens = load_tokens(images.tokenizer)
+    tokens = load_fast_tokenizer(images.tokenizer)
     template = ImageTemplate(images, chat_template, template_variables)
     errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
         builder.processor = images
-        documents = shown(image_conversations(parts, rules, report, errors), progress)
+        documents = with_progress_bar(image_conversations(parts, rules, report, errors), progress)
         add_conversations(
             documents, template, tokens, train_on, errors, builder, report, images.tokens
         )

@@ -6,21 +6,21 @@ from typing import Any
 from megatrain_jax._src.data.batches import DatasetOptions
 from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.fast_tokenizer import load_fast_tokenizer
 from megatrain_jax._src.data.finish import (
     INVALID,
     Invalid,
     check_choices,
     check_template,
     find_or_build,
-    shown,
     to_rules,
+    with_progress_bar,
 )
 from megatrain_jax._src.data.report import Report
 from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.token_cache import open_cache
 from megatrain_jax._src.data.tokenise import Document, add_conversations
-from megatrain_jax._src.data.tokens import load_tokens
 from megatrain_jax._src.data.turns import LEADING, Leading
 
 
@@ -52,14 +52,14 @@ def paired_dataset(
     check_template(chat_template, template_variables)
     rules = to_rules(merge, leading)
     parts = resolve(source, texts=False)
-    tokens = load_tokens(tokenizer)
+    tokens = load_fast_tokenizer(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, rules, template_variables]
     place = open_cache(cache, documents.__name__, parts, tokens, used, template.source)
     errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
-        read = shown(documents(parts, rules, report, errors), progress)
+        read = with_progress_bar(documents(parts, rules, report, errors), progress)
         add_conversations(read, template, tokens, "assistant", errors, builder, report)
 
     return find_or_build(

@@ -33,7 +33,7 @@ class TooLong(InvalidRow):
     """A row that is longer than `length`."""
 
 
-class Unclear(InvalidRow):
+class AssistantTextNotFound(InvalidRow):
     """A conversation for which the chat template does not reveal the assistant's text."""
 
 

@@ -14,9 +14,9 @@ from megatrain_jax._src.data.turns import (
     Message,
     TurnRules,
     Turns,
-    arrange,
     check_content,
     merged,
+    order_turns,
     read_tools,
     read_turns,
     valid_text,
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
     """A conversation to train on.
 
     Attributes:
-        messages: Dicts with a role and a content, in an order checked by `arrange`.
+        messages: Dicts with a role and a content, in an order checked by `order_turns`.
         learned: For each message, whether the loss may count it: false for user messages, for
             assistant messages with weight 0 or `train` false, and for messages of a prompt.
         tools: JSON schemas of the available tools, or None.
@@ -200,7 +200,7 @@ def to_text(row: Row) -> Text:
 
 
 def _conversation(row: Row, turns: Turns, read: set[str], rules: TurnRules) -> Conversation:
-    turns, changed = arrange(_with_system(row, turns), rules)
+    turns, changed = order_turns(_with_system(row, turns), rules)
     if not any(turns.learned):
         raise InvalidRow(
             "nothing to learn", "every turn of the assistant has a weight of 0, or `train` false"

@@ -19,7 +19,7 @@ Source = str | PathLike[str] | Iterable[Any]
 _ALLOWED = "a path, an iterable of rows, or a list of these"
 
 
-class Given(NamedTuple):
+class GivenRows(NamedTuple):
     """Rows that are passed directly, not read from a file.
 
     Attributes:
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     fingerprint: str | None = None
 
 
-def resolve(source: Source, texts: bool) -> list[str | Given]:
+def resolve(source: Source, texts: bool) -> list[str | GivenRows]:
     """Returns the files and the given rows of a source, in order.
 
     For example, ``["chats", "more/*.jsonl", [{"messages": [...]}]]`` becomes the sorted paths of
@@ -55,8 +55,8 @@ def resolve(source: Source, texts: bool) -> list[str | Given]:
         return _named(source, texts)
     is_rows, items = _peek("source", source)
     if is_rows:
-        return [Given("`source`", items)]
-    parts: list[str | Given] = []
+        return [GivenRows("`source`", items)]
+    parts: list[str | GivenRows] = []
     for number, item in enumerate(items):
         name = f"source[{number}]"
         if isinstance(item, str | bytes | PathLike):
@@ -65,7 +65,7 @@ def resolve(source: Source, texts: bool) -> list[str | Given]:
         is_rows, rows = _peek(name, item)
         if not is_rows:
             raise TypeError(checks.refused(name, "a path or an iterable of rows", item))
-        parts.append(Given(f"`{name}`", rows))
+        parts.append(GivenRows(f"`{name}`", rows))
     if not parts:
         raise ValueError("`source` is empty: it names no file and has no row")
     return parts
@@ -90,12 +90,12 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
     return bool(first) and isinstance(first[0], Mapping), itertools.chain(first, items)
 
 
-def _named(given: Any, texts: bool) -> list[str | Given]:
+def _named(given: Any, texts: bool) -> list[str | GivenRows]:
     found = hub_rows(given)
     return [*_files(given, texts)] if found is None else [_downloaded(given, found)]
 
 
-def _downloaded(given: str, found: HubRows) -> Given:
+def _downloaded(given: str, found: HubRows) -> GivenRows:
     """The rows of a dataset on the Hub, mapped from the cache of the library `datasets`."""
     try:
         # An optional dependency: only the Hub's datasets need it.
@@ -115,7 +115,7 @@ def _downloaded(given: str, found: HubRows) -> Given:
             f"Hugging Face Hub as NAME:SPLIT or NAME:CONFIG:SPLIT: {failure(caught)}. "
             f"`hf download {found.name} --repo-type dataset --local-dir FOLDER` downloads its files"
         ) from caught
-    return Given(given, restored_rows(rows), rows._fingerprint)
+    return GivenRows(given, restored_rows(rows), rows._fingerprint)
 
 
 def _files(given: Any, texts: bool) -> list[str]:

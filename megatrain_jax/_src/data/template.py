@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatrain_jax._src.data.report import DataError, InvalidRow, Unclear
+from megatrain_jax._src.data.report import AssistantTextNotFound, DataError, InvalidRow
 from megatrain_jax._src.data.row_formats import Conversation
-from megatrain_jax._src.data.shown import THOUGHT, left_out
+from megatrain_jax._src.data.template_omissions import THOUGHT, left_out
 from megatrain_jax._src.data.turns import Message
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -83,8 +83,8 @@ class Template:
         """Renders a conversation.
 
         Raises:
-            InvalidRow: If the template refuses it, or does not support its tools; an `Unclear` if
-                the assistant's text can't be located.
+            InvalidRow: If the template refuses it, or does not support its tools; an
+                `AssistantTextNotFound` if the assistant's text can't be located.
             DataError: If the template is not valid Jinja.
         """
         if conversation.tools and not self._takes_tools:
@@ -237,8 +237,8 @@ class Template:
         header = "" if self._has_prompt or calls else part.partition(visible)[0]
         return not header.strip()
 
-    def _unclear(self, why: str, text: str) -> Unclear:
-        return Unclear(
+    def _unclear(self, why: str, text: str) -> AssistantTextNotFound:
+        return AssistantTextNotFound(
             f"{self.name} doesn't mark the assistant's words",
             f"{why}. The conversation is {text[:200]!r}{'...' if len(text) > 200 else ''}",
         )

@@ -29,9 +29,9 @@ import xxhash
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import Corpus
+from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
-from megatrain_jax._src.data.sources import Given
-from megatrain_jax._src.data.tokens import Tokens
+from megatrain_jax._src.data.sources import GivenRows
 
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
@@ -187,8 +187,8 @@ class TokenCache:
 def open_cache(
     cache: Any,
     kind: str,
-    parts: Sequence[str | Given],
-    tokens: Tokens,
+    parts: Sequence[str | GivenRows],
+    tokens: FastTokenizer,
     options: Sequence[Any],
     template: str | None = None,
 ) -> TokenCache | None:
@@ -229,9 +229,9 @@ def open_cache(
     return TokenCache(folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
-def _identity(part: str | Given) -> list[Any] | None:
+def _identity(part: str | GivenRows) -> list[Any] | None:
     """Values that change when a source changes; None if it has none."""
-    if isinstance(part, Given):
+    if isinstance(part, GivenRows):
         return None if part.fingerprint is None else [part.name, part.fingerprint]
     status = os.stat(part)
     return [os.path.realpath(part), status.st_size, status.st_mtime_ns]

@@ -13,11 +13,17 @@ from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.image_files import ImageReference
-from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, Unclear
+from megatrain_jax._src.data.report import (
+    AssistantTextNotFound,
+    DataError,
+    InvalidRow,
+    Report,
+    RowOrigin,
+)
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.template import Rendered, Template
-from megatrain_jax._src.data.tokens import Tokens
 
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
@@ -63,7 +69,7 @@ class TextPart(NamedTuple):
 def add_conversations(
     documents: Iterable[Document],
     template: Template,
-    tokens: Tokens,
+    tokens: FastTokenizer,
     train_on: TrainOn,
     errors: bool,
     builder: CorpusBuilder,
@@ -88,7 +94,7 @@ def add_conversations(
     rendered = _render(documents, template, tokens, errors, report)
     for some in _batches(rendered, lambda item: sum(len(one.text) for one in item[1])):
         # The call will fail, so the remaining rows are only searched for further faults.
-        if errors and (report.errors[InvalidRow] or report.errors[Unclear]):
+        if errors and (report.errors[InvalidRow] or report.errors[AssistantTextNotFound]):
             continue
         encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
         for document, parts in some:
@@ -109,7 +115,7 @@ def add_conversations(
 def _render(
     documents: Iterable[Document],
     template: Template,
-    tokens: Tokens,
+    tokens: FastTokenizer,
     errors: bool,
     report: Report,
 ) -> Iterator[tuple[Document, list[Rendered]]]:
@@ -135,7 +141,7 @@ def _render(
 def _learned(
     rendered: Rendered,
     encoding: Encoding,
-    tokens: Tokens,
+    tokens: FastTokenizer,
     train_on: TrainOn,
     template: Template,
     report: Report,
@@ -151,7 +157,7 @@ def _assistant_tokens(
     ids: Int32[np.ndarray, " n"],
     offsets: Int64[np.ndarray, "n 2"],
     spans: list[tuple[int, int]],
-    tokens: Tokens,
+    tokens: FastTokenizer,
     name: str,
     report: Report,
 ) -> Bool[np.ndarray, " n"]:
@@ -170,7 +176,7 @@ def _assistant_tokens(
         model that answers the prompt never generates it.
 
     Raises:
-        Unclear: If the last turn has no token at its end.
+        AssistantTextNotFound: If the last turn has no token at its end.
     """
     learned = np.zeros(len(ids), np.bool_)
     for start, stop in spans:
@@ -184,7 +190,7 @@ def _assistant_tokens(
         end = tokens.end_of_turn(ids, first, last)
         if end is None and (start, stop) == spans[-1]:
             shown = tokens.tokenizer.convert_ids_to_tokens(ids[first:last][-4:].tolist())
-            raise Unclear(
+            raise AssistantTextNotFound(
                 f"{name} ends the assistant's last turn without a special token, so that the model "
                 "would not learn to stop",
                 f"the turn's last tokens are {shown}",
@@ -203,7 +209,7 @@ def _first_after(offsets: Int64[np.ndarray, "n 2"], start: int) -> tuple[int, bo
 
 def add_texts(
     parts: Iterable[TextPart],
-    tokens: Tokens,
+    tokens: FastTokenizer,
     errors: bool,
     builder: CorpusBuilder,
     report: Report,

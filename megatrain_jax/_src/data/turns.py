@@ -38,8 +38,8 @@ _FOLLOWS = {
 _BEFORE_QUESTIONS = (None, "system", "developer")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The fields that templates read in addition to role and content.
-_PASSED_ON = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
-_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_PASSED_ON}
+_TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
+_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_TEMPLATE_FIELDS}
 
 
 class TurnRules(NamedTuple):
@@ -106,7 +106,7 @@ def _counts(given: Mapping[str, Any], number: int) -> bool:
     return bool(weight) and train
 
 
-def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
+def order_turns(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
     r"""Merges and drops turns by the rules, and checks the order of the rest.
 
     For example, with ``TurnRules("\n", "drop")`` the turns assistant "hi", user "a", user "b",
@@ -185,10 +185,10 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     if content is not None:
         message["content"] = _content(content, number)
     # Templates read no further fields; all remaining ones are counted as ignored.
-    message |= {field: turn[field] for field in _PASSED_ON if field in turn}
+    message |= {field: turn[field] for field in _TEMPLATE_FIELDS if field in turn}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_opened(call, number) for call in calls]
-    for text in _strings([message.get(field) for field in _PASSED_ON]):
+    for text in _strings([message.get(field) for field in _TEMPLATE_FIELDS]):
         valid_text(text, f"turn {number}")
     check_content(message, f"turn {number}")
     return message

@@ -15,14 +15,14 @@ from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.grpo.policy_batch import batch_shapes, grpo_loss
 from megatrain_jax._src.grpo.rewards import RewardFunction, Rewards
-from megatrain_jax._src.grpo.rollouts import Prompts, RolloutNotes, Rollouts
+from megatrain_jax._src.grpo.rollouts import Prompts, RolloutMetrics, Rollouts
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.low_rank import adapted_modules
 from megatrain_jax._src.models.with_reference import with_reference
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import precision_of
 from megatrain_jax._src.state.placement import default_mesh, placed_on
-from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.series import RunCheckpoints
 
 # Names in TRL, with this library's name.
 _MEANT = {
@@ -159,7 +159,7 @@ def grpo(
         checkpoint_every=checkpoint_every,
         keep=keep,
         resume=resume,
-        callbacks=[RolloutNotes(rollouts), *callbacks],
+        callbacks=[RolloutMetrics(rollouts), *callbacks],
         progress=progress,
     )
 
@@ -168,7 +168,7 @@ def _saved_parts(
     folder: str | PathLike[str], last: int, mesh: Mesh, num_rows: int
 ) -> dict[str, int]:
     """The numbers of microbatches and waves in the newest checkpoint, if they divide the rows."""
-    with Checkpoints(folder, None, 1, placed_on(mesh).processes, last) as series:
+    with RunCheckpoints(folder, None, 1, placed_on(mesh).processes, last) as series:
         parts = series.parts()
     fits = parts is not None and num_rows % (parts["microbatches"] * mesh.size) == 0
     return parts if parts is not None and fits else {}

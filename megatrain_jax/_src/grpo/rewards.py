@@ -58,7 +58,7 @@ class Rewards:
             )
         self._functions = given
         # Names of functions that gave a prompt different rewards, or have been warned about.
-        self._settled: set[str] = set()
+        self._checked_functions: set[str] = set()
         self.names = _different([getattr(f, "__name__", type(f).__name__) for f in given])
         self.weights = np.array([1.0] * len(given) if weights is None else weights, np.float64)
 
@@ -115,9 +115,9 @@ class Rewards:
             group_size: Number of completions of each prompt.
         """
         for name, column in zip(self.names, rewards.T, strict=True):
-            if name in self._settled:
+            if name in self._checked_functions:
                 continue
-            self._settled.add(name)
+            self._checked_functions.add(name)
             groups = np.where(np.isnan(column), -np.inf, column).reshape(-1, group_size)
             lowest = np.where(np.isnan(column), np.inf, column).reshape(-1, group_size).min(axis=1)
             if np.isnan(column).all():

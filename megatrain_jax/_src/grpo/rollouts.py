@@ -231,7 +231,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
     ) -> dict[str, float]:
         """The metrics for the record, with TRL's names."""
         groups = total.reshape(-1, self._options.num_generations)
-        spreads = np.array([_spread(group) for group in groups])
+        spreads = np.array([_sample_std(group) for group in groups])
         lengths = [len(one.ids) for one in found]
         numbers = {
             "tokens": float(sum(len(one.prompt_ids) + len(one.ids) for one in found)),
@@ -243,7 +243,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         }
         for name, column in zip(self._rewards.names, each.T, strict=True):
             numbers[f"rewards/{name}/mean"] = _mean(column)
-            numbers[f"rewards/{name}/std"] = _spread(column)
+            numbers[f"rewards/{name}/std"] = _sample_std(column)
         return numbers
 
     def _table(
@@ -263,7 +263,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         ]
 
 
-class RolloutNotes:
+class RolloutMetrics:
     """A callback that adds metrics of completions, and training throughput, to records."""
 
     def __init__(self, rollouts: Rollouts):
@@ -285,7 +285,7 @@ def _mean(values: np.ndarray) -> float:
     return float(there.mean()) if len(there) else 0.0
 
 
-def _spread(values: np.ndarray) -> float:
+def _sample_std(values: np.ndarray) -> float:
     """The unbiased standard deviation of rewards; 0 for a single one."""
     there = values[np.isfinite(values)]
     return float(there.std(ddof=1)) if len(there) > 1 else 0.0

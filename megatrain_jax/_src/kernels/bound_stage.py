@@ -47,7 +47,7 @@ class Binding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Backward:
+class BackwardMode:
     """The mode of a stage's backward: its further arguments, and its results.
 
     Attributes:
@@ -72,7 +72,7 @@ class Backward:
     is_partial: bool = False
     completes: bool = False
 
-    def of_microbatch(self, *, first: bool, last: bool) -> "Backward":
+    def of_microbatch(self, *, first: bool, last: bool) -> "BackwardMode":
         """The mode for one of a wave's microbatches, the first or the last of them or neither.
 
         Gradients that are stored in bfloat16 are read and rounded once per wave: by the last
@@ -101,17 +101,17 @@ class BoundStage:
         sent: Ids of inputs with a cotangent from another stage already, in input order.
         residuals: Residuals that the forward can save; None if none are worth saving.
         tiles: The tiles of a kernel, by its name; kernels that are missing here are not tiled.
-        lean: Only the costliest residuals; None if none stand out.
+        selective: Only the costliest residuals; None if none stand out.
     """
 
     stage: Stage
     groups: tuple[int, ...]
     binding: Binding
-    mode: Backward | None
+    mode: BackwardMode | None
     sent: tuple[int, ...]
     residuals: Residuals | None
     tiles: Mapping[str, Tiling] = dataclasses.field(default_factory=dict)
-    lean: Residuals | None = None
+    selective: Residuals | None = None
 
     def __repr__(self) -> str:
         """Returns the stage's name, groups and size: its jaxpr may be long."""

@@ -72,7 +72,7 @@ class KernelCache:
 
     def _built(self, kernel: Kernel) -> Any:
         # Given if callers rely on shardings that XLA might not choose by itself.
-        placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
+        placed = {} if kernel.out_shardings is None else {"out_shardings": kernel.out_shardings}
         build = kernel.build_for_triton if self._with_triton else None
         function = (build or kernel.build)()
         in_passes = self._code_passes and kernel.name.startswith("backward")
@@ -107,7 +107,7 @@ class KernelCache:
         """The number of different functions."""
         return len(self._functions)
 
-    def compile_beside(self, kernels: Iterable[Kernel]) -> None:
+    def queue_for_compile(self, kernels: Iterable[Kernel]) -> None:
         """Adds kernels to the next call of `compile`, which does not count their memory."""
         self._beside += _different(kernels)
 

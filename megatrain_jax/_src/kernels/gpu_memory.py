@@ -28,14 +28,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatrain_jax._src.kernels.division import (
-    Divided,
-    divided_axes,
-    divided_within,
-    gathered_operands,
-)
 from megatrain_jax._src.kernels.flat_equations import Equation, FlatEquations
 from megatrain_jax._src.kernels.gpu_order import Node, in_order
+from megatrain_jax._src.kernels.sharding_prediction import (
+    ShardedAxes,
+    gathered_operands,
+    sharded_axes,
+    sharded_axes_within,
+)
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.kernel_costs import workspace_bytes
 from megatrain_jax._src.program.primitives import (
@@ -68,7 +68,7 @@ _WORKSPACE = 2**26
 _SMALL = 2**16
 
 
-def gpu_temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 1) -> int:
+def gpu_temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: int = 1) -> int:
     """Estimates the peak bytes of a jaxpr's intermediate values on a GPU.
 
     Args:
@@ -91,7 +91,7 @@ class GpuFunction:
     def __init__(
         self,
         jaxpr: Any,
-        axes: Divided,
+        axes: ShardedAxes,
         num_devices: int,
         *,
         in_loop: bool,
@@ -109,7 +109,7 @@ class GpuFunction:
         flat = FlatEquations(jaxpr, stored)
         pairs = zip(flat.invars, jaxpr.invars, strict=True)
         given = {v: axes[own] for v, own in pairs if own in axes}
-        self._axes = divided_axes(flat, given, num_devices) if given else {}
+        self._axes = sharded_axes(flat, given, num_devices) if given else {}
         self._num_devices = num_devices
         self._eqns = flat.eqns
         self.made_by = {v: eqn for eqn in flat.eqns for v in eqn.outvars}
@@ -176,7 +176,7 @@ class GpuFunction:
         in_loop = eqn.name in ("scan", "while")
         most = max(
             GpuFunction(body, axes, self._num_devices, in_loop=in_loop).peak()
-            for body, axes in divided_within(eqn, self._axes, self._num_devices)
+            for body, axes in sharded_axes_within(eqn, self._axes, self._num_devices)
         )
         return most + sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, self._axes))
 
@@ -257,9 +257,9 @@ class GpuFunction:
                     continue
                 makes.append(v)
             if is_node:
-                floats = eqn.name in _FUSED and not waits
+                arguments_only = eqn.name in _FUSED and not waits
                 multiplies = eqn.name == "dot_general" or not products.isdisjoint(eqn.operands)
-                self.nodes.append(Node(eqn, behind, waits, makes, floats, multiplies))
+                self.nodes.append(Node(eqn, behind, waits, makes, arguments_only, multiplies))
 
     def _behind(self, v: Any) -> frozenset[Any]:
         return self._arrays.get(v, frozenset((v,)))

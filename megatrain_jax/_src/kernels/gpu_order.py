@@ -20,7 +20,7 @@ class Node(NamedTuple):
         reads: The arrays that it reads, also through fused values.
         waits: The nodes that it has to follow.
         makes: The arrays that it allocates.
-        floats: Whether it depends only on arguments.
+        arguments_only: Whether it depends only on arguments.
         multiplies: Whether it computes a matrix product, at least of a sum.
     """
 
@@ -28,7 +28,7 @@ class Node(NamedTuple):
     reads: frozenset[Any]
     waits: frozenset[int]
     makes: Sequence[Any]
-    floats: bool
+    arguments_only: bool
     multiplies: bool
 
 
@@ -47,7 +47,7 @@ def in_order(nodes: Sequence[Node], held: Any) -> list[int]:
     # A kernel that decodes several weights at once makes all of them.
     together: dict[Any, list[int]] = {}
     for number, node in enumerate(nodes):
-        if node.floats and len(node.reads) > 1:
+        if node.arguments_only and len(node.reads) > 1:
             like = node.reads, held(node.makes)
             together.setdefault(like, []).append(number)
     order: dict[int, None] = {}
@@ -63,7 +63,7 @@ def in_order(nodes: Sequence[Node], held: Any) -> list[int]:
                 todo += [number, *sorted(lacking, reverse=True)]
                 continue
             order[number] = None
-            if node.floats:
+            if node.arguments_only:
                 todo += together.get((node.reads, held(node.makes)), ())
             for other in followers.get(number, ()):
                 missing[other] -= 1
@@ -77,14 +77,14 @@ def in_order(nodes: Sequence[Node], held: Any) -> list[int]:
         for array in node.reads if node.multiplies else ():
             readers.setdefault(array, []).append(number)
     firm = sorted(
-        (number for number, node in enumerate(nodes) if not node.floats),
+        (number for number, node in enumerate(nodes) if not node.arguments_only),
         key=_last(nodes).__contains__,
     )
     for number, following in zip_longest(firm, firm[1:]):
         # A weight may be cut out before the product's last operand is computed.
         if following is not None and number in nodes[following].waits:
             for before in sorted(nodes[following].waits):
-                if nodes[before].floats:
+                if nodes[before].arguments_only:
                     run(before)
         for smaller in sorted(_smaller(nodes, number, held, order, readers)):
             run(smaller)
@@ -118,5 +118,5 @@ def _smaller(nodes, number, held, order, readers):
         n
         for n in found
         if 0 < held(nodes[n].makes) < held(node.makes)
-        and all(before in order or nodes[before].floats for before in nodes[n].waits)
+        and all(before in order or nodes[before].arguments_only for before in nodes[n].waits)
     ]

@@ -35,7 +35,7 @@ def pack(layout: Layout, dtypes: Sequence[Any], placement: Placement) -> Kernel:
         key=layout,
         build=lambda: pack,
         takes=(placed(leaves, placement.small_on_device),),
-        gives=placement.slabs_on_device,
+        out_shardings=placement.slabs_on_device,
     )
 
 
@@ -51,7 +51,7 @@ def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement)
         key=(fragment.key, layout),
         build=lambda: init_group,
         takes=(_masters(layout, placement),),
-        gives=placement.slabs_on_device,
+        out_shardings=placement.slabs_on_device,
     )
 
 
@@ -62,7 +62,7 @@ def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placemen
         key=(fragment.key, layout),
         build=lambda: lambda masters: _of_masters(fragment, layout, masters),
         takes=(_masters(layout, placement),),
-        gives=placement.small_on_device,
+        out_shardings=placement.small_on_device,
     )
 
 

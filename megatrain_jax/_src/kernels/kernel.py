@@ -32,8 +32,8 @@ class Kernel:
         donated: Positions of the arguments with memory that results may reuse.
         beside_bytes: Bytes on the device that live while the kernel runs, but are neither its own
             temporaries nor counted by the schedule.
-        gives: Shardings of the results, like `out_shardings` of `jax.jit`; None if they follow from
-            the arguments.
+        out_shardings: Shardings of the results, as for `jax.jit`; None if they follow from the
+            arguments.
     """
 
     # Shapes and the Python function follow from the key, and functions never compare equal. So
@@ -45,7 +45,7 @@ class Kernel:
     takes: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
     donated: tuple[int, ...] = ()
     beside_bytes: int = 0
-    gives: Any = dataclasses.field(default=None, compare=False)
+    out_shardings: Any = dataclasses.field(default=None, compare=False)
 
 
 def placed(avals: Any, sharding: Sharding) -> Any:

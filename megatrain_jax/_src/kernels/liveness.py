@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from megatrain_jax._src.kernels.division import (
-    Divided,
-    divided_axes,
-    divided_within,
+from megatrain_jax._src.kernels.sharding_prediction import (
+    ShardedAxes,
     gathered_operands,
-    makes_whole,
+    replicates,
+    sharded_axes,
+    sharded_axes_within,
 )
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import CALLS, FREE, FUSED, FUSING
@@ -21,7 +21,7 @@ _ADDITIONS = ("add", "add_any")
 _REORDERING = ("reshape", "transpose")
 
 
-def temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 1) -> int:
+def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: int = 1) -> int:
     """Estimates the peak bytes of a jaxpr's intermediate values.
 
     The estimate goes through the equations in order. A value takes its bytes from the equation that
@@ -48,10 +48,10 @@ def temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 
         num_devices: Number of devices; the result is per device.
     """
     jaxpr = jx.opened(jaxpr)
-    axes = divided_axes(jaxpr, axes or {}, num_devices)
+    axes = sharded_axes(jaxpr, axes or {}, num_devices)
 
     # A gathered array is cut into leaves with their own arrays, so it counts twice.
-    twice = {eqn.outvars[0] for eqn in jaxpr.eqns if makes_whole(eqn)}
+    twice = {eqn.outvars[0] for eqn in jaxpr.eqns if replicates(eqn)}
 
     def size(v: Any) -> int:
         num_bytes = jx.num_bytes(v.aval) // (num_devices if v in axes else 1)
@@ -90,7 +90,7 @@ def temporary_bytes(jaxpr: Any, axes: Divided | None = None, num_devices: int = 
     for eqn in jaxpr.eqns:
         made = [v for v in eqn.outvars if v in roots[v]]
         live += sum(map(size, made))
-        inner = divided_within(eqn, axes, num_devices)
+        inner = sharded_axes_within(eqn, axes, num_devices)
         within = max((temporary_bytes(*body, num_devices) for body in inner), default=0)
         within += sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, axes))
         most = max(most, live + within)

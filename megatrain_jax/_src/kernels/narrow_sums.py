@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.kernels.kernel import placed
 from megatrain_jax._src.state.codec import round_stochastically
-from megatrain_jax._src.state.draws import draw_of, part_of, random_bits
+from megatrain_jax._src.state.draws import derived_draw, draw_of, random_bits
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
@@ -94,8 +94,8 @@ class NarrowSums:
         return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]
 
     def _rounded(self, total: Segments, rounding: str) -> tuple[jax.Array, ...]:
-        draw = part_of(draw_of(self._key, self._step, next(self._groups)), _SUMS)
-        draw = part_of(draw, self._count)
+        draw = derived_draw(draw_of(self._key, self._step, next(self._groups)), _SUMS)
+        draw = derived_draw(draw, self._count)
         self._count += 1
         if rounding == "nearest":
             return tuple(x.astype(jnp.bfloat16) for x in total)
@@ -121,6 +121,6 @@ def takes(layouts: Sequence[Layout], placement: Placement, *, completes: bool) -
     return placed(avals, placement.slabs_on_device), placed(draws, placement.small_on_device)
 
 
-def gives(placement: Placement) -> tuple[Any, Any]:
+def out_shardings(placement: Placement) -> tuple[Any, Any]:
     """Shardings of `NarrowSums.results`."""
     return placement.slabs_on_device, placement.small_on_device

@@ -40,7 +40,7 @@ Place = tuple[int, Layout, int]
 """A leaf's slab by its number, the slab's layout, and the leaf's number in it."""
 
 
-def measured(
+def squared_norm_and_ok(
     gradient: Sequence[Float[Array, " size"]],
     ok: Bool[Array, ""],
     guarded: bool,

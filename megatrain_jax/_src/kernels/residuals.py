@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention_forward
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.flops import FlopsByKind, flops_by_kind
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
@@ -79,7 +79,7 @@ class Residuals:
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals of one microbatch.
         saved: Floating-point operations per microbatch that the backward does not repeat.
-        lean: Whether only the costliest results are saved.
+        selective: Whether only the costliest results are saved.
     """
 
     traced: jx.Traced
@@ -88,7 +88,7 @@ class Residuals:
     sources: tuple[int, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     saved: FlopsByKind
-    lean: bool = False
+    selective: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +114,9 @@ class Residuals:
         return pull(list(cotangents))
 
 
-def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> Residuals | None:
+def find_residuals(
+    stage: Stage, keeps: Keeps = is_kept, selective: bool = False
+) -> Residuals | None:
     """Traces a stage's two halves; None if it has no result worth saving, or has effects.
 
     An effect in both halves would fire twice.
@@ -122,9 +124,9 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
     Args:
         stage: The stage.
         keeps: The policy that selects the results to save.
-        lean: Whether the policy selects only the costliest results.
+        selective: Whether the policy selects only the costliest results.
     """
-    if fires(stage.jaxpr):
+    if has_side_effects(stage.jaxpr):
         return None
 
     def is_saved(eqn: Any) -> bool:
@@ -167,7 +169,7 @@ def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> 
         sources=tuple(sources),
         avals=tuple(avals),
         saved=saved,
-        lean=lean,
+        selective=selective,
     )
 
 

@@ -22,15 +22,15 @@ import jax
 from jax.sharding import Sharding
 
 from megatrain_jax._src.kernels import narrow_sums
-from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage
+from megatrain_jax._src.kernels.bound_stage import BackwardMode, Binding, BoundStage
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.kernels.scattered_sums import looks_up_inputs, with_scattered_sums
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import fires, firing_once
+from megatrain_jax._src.program.effects import firing_once, has_side_effects
+from megatrain_jax._src.program.fp32_products import with_fp32_products
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.program.wide_products import with_wide_products
 from megatrain_jax._src.state.placement import Placement
 
 
@@ -53,11 +53,11 @@ def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel
         key=bound.key,
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
-        gives=shardings(program, placement, stage.outputs),
+        out_shardings=shardings(program, placement, stage.outputs),
     )
 
 
-def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
+def forward_saving_residuals(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
     """The kernel `(masters, inputs) -> (outputs, residuals)`; see `forward`."""
     stage, binding, residuals = bound.stage, bound.binding, bound.residuals
     assert residuals is not None
@@ -66,12 +66,12 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
         return residuals.forward([*_unpack(bound, placement, masters), *inputs])
 
     return Kernel(
-        name=keeping_names(residuals.lean)[0],
+        name=residual_kernel_names(residuals.selective)[0],
         # The residuals depend on the differentiated values, so the key includes these flags.
         key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
-        gives=(
+        out_shardings=(
             shardings(program, placement, stage.outputs),
             [x.sharding for x in _residuals(residuals, program, placement)],
         ),
@@ -110,7 +110,7 @@ def backward(
     def build() -> Callable:
         # If the stage has a forward kernel, that has printed already, and the recomputation must
         # not print again.
-        if fires(stage.jaxpr):
+        if has_side_effects(stage.jaxpr):
             return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
         # Over several devices, each one has rows for the shares of all.
         if any(mode.accumulate) and placement.num_devices == 1 and looks_up_inputs(stage.jaxpr):
@@ -129,11 +129,11 @@ def backward(
             _values(program, placement, bound.sent),
             *_narrow_takes(bound, placement),
         ),
-        gives=(
+        out_shardings=(
             shardings(program, placement, stage.outputs if mode.give_outputs else ()),
             placement.slabs_on_device,
             shardings(program, placement, bound.leaving),
-            *(narrow_sums.gives(placement) if bound.rounded else ()),
+            *(narrow_sums.out_shardings(placement) if bound.rounded else ()),
         ),
         # The sums reuse the memory of the existing gradients and cotangents. Masters and inputs are
         # not donated, because later microbatches and stages read them.
@@ -142,7 +142,7 @@ def backward(
     )
 
 
-def backward_of_kept(
+def backward_from_residuals(
     bound: BoundStage, program: Program, placement: Placement, microbatches: int
 ) -> Kernel:
     """The kernel `(masters, inputs, residuals, cotangents, gradients, sent, ...)`; see `backward`.
@@ -159,7 +159,7 @@ def backward_of_kept(
         return [], *_finish(bound, placement, found, gradients, sent, *narrow)
 
     return Kernel(
-        name=keeping_names(residuals.lean)[1],
+        name=residual_kernel_names(residuals.selective)[1],
         key=(bound.key, stage.active, mode),
         build=lambda: backward_stage,
         takes=(
@@ -171,20 +171,20 @@ def backward_of_kept(
             _values(program, placement, bound.sent),
             *_narrow_takes(bound, placement),
         ),
-        gives=(
+        out_shardings=(
             [],
             placement.slabs_on_device,
             shardings(program, placement, bound.leaving),
-            *(narrow_sums.gives(placement) if bound.rounded else ()),
+            *(narrow_sums.out_shardings(placement) if bound.rounded else ()),
         ),
         donated=(4, 5, 6) if bound.rounded else (4, 5),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
 
-def keeping_names(lean: bool) -> tuple[str, str]:
+def residual_kernel_names(selective: bool) -> tuple[str, str]:
     """Names of forward and backward of a stage that saves residuals: all, or the costliest."""
-    if lean:
+    if selective:
         return "forward keeping the costliest", "backward of the costliest"
     return "forward keeping", "backward of kept"
 
@@ -216,7 +216,7 @@ def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtyp
 
 
 def _accumulated(
-    binding: Binding, mode: Backward, placement: Placement
+    binding: Binding, mode: BackwardMode, placement: Placement
 ) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Shapes and shardings of the existing gradients that a backward adds to."""
     rows = zip(binding.layouts, mode.gradients, mode.accumulate, mode.rounding, strict=True)
@@ -254,12 +254,12 @@ def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> C
     stage, mode = bound.stage, bound.mode
     assert mode is not None
     # With effects, it would be traced and evaluated in a second place.
-    if fires(stage.jaxpr):
+    if has_side_effects(stage.jaxpr):
         return pulled
     rows = zip(bound.binding.slots, stage.is_trainable, strict=True)
     are_wide = [mode.is_partial or mode.accumulate[slot.slab] for slot, yes in rows if yes]
     # XLA's CPU runtime has no products of bfloat16 numbers that give fp32.
-    return with_wide_products(pulled, are_wide, casts_operands=placement.platform == "cpu")
+    return with_fp32_products(pulled, are_wide, casts_operands=placement.platform == "cpu")
 
 
 def _finish(bound: BoundStage, placement: Placement, pulled, gradients, sent, *narrow):

@@ -58,8 +58,8 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
         seed = jnp.full(loss.shape, scale / microbatches, loss.dtype)
         return rows, seed, _chosen(drawn, new, once)
 
-    gives = [row] * microbatches, small, small
-    return Kernel(name="begin", key=key, build=lambda: begin_step, gives=gives)
+    out_shardings = [row] * microbatches, small, small
+    return Kernel(name="begin", key=key, build=lambda: begin_step, out_shardings=out_shardings)
 
 
 def _chosen(mask, yes, no):
@@ -86,7 +86,7 @@ def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
         return lambda: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals)
 
     # The key has only sizes and dtype, so that groups of the same sizes share the function.
-    return Kernel(name="zeros", key=avals, build=build, gives=placement.slabs_on_device)
+    return Kernel(name="zeros", key=avals, build=build, out_shardings=placement.slabs_on_device)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
@@ -141,7 +141,7 @@ def keep(placement: Placement) -> Kernel:
     A stage may return them sharded over the devices, like values with a row for each example:
     statistics of 32 features look like such values to a batch of 8.
     """
-    return Kernel(name="keep", build=lambda: _keep_if_ok, gives=placement.small_on_device)
+    return Kernel(name="keep", build=lambda: _keep_if_ok, out_shardings=placement.small_on_device)
 
 
 ADD = Kernel(name="add", build=lambda: jnp.add)

@@ -21,7 +21,7 @@ import jax
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.tiling.flow import Flow, flow_of
 from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
 
@@ -54,7 +54,7 @@ class Divisible:
     def counts(self) -> Sequence[int]:
         """The numbers of tiles that are worth trying, ascending; empty if it can't be divided."""
         # A callback would get its values in pieces.
-        if fires(self._traced.jaxpr):
+        if has_side_effects(self._traced.jaxpr):
             return ()
         return tile_counts(self._jaxpr, num_devices=self._num_devices, flow=self._flow)
 

@@ -20,11 +20,11 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.fused_updates import update_in_one_pass
 from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.kernels.leaf_updates import update_by_leaf
-from megatrain_jax._src.kernels.reducing import measured, reduction
+from megatrain_jax._src.kernels.reducing import reduction, squared_norm_and_ok
 from megatrain_jax._src.kernels.update_pieces import Compute, InOnePass, update_in_pieces
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.optimizer.elementwise import find_elementwise_functions
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
@@ -65,7 +65,7 @@ def reduce(
         # Arrays that it doesn't read were not fetched and are passed as None.
         def reduce_group(gradient, masters, state, numbers, small, ok):
             shards, scale = layout.master.num_shards, numbers[1:]
-            square, ok = measured(gradient, ok, cut.guarded, shards, *scale)
+            square, ok = squared_norm_and_ok(gradient, ok, cut.guarded, shards, *scale)
             masters = layout.master.decode_segments(masters) if Kind.MASTERS in reads else None
             state = layout.state.decode_segments(state) if Kind.OPTIMIZER_STATE in reads else ()
             return _stacked(reduced(gradient, masters, state, [*numbers, *small])), square, ok
@@ -84,7 +84,7 @@ def reduce(
             placed(list(cut.globals), small),
             placed(_OK, small),
         ),
-        gives=small,
+        out_shardings=small,
     )
 
 
@@ -130,7 +130,9 @@ def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
     # It needs no key, because a cache serves one optimizer, which has one combine.
-    return Kernel(name="combine", build=lambda: combine_groups, gives=placement.small_on_device)
+    return Kernel(
+        name="combine", build=lambda: combine_groups, out_shardings=placement.small_on_device
+    )
 
 
 def update(
@@ -173,12 +175,12 @@ def update(
             placed(_OK, small),
             placed((_key(), _STEP, _GROUP), small) if layout.draws else None,
         ),
-        gives=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),
+        out_shardings=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),
         donated=(0, 1),
     )
 
 
-def updates_in_one_pass(fragment: Fragment, layout: GroupLayout) -> bool:
+def is_updated_in_one_pass(fragment: Fragment, layout: GroupLayout) -> bool:
     """Whether a GPU goes through memory once to update a group's codes."""
     return layout.num_coded > 0 and _update_of_elements(fragment, layout) is not None
 
@@ -254,7 +256,7 @@ def _immediate_update(
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         # Only its own gradient can be checked; gradients of earlier stages don't exist yet.
-        square, ok = measured(gradient, ok, guarded, layout.master.num_shards)
+        square, ok = squared_norm_and_ok(gradient, ok, guarded, layout.master.num_shards)
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
     return update_group
@@ -304,7 +306,7 @@ def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | No
     starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
     inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
     outputs = [leaves, *([count + i for i in row] for row in state)]
-    found = line_up(fragment.jaxpr, layout.master.shapes, inputs, outputs)
+    found = find_elementwise_functions(fragment.jaxpr, layout.master.shapes, inputs, outputs)
     if found is None:
         return None
     kind_of, functions = found

@@ -13,7 +13,7 @@ from megatrain_jax._src.models.quantised_tensors import (
     CODES,
     check_fit,
     checked_scales,
-    pairs_of,
+    nibble_table,
     scaled,
     weight_of,
 )
@@ -119,7 +119,7 @@ def _from_four_bits(
         by = np.repeat(nested.reshape(-1), nested_block)[: scales.size]
         scales = nested_levels[scales] * by + np.float32(offset)
     packed, step = codes.reshape(-1).view(np.uint8), max(1, CHUNK // block) * block
-    pairs = pairs_of(tuple(levels.reshape(-1).tolist()), high_first=True)
+    pairs = nibble_table(tuple(levels.reshape(-1).tolist()), high_first=True)
     array = np.empty(size, dtype)
     for at in range(0, size, step):
         values = pairs[packed[at // 2 : (at + step + 1) // 2]].reshape(-1)[: size - at]

@@ -18,9 +18,9 @@ from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_counts, check_ids
 from megatrain_jax._src.models.image_attention import ImageRows
-from megatrain_jax._src.models.layers import Embedding, Layer, Linear, Tokens, make_norm
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import Embedding, HiddenStates, Layer, Linear, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import positions_in, rotation
 from megatrain_jax._src.models.vision import (
     Pixels,
@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(checks.refused("rngs", "flax.nnx.Rngs", rngs))
         check_floating("param_dtype", param_dtype)
-        make = Maker(rngs, param_dtype, config.init_std)
+        make = ParameterMaker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
         if config.vision is not None:
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         at = jnp.asarray(places)[:, None, None]
         return self.logits_of(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
 
-    def logits_of(self, hidden: Tokens) -> Float[Array, "rows length vocab_size"]:
+    def logits_of(self, hidden: HiddenStates) -> Float[Array, "rows length vocab_size"]:
         """Returns the logits for hidden states from `hidden`."""
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
         softcap = self.config.final_softcap
@@ -135,7 +135,7 @@ class Decoder(nnx.Module):
         segments: Integers | None = None,
         *,
         pixel_values: Pixels | None = None,
-    ) -> tuple[Tokens, Float[Array, ""]]:
+    ) -> tuple[HiddenStates, Float[Array, ""]]:
         """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
         Args:
@@ -178,8 +178,8 @@ class Decoder(nnx.Module):
         return x, balance
 
     def _with_images(
-        self, x: Tokens, tokens: Integers, segments: Any, pixels: Pixels
-    ) -> tuple[Tokens, Any]:
+        self, x: HiddenStates, tokens: Integers, segments: Any, pixels: Pixels
+    ) -> tuple[HiddenStates, Any]:
         """Returns embeddings with the images' vectors, and the argument `segments` of layers."""
         vision = self.config.vision
         if vision is None:
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
             segments = ImageRows(segments, numbers, vision.tokens_per_image)
         return x, segments
 
-    def embed(self, tokens: Integers) -> Tokens:
+    def embed(self, tokens: Integers) -> HiddenStates:
         """Returns the hidden states that the first layer reads."""
         x = self.embed_tokens(tokens)
         scale = self.config.scale_embedding
@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(scale, x.dtype)
         return x
 
-    def finish(self, x: Tokens, *handed: Any) -> Tokens:
+    def finish(self, x: HiddenStates, *handed: Any) -> HiddenStates:
         """Returns the hidden states that the head reads; see `hidden`.
 
         Args:

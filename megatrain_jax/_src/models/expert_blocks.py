@@ -14,11 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from megatrain_jax._src.common.dividing_experts import num_groups_of
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models import expert_rows, kernel_checks
 from megatrain_jax._src.models.expert_functions import Expert, Weights
 from megatrain_jax._src.models.expert_groups import mixed_in_groups
-from megatrain_jax._src.models.expert_turns import Places, added, of_blocks, weights_of
+from megatrain_jax._src.models.expert_turns import (
+    BlockAssignments,
+    add_by_expert,
+    vmapped_expert,
+    weights_of,
+)
 
 _MAX_BLOCK = 1024
 # Bytes of fp32 gradient sums that one turn makes for its blocks. In bf16, the copied expert weights
@@ -69,10 +74,10 @@ def mix(
     assignments = jnp.full(experts.size * block, owner.size, jnp.int32)
     assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
     if num_groups > 1:
-        places = Places(slots, assignments, experts)
+        places = BlockAssignments(slots, assignments, experts)
         return mixed_in_groups(expert, x, shares, weights, places, num_groups)
     # Blocks after the last used one hold zeros, so any expert may compute them.
-    places = Places(slots, assignments, jnp.minimum(experts, num - 1))
+    places = BlockAssignments(slots, assignments, jnp.minimum(experts, num - 1))
     return _mixed(expert, x, shares, weights, places)
 
 
@@ -84,13 +89,13 @@ def _mixed(
     x: Float[Array, "tokens width"],
     shares: Float[Array, "tokens per_token"],
     weights: Weights,
-    places: Places,
+    places: BlockAssignments,
 ) -> Float[Array, "tokens width"]:
     """Passes tokens through their experts and adds the results, weighted by shares."""
 
     def turn(item):
         rows, numbers = item
-        return of_blocks(expert)(rows, weights_of(weights, numbers))
+        return vmapped_expert(expert)(rows, weights_of(weights, numbers))
 
     each = shares.shape[1]
     out = jax.lax.map(turn, (places.blocks(x, each), places.experts))
@@ -104,7 +109,7 @@ def _forward(expert, x, shares, weights, places):
 
 def _backward(expert, saved, cotangents):
     x, shares, weights, places = saved
-    each, blocks = shares.shape[1], of_blocks(expert)
+    each, blocks = shares.shape[1], vmapped_expert(expert)
 
     def turn(sums, item):
         rows, rows_shares, cotangent, numbers = item
@@ -114,7 +119,7 @@ def _backward(expert, saved, cotangents):
         cotangent = cotangent.astype(jnp.float32)
         dshares = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
         drows, dweights = transposed((cotangent * rows_shares[..., None]).astype(out.dtype))
-        return jax.tree.map(partial(added, numbers), sums, dweights), (drows, dshares)
+        return jax.tree.map(partial(add_by_expert, numbers), sums, dweights), (drows, dshares)
 
     # Several blocks of one expert add up in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
@@ -125,7 +130,7 @@ def _backward(expert, saved, cotangents):
     dx = places.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
     dshares = places.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return dx, dshares, dweights, no_tangents(places)
+    return dx, dshares, dweights, float0_cotangents(places)
 
 
 _mixed.defvjp(_forward, _backward)
@@ -139,8 +144,8 @@ def _block_size(assignments: int, num: int) -> int:
 
 def _blocks_at_once(weights: Weights, num_blocks: int, block: int, num_groups: int = 1) -> int:
     of_one = sum(4 * math.prod(array.shape[1:]) for array in jax.tree.leaves(weights))
-    # The work in `added` grows with the square of this number: with half of a block's rows, it is
-    # a sixth of backward's products.
+    # The work in `add_by_expert` grows with the square of this number: with half of a block's rows,
+    # it is a sixth of backward's products.
     most = max(1, min(num_blocks, _TURN_BYTES // (num_groups * of_one), block // 2))
     # Equal turns; otherwise the last turn could consist mostly of empty blocks.
     turns = -(-num_blocks // most)

@@ -22,9 +22,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models.expert_functions import Expert, Weights
-from megatrain_jax._src.models.expert_turns import Places, added, of_blocks, weights_of
+from megatrain_jax._src.models.expert_turns import (
+    BlockAssignments,
+    add_by_expert,
+    vmapped_expert,
+    weights_of,
+)
 
 _Carry = TypeVar("_Carry")
 
@@ -34,7 +39,7 @@ def mixed_in_groups(
     x: Float[Array, "tokens width"],
     shares: Float[Array, "tokens per_token"],
     weights: Weights,
-    places: Places,
+    places: BlockAssignments,
     num_groups: int,
 ) -> Float[Array, "tokens width"]:
     """Passes tokens through their experts, group by group, and adds the results.
@@ -66,9 +71,9 @@ def mixed_in_groups(
 # JAX's own derivatives of gathered rows would scatter.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(
-    each: int, values: Float[Array, "..."], places: Places
+    each: int, values: Float[Array, "..."], places: BlockAssignments
 ) -> Float[Array, "turns blocks ..."]:
-    """Gives each row of the blocks its token's value; see `Places.blocks`."""
+    """Gives each row of the blocks its token's value; see `BlockAssignments.blocks`."""
     return places.blocks(values, each)
 
 
@@ -80,7 +85,7 @@ def _spread_forward(each, values, places):
 def _spread_backward(each, saved, cotangent):
     like, places = saved
     dvalues = places.collected(cotangent, each).sum(1, dtype=jnp.float32)
-    return dvalues.astype(like.dtype), no_tangents(places)
+    return dvalues.astype(like.dtype), float0_cotangents(places)
 
 
 _spread.defvjp(_spread_forward, _spread_backward)
@@ -91,7 +96,7 @@ def _weighted(
     dtype: Any,
     out: Float[Array, "turns blocks rows width"],
     shares: Float[Array, "tokens per_token"],
-    places: Places,
+    places: BlockAssignments,
 ) -> Float[Array, "tokens width"]:
     """Adds the experts' results of each token, weighted by shares.
 
@@ -109,7 +114,7 @@ def _weighted_forward(dtype, out, shares, places):
 def _weighted_backward(dtype, saved, cotangents):
     like, shares, places = saved
     dout = places.blocks(cotangents, shares.shape[1]).astype(like.dtype)
-    return dout, jnp.zeros_like(shares), no_tangents(places)
+    return dout, jnp.zeros_like(shares), float0_cotangents(places)
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)
@@ -136,7 +141,7 @@ def _of_group(
     """
     del rows_shares
     own, numbers = _own(weights, experts)
-    blocks = of_blocks(expert)
+    blocks = vmapped_expert(expert)
 
     def turn(t, out):
         found = blocks(_own_rows(rows, t, own), weights_of(weights, _at(numbers, t)))
@@ -155,7 +160,7 @@ def _forward(expert, num_groups, rows, rows_shares, weights, experts):
 def _backward(expert, num_groups, saved, cotangents):
     rows, rows_shares, weights, experts = saved
     own, numbers = _own(weights, experts)
-    blocks = of_blocks(expert)
+    blocks = vmapped_expert(expert)
 
     def turn(t, carry):
         sums, drows, dshares = carry
@@ -166,14 +171,14 @@ def _backward(expert, num_groups, saved, cotangents):
         of_rows, dweights = transposed(
             (cotangent * _at(rows_shares, t)[..., None]).astype(out.dtype)
         )
-        sums = jax.tree.map(partial(added, _at(experts, t)), sums, dweights)
+        sums = jax.tree.map(partial(add_by_expert, _at(experts, t)), sums, dweights)
         return sums, _set(drows, t, of_rows), _set(dshares, t, found)
 
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     start = sums, jnp.zeros_like(rows), jnp.zeros(rows.shape[:3], jnp.float32)
     sums, drows, dshares = _in_turns(own, num_groups, turn, start)
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return drows, dshares.astype(rows_shares.dtype), dweights, no_tangents(experts)
+    return drows, dshares.astype(rows_shares.dtype), dweights, float0_cotangents(experts)
 
 
 _of_group.defvjp(_forward, _backward)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models import grouped_products
 from megatrain_jax._src.models.expert_functions import Expert, Weights
 from megatrain_jax._src.models.grouped_products import product_within
@@ -132,7 +132,7 @@ def _backward(expert, saved, cotangents):
     drows, dweights, dby_row = transposed(rows.given(cotangents, each))
     dx = rows.summed(drows, None, each).astype(x.dtype)
     dshares = dby_row[rows.places].reshape(shares.shape).astype(shares.dtype)
-    return dx, dshares, dweights, no_tangents(rows)
+    return dx, dshares, dweights, float0_cotangents(rows)
 
 
 mixed.defvjp(_forward, _backward)

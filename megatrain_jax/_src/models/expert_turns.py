@@ -20,7 +20,7 @@ from megatrain_jax._src.models.expert_functions import (
 )
 
 
-class Places(NamedTuple):
+class BlockAssignments(NamedTuple):
     """The places of tokens' assignments to experts, in blocks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Places(NamedTuple):
         return rows[self.slots].reshape(-1, each, *rows.shape[1:])
 
 
-def of_blocks(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
+def vmapped_expert(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
     """Returns the function of blocks of rows, each with its own matrices."""
     return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
 
@@ -71,7 +71,7 @@ def weights_of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
     return jax.tree.map(one, weights)
 
 
-def added(
+def add_by_expert(
     numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
 ) -> Float[Array, "num ..."]:
     """Adds each block's term to its expert's sum, in a deterministic order.

@@ -16,7 +16,7 @@ from megatrain_jax._src.common.hf_folder import existing_folder, own_file
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
-from megatrain_jax._src.models.folders import new_folder, unfinished
+from megatrain_jax._src.models.folders import atomic_folder, new_folder
 from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -129,7 +129,7 @@ def save_pretrained(
     ]
     tensors += _kept(config, source)
     copied = companions(source or config.source)
-    with unfinished(folder) as at:
+    with atomic_folder(folder) as at:
         write_tensors(at, tensors, max_shard_bytes)
         write_config(at, json.loads(config.original), dtype)
         copy_companions(at, copied)

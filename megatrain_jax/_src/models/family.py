@@ -59,7 +59,7 @@ class Family:
         return name.startswith((*kept, *(f"{self.body}.{start}" for start in unread)))
 
 
-def text_part(
+def multimodal_family(
     *texts: Family,
     model_type: str,
     architecture: str,
@@ -108,7 +108,7 @@ def text_part(
             allowed = f"one of {', '.join(known)} in `text_config`"
             raise ValueError(checks.refused("model_type", allowed, name))
         text = Fields(values, fields.ignore)
-        hf_common.refuse_others(text)
+        hf_common.refuse_unsupported(text)
         arguments = known[name].read(text)
         text.finish()
         return arguments

@@ -58,14 +58,14 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
 
 
 def _check_replaceable(path: Path) -> None:
-    if (stranger := _stranger(path)) is not None:
+    if (stranger := _why_not_export(path)) is not None:
         raise FileExistsError(
             "`overwrite=True` replaces only the output of save_pretrained or save_lora, "
             f"and {path} {stranger}: move it, or choose another `folder`"
         )
 
 
-def _stranger(path: Path) -> str | None:
+def _why_not_export(path: Path) -> str | None:
     """The reason why a folder is not an unchanged export, as a sentence's end; None if it is."""
     if path.is_symlink() or not path.is_dir():
         return "is no folder of its own"
@@ -109,7 +109,7 @@ def _checksum(path: Path) -> str | None:
 
 
 @contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields a folder to write to; it gets its final name if the body succeeds, or is deleted.
 
     Args:

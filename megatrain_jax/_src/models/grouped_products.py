@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.tangents import no_tangents
+from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models.expert_functions import LowRank, Matrix, Product, with_low_rank
 from megatrain_jax._src.models.kernel_primitives import define
 
@@ -90,7 +90,7 @@ def _backward(out_first, saved, cotangent):
     dx = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
     pair = (cotangent, x) if out_first else (x, cotangent)
     dmatrices = _outer_p.bind(*pair, sizes)
-    return dx, dmatrices, no_tangents(sizes)
+    return dx, dmatrices, float0_cotangents(sizes)
 
 
 _product.defvjp(_forward, _backward)
@@ -126,7 +126,7 @@ def _scaled_backward(out_first, saved, cotangent):
     else:
         cotangent = _scaled(cotangent, shares)
     dmatrices = _outer_p.bind(*((cotangent, x) if out_first else (x, cotangent)), sizes)
-    return _scaled(before, shares), dmatrices, dshares, no_tangents(sizes)
+    return _scaled(before, shares), dmatrices, dshares, float0_cotangents(sizes)
 
 
 _scaled_product.defvjp(_scaled_forward, _scaled_backward)

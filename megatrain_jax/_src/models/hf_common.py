@@ -28,7 +28,7 @@ _ACTIVATIONS = {
 }
 
 
-def refuse_others(fields: Fields) -> None:
+def refuse_unsupported(fields: Fields) -> None:
     """Refuses fields that no family supports, unless they have no effect."""
     if "quantization_config" not in fields.ignore:
         check_quantisation(fields.values)

@@ -22,7 +22,7 @@ from megatrain_jax._src.models.delta_rule import one_token
 from megatrain_jax._src.models.grouped_products import grouped_outer, grouped_product
 
 # Relative errors of arrays. A number that is rounded to bf16 once is wrong by 0.002.
-_OF_PRODUCTS, _OF_DELTA_RULE = 0.005, 0.03
+_PRODUCT_TOLERANCE, _DELTA_RULE_TOLERANCE = 0.005, 0.03
 
 
 def has_grouped_products() -> bool:
@@ -41,12 +41,12 @@ def _has(agree: Callable[[], bool]) -> bool:
 
 @cache
 def _products_agree() -> bool:
-    return _agree("experts", _products, _OF_PRODUCTS)
+    return _agree("experts", _products, _PRODUCT_TOLERANCE)
 
 
 @cache
 def _delta_rules_agree() -> bool:
-    return _agree("the delta rule", _delta_rules, _OF_DELTA_RULE)
+    return _agree("the delta rule", _delta_rules, _DELTA_RULE_TOLERANCE)
 
 
 def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bool:

@@ -16,8 +16,8 @@ from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.expert_blocks import mix
 from megatrain_jax._src.models.expert_functions import Matrix, Weights, gated
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route, tally
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and th
     from megatrain_jax._src.models.config import DecoderConfig
     from megatrain_jax._src.models.siglip import SiglipConfig
 
-Tokens = Float[Array, "rows length width"]
+HiddenStates = Float[Array, "rows length width"]
 """Hidden states of rows of tokens."""
 Segments = Integer[Array, "rows length"] | None
 """Number of each token's document in its row; None if each row is one document."""
@@ -45,7 +45,7 @@ class Buffer(nnx.Variable):
 class Linear(nnx.Module):
     """A product with a matrix (out, in), and an optional bias."""
 
-    def __init__(self, dim_in: int, dim_out: int, make: Maker, *, bias: bool = False):
+    def __init__(self, dim_in: int, dim_out: int, make: ParameterMaker, *, bias: bool = False):
         """Makes the parameters."""
         self.weight = make.weight(dim_out, dim_in)
         self.bias = make.constant(0.0, dim_out) if bias else None
@@ -60,7 +60,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """An embedding table: one row for every token."""
 
-    def __init__(self, num: int, dim: int, make: Maker):
+    def __init__(self, num: int, dim: int, make: ParameterMaker):
         """Makes the table."""
         self.weight = make.weight(num, dim)
 
@@ -75,7 +75,7 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
         """Makes the weight; a fresh norm only normalises."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.in_fp32 = bool(config.norm_offset) or config.norm_in_fp32
@@ -94,7 +94,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
         """Makes the weight, and the bias if there is one; a fresh norm only normalises."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = make.constant(1.0 - config.norm_offset, dim)
@@ -109,7 +109,7 @@ class LayerNorm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | LayerNorm:
+def make_norm(dim: int, config: "DecoderConfig", make: ParameterMaker) -> RMSNorm | LayerNorm:
     """Returns a norm of the configured kind."""
     return (RMSNorm if config.norm == "rms" else LayerNorm)(dim, config, make)
 
@@ -117,7 +117,7 @@ def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | Layer
 class Attention(nnx.Module):
     """Causal attention with grouped queries and rotary embeddings."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         self.head_dim, self.window = config.head_dim, config.window(layer)
         self.interleaved = config.rope.interleaved
@@ -137,7 +137,9 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config, make)
             self.k_norm = RMSNorm(config.head_dim, config, make)
 
-    def __call__(self, x: Tokens, rotation: Rotation | None, segments: Segments) -> Tokens:
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> HiddenStates:
         """Computes attention within rows, or within documents if `segments` numbers them."""
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
@@ -166,7 +168,7 @@ class Attention(nnx.Module):
             q = q * rotation.query_scale[:, :, None, None].astype(q.dtype)
         return q, k
 
-    def project(self, x: Tokens) -> Projected:
+    def project(self, x: HiddenStates) -> Projected:
         """Returns queries, keys and values, with all heads side by side in the last axis."""
         if self.fused:
             parts = [self.query_size, self.query_size + self.key_size]
@@ -178,7 +180,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker, inside: int | None = None):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker, inside: int | None = None):
         """Makes the parameters; `inside` is the hidden width, by default the configuration's."""
         wide, bias = config.hidden_size, config.mlp_bias
         inside = inside or config.intermediate_size
@@ -195,7 +197,7 @@ class MLP(nnx.Module):
 class PlainMLP(nnx.Module):
     """Two products with an activation between them."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = ACTIVATIONS[config.activation]
@@ -210,7 +212,7 @@ class PlainMLP(nnx.Module):
 class BiasedMLP(nnx.Module):
     """Two products with biases and an activation between them, `fc1` and `fc2` in files."""
 
-    def __init__(self, config: "DecoderConfig | SiglipConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig | SiglipConfig", make: ParameterMaker):
         """Makes the parameters."""
         self.activation = ACTIVATIONS[config.activation]
         self.fc1 = Linear(config.hidden_size, config.intermediate_size, make, bias=True)
@@ -224,7 +226,7 @@ class BiasedMLP(nnx.Module):
 class FusedMLP(nnx.Module):
     """A gated MLP with gate and up matrices joined in one."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide, inside = config.hidden_size, config.intermediate_size
         self.activation = ACTIVATIONS[config.activation]
@@ -240,7 +242,7 @@ class FusedMLP(nnx.Module):
 class ExpertMatrix(nnx.Module):
     """One matrix of every expert, stacked: (experts, out, in)."""
 
-    def __init__(self, num: int, dim_in: int, dim_out: int, make: Maker):
+    def __init__(self, num: int, dim_in: int, dim_out: int, make: ParameterMaker):
         """Makes the matrices."""
         self.weight = make.weight(num, dim_out, dim_in)
 
@@ -252,7 +254,7 @@ class ExpertMatrix(nnx.Module):
 class ExpertMatrices(nnx.Module):
     """The three matrices of all experts of one layer."""
 
-    def __init__(self, experts: Experts, wide: int, make: Maker):
+    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
         """Makes the matrices."""
         inside = experts.intermediate_size
         self.gate_proj = ExpertMatrix(experts.num, wide, inside, make)
@@ -270,14 +272,16 @@ class MixtureOfExperts(nnx.Module):
 
     biased: ClassVar[bool] = False
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         self.settings = experts
         self.expert = gated(ACTIVATIONS[config.activation])
         self.gate = Linear(config.hidden_size, experts.num, make)
         self.experts = ExpertMatrices(experts, config.hidden_size, make)
 
-    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
+    def __call__(
+        self, x: HiddenStates, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"]]:
         """Returns the experts' result for x, and a tally of their load (see `moe.tally`).
 
         Tokens in segment 0 are padding and don't count in the tally.
@@ -315,7 +319,7 @@ class Layer(nnx.Module):
     dense: ClassVar[type[Any]] = MLP
     mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
 
         def norm() -> RMSNorm | LayerNorm:
@@ -336,8 +340,8 @@ class Layer(nnx.Module):
             self.mlp = (FusedMLP if config.fused else self.dense)(config, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.self_attn(self.input_layernorm(x), rotation, segments)
         if self.sandwich:
@@ -350,8 +354,8 @@ class Layer(nnx.Module):
         return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
 
     def feed_forward(
-        self, x: Tokens, segments: Segments
-    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        self, x: HiddenStates, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
         """Returns the result of the MLP or the experts, and the tally of the experts' load."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
@@ -361,7 +365,7 @@ class Layer(nnx.Module):
 class ParallelLayer(Layer):
     """Attention and an MLP on the same normalised input, both added to the residual."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor is not called: one norm serves both parts.
         self.input_layernorm = make_norm(config.hidden_size, config, make)
@@ -369,8 +373,8 @@ class ParallelLayer(Layer):
         self.mlp = self.dense(config, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
         """Returns the layer's result, and None: there are no experts to tally."""
         y = self.input_layernorm(x)
         return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None

@@ -152,7 +152,7 @@ def lora(
     pattern = DORA if dora else TRAINABLE
     return Lora(
         model=built,
-        params=None if params is None else _completed(params, chosen, settings),
+        params=None if params is None else _with_fresh_adapters(params, chosen, settings),
         trainable="|".join([pattern, *(f"^{re.escape(path)}/" for path in saved)]),
         targets=tuple(_matrix_name(path, module) for path, module in chosen.items()),
     )
@@ -333,7 +333,9 @@ class _Norms:
         return np.linalg.norm(rows, axis=1).astype(dtype or self.dtype)
 
 
-def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings) -> dict[str, Any]:
+def _with_fresh_adapters(
+    params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
+) -> dict[str, Any]:
     """Returns the given parameters with the model's fresh adapters added."""
     tree = _as_dicts(params)
     if not isinstance(tree, dict):

@@ -22,7 +22,7 @@ from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
 from megatrain_jax._src.models.families.registry import FAMILIES
-from megatrain_jax._src.models.folders import new_folder, unfinished
+from megatrain_jax._src.models.folders import atomic_folder, new_folder
 from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, LazyArray, Tensor, open_file, some
@@ -151,7 +151,7 @@ def merge_adapter(
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
     copied = companions(at_base) | companions(source)
     most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
-    with unfinished(folder) as at:
+    with atomic_folder(folder) as at:
         write_tensors(at, named, max_shard_bytes)
         write_config(at, values, DTYPES[most].name)
         copy_companions(at, copied)

@@ -12,7 +12,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import companions, copy_companions, decoder_of
-from megatrain_jax._src.models.folders import new_folder, unfinished
+from megatrain_jax._src.models.folders import atomic_folder, new_folder
 from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules, name_of
 from megatrain_jax._src.models.names import ParameterTensors, family_of, leaves, parameter_tensors
 from megatrain_jax._src.models.tensors import DTYPES
@@ -99,7 +99,7 @@ def save_lora(
     from safetensors.numpy import save_file
 
     copied = companions(source)
-    with unfinished(folder) as at:
+    with atomic_folder(folder) as at:
         save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
         (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(at, copied)

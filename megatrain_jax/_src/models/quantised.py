@@ -32,7 +32,7 @@ from megatrain_jax._src.models.quantised_tensors import (
     CHUNK,
     CODES,
     check_fit,
-    pairs_of,
+    nibble_table,
     scaled,
     weight_of,
 )
@@ -149,7 +149,7 @@ def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray, *, dtype: np.dtype) -> n
     # Transformers' powers, also at the ends: the last one is infinite.
     with np.errstate(over="ignore"):
         powers = np.exp2(np.arange(256, dtype=np.float32) - np.float32(127))
-    pairs, step = pairs_of((*_FP4, *(-x for x in _FP4)), high_first=False), max(1, CHUNK // 32)
+    pairs, step = nibble_table((*_FP4, *(-x for x in _FP4)), high_first=False), max(1, CHUNK // 32)
     step = max(1, step // groups)
     for to, own, exponents in zip(array, blocks, scales, strict=True):
         for at in range(0, outputs, step):

@@ -135,7 +135,7 @@ def checked_scales(name: str, scales: np.ndarray) -> np.ndarray:
 
 
 @cache
-def pairs_of(levels: tuple[float, ...], *, high_first: bool) -> np.ndarray:
+def nibble_table(levels: tuple[float, ...], *, high_first: bool) -> np.ndarray:
     """The two numbers of each byte: the levels of its halves, fp32 of shape (256, 2)."""
     table, byte = np.array(levels, np.float32), np.arange(256)
     halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)

@@ -52,7 +52,7 @@ def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0)
             # The head gets rows of its own, not the embedding's draws.
             draws = np.random.SeedSequence([seed, name == "lm_head"])
             module: Mapping[str, Any] = params[name]
-            params[name] = {key: Grown(array, size, draws) for key, array in module.items()}
+            params[name] = {key: ResizedArray(array, size, draws) for key, array in module.items()}
     original = pretrained.config.original
     if original is not None:
         values = json.loads(original)
@@ -62,7 +62,7 @@ def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0)
     return with_config(replace(pretrained, params=params), config)
 
 
-class Grown:
+class ResizedArray:
     """A matrix or vector with new rows, computed when it is converted to an array.
 
     Attributes:

@@ -15,7 +15,7 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.image_attention import full_attention
 from megatrain_jax._src.models.layers import BiasedMLP, LayerNorm, Linear
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use towers
     from megatrain_jax._src.models.config import DecoderConfig
@@ -66,7 +66,7 @@ def read_siglip(fields: Fields) -> SiglipConfig:
     kind = fields.take("model_type", MODEL_TYPE)
     if kind != MODEL_TYPE:
         raise ValueError(f"`model_type` = {kind!r} of `vision_config` isn't {MODEL_TYPE}")
-    hf_common.refuse_others(fields)
+    hf_common.refuse_unsupported(fields)
     fields.take("vision_use_head", True)  # images become the hidden states before that head
     config = SiglipConfig(
         hidden_size=fields.integer("hidden_size", 768),
@@ -91,7 +91,7 @@ def read_siglip(fields: Fields) -> SiglipConfig:
 class PatchEmbedding(nnx.Module):
     """A product with each patch: a convolution without overlap, (out, channels, size, size)."""
 
-    def __init__(self, config: SiglipConfig, make: Maker):
+    def __init__(self, config: SiglipConfig, make: ParameterMaker):
         """Makes the parameters."""
         size = config.patch_size
         self.size, self.sides = size, config.patches_per_side
@@ -117,7 +117,7 @@ class PatchEmbedding(nnx.Module):
 class PositionEmbedding(nnx.Module):
     """A vector for each place of a patch."""
 
-    def __init__(self, config: SiglipConfig, make: Maker):
+    def __init__(self, config: SiglipConfig, make: ParameterMaker):
         """Makes the vectors."""
         self.weight = make.weight(config.patches_per_side**2, config.hidden_size)
 
@@ -125,7 +125,7 @@ class PositionEmbedding(nnx.Module):
 class Embeddings(nnx.Module):
     """The hidden states that the first layer reads."""
 
-    def __init__(self, config: SiglipConfig, make: Maker):
+    def __init__(self, config: SiglipConfig, make: ParameterMaker):
         """Makes the parameters."""
         self.patch_embedding = PatchEmbedding(config, make)
         self.position_embedding = PositionEmbedding(config, make)
@@ -138,7 +138,7 @@ class Embeddings(nnx.Module):
 class SiglipAttention(nnx.Module):
     """Attention of every patch to all patches of its image."""
 
-    def __init__(self, config: SiglipConfig, make: Maker):
+    def __init__(self, config: SiglipConfig, make: ParameterMaker):
         """Makes the parameters."""
         self.num_heads, wide = config.num_heads, config.hidden_size
         self.q_proj = Linear(wide, wide, make, bias=True)
@@ -158,7 +158,7 @@ class SiglipAttention(nnx.Module):
 class SiglipBlock(nnx.Module):
     """Attention, then an MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, config: SiglipConfig, norms: "DecoderConfig", make: Maker):
+    def __init__(self, config: SiglipConfig, norms: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters; `norms` has the options of the norms."""
         self.layer_norm1 = LayerNorm(config.hidden_size, norms, make)
         self.self_attn = SiglipAttention(config, make)
@@ -174,7 +174,7 @@ class SiglipBlock(nnx.Module):
 class SiglipTower(nnx.Module):
     """Images to the hidden states of their patches."""
 
-    def __init__(self, config: SiglipConfig, decoder: "DecoderConfig", make: Maker):
+    def __init__(self, config: SiglipConfig, decoder: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters; norms have the options of `decoder` that are not SigLIP's own."""
         norms = replace(decoder, norm_eps=config.norm_eps, norm_offset=0.0, norm_bias=True)
         self.embeddings = Embeddings(config, make)

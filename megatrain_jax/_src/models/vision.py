@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.arrays import check_array
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:  # avoids a cycle: configurations contain vision parts
     from megatrain_jax._src.models.config import DecoderConfig
@@ -41,7 +41,7 @@ class VisionConfig(ABC):
     mutual: bool
 
     @abstractmethod
-    def make(self, decoder: "DecoderConfig", make: Maker) -> nnx.Module:
+    def make(self, decoder: "DecoderConfig", make: ParameterMaker) -> nnx.Module:
         """Makes a module from pixels to vectors.
 
         Args:

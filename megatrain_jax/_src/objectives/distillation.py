@@ -19,9 +19,9 @@ from megatrain_jax._src.cross_entropy import (
     checked_arrays,
     chunked,
     label_logits,
+    map_token_parts,
     next_token,
     num_parts,
-    of_parts,
 )
 from megatrain_jax._src.objectives.example_losses import mean
 
@@ -156,7 +156,7 @@ def _logs(
         logs = jax.lax.map(of_chunk, tuple(chunked(options.chunk, *arrays)))
         return logs.reshape(-1, ids.shape[1])[: arrays[0].shape[0]]
 
-    return of_parts(options.parts, of_part, hidden, ids).reshape(ids.shape)
+    return map_token_parts(options.parts, of_part, hidden, ids).reshape(ids.shape)
 
 
 def _logits(
@@ -195,7 +195,7 @@ def _backward(options: LossOptions, saved, cotangent):
         by_head, by_hidden = jax.lax.scan(add, start, tuple(chunked(options.chunk, *arrays)))
         return by_head, by_hidden.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
 
-    by_head, by_hidden = of_parts(options.parts, of_part, hidden, ids, cotangent)
+    by_head, by_hidden = map_token_parts(options.parts, of_part, hidden, ids, cotangent)
     by_head = by_head.sum(axis=0).astype(head.dtype)
     return by_hidden.reshape(hidden.shape), by_head, None
 

@@ -198,7 +198,7 @@ class LoopOptions:
             raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
 
     @property
-    def rhythm(self) -> dict[str, Any]:
+    def agreed_options(self) -> dict[str, Any]:
         """The options that must be equal in all processes, which step and save together."""
         return {
             "`steps`": self.steps,

@@ -76,7 +76,7 @@ _RATE = (
 _NEW = (
     "it is fixed when a trainer is made: pass it to a new Trainer, and restore a checkpoint there"
 )
-_WAYS = {
+_HOW_TO_SET = {
     "params": _PARAMETERS,
     "model": _PARAMETERS,
     "opt_state": "restore a checkpoint",
@@ -91,7 +91,7 @@ _BY_TYPE = {Hardware: "hardware", Precision: "precision", Mesh: "mesh", Abstract
 
 
 # Attributes that trainers and results have elsewhere.
-_INSTEAD = {
+_ATTRIBUTE_HINTS = {
     **dict.fromkeys(("train", "fit"), "call megatrain_jax.train(trainer, data)"),
     **dict.fromkeys(
         ("predict", "forward", "apply", "eval"),
@@ -175,19 +175,19 @@ class ExplainedAttributes:
 
 def _way_to(name: str, known: Iterable[str]) -> str:
     """The end of a message about a missing attribute."""
-    if name in _INSTEAD:
-        return f": {_INSTEAD[name]}"
+    if name in _ATTRIBUTE_HINTS:
+        return f": {_ATTRIBUTE_HINTS[name]}"
     return did_you_mean(name, [one for one in known if not one.startswith("_")])
 
 
 def _not_settable(kind: type, name: str) -> str:
     """The message for a public attribute that was set, with a way to reach the same."""
-    way = f": {_WAYS[name]}" if name in _WAYS else ""
+    way = f": {_HOW_TO_SET[name]}" if name in _HOW_TO_SET else ""
     if hasattr(kind, name):
         return f"`{name}` of a {kind.__name__} is read-only{way}"
     if not way:
         public = [known for known in dir(kind) if not known.startswith("_")]
-        way = did_you_mean(name, [*public, *_WAYS])
+        way = did_you_mean(name, [*public, *_HOW_TO_SET])
     return f"a {kind.__name__} has no attribute `{name}` that could be set{way}"
 
 

@@ -32,8 +32,8 @@ from megatrain_jax._src.program.axis_rules import (
     ADDED_INTO,
     FOLDED,
     MAPPED,
-    Together,
-    is_placed,
+    AxisGroup,
+    has_explicit_sharding,
     rule_of,
     shape_of,
 )
@@ -92,7 +92,7 @@ class Axes:
         groups = () if rule is None else rule(eqn)
         self._found = {place: group for group in groups for place in group[0]}
 
-    def together(self, at: int, axis: int) -> Together | None:
+    def together(self, at: int, axis: int) -> AxisGroup | None:
         """The group of an axis: the axes that are divided with it, and how parts form the result.
 
         Args:
@@ -140,7 +140,7 @@ def _is_key(eqn: Any, at: int) -> bool:
 
 def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | None:
     """The division of a reshape, from where the entries around the divided ones end up."""
-    if eqn.params.get("dimensions") is not None or is_placed(eqn):
+    if eqn.params.get("dimensions") is not None or has_explicit_sharding(eqn):
         return None
     if _is_key(eqn, 0):
         return None

@@ -38,7 +38,7 @@ from megatrain_jax._src.program.primitives import (
 MAPPED, FOLDED, ADDED_INTO = "mapped", "folded", "added into"
 
 # A group of axes, and how parts along them form the result.
-Together = tuple[list[tuple[int, int]], str]
+AxisGroup = tuple[list[tuple[int, int]], str]
 
 
 def shape_of(eqn: Any, at: int) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def shape_of(eqn: Any, at: int) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
-def rule_of(eqn: Any) -> Callable[[Any], Iterator[Together]] | None:
+def rule_of(eqn: Any) -> Callable[[Any], Iterator[AxisGroup]] | None:
     """The function that lists the groups of axes of an equation; None if they are unknown.
 
     Reshapes have their own rule in `axes.py`.
@@ -57,13 +57,13 @@ def rule_of(eqn: Any) -> Callable[[Any], Iterator[Together]] | None:
     return _RULES.get(eqn.primitive.name, _elementwise if elementwise else None)
 
 
-def is_placed(eqn: Any, name: str = "sharding") -> bool:
+def has_explicit_sharding(eqn: Any, name: str = "sharding") -> bool:
     """Whether the given parameter of an equation fixes how devices divide its result."""
     sharding = eqn.params.get(name)
     return sharding is not None and not jx.is_automatic(sharding)
 
 
-def _elementwise(eqn: Any) -> Iterator[Together]:
+def _elementwise(eqn: Any) -> Iterator[AxisGroup]:
     count = len(eqn.invars)
     # Operands with fewer axes (usually scalars), or with length 1 where the result is longer, are
     # read whole by each part.
@@ -73,7 +73,7 @@ def _elementwise(eqn: Any) -> Iterator[Together]:
         yield [*places, (count, axis)], MAPPED
 
 
-def _constrained(eqn: Any) -> Iterator[Together]:
+def _constrained(eqn: Any) -> Iterator[AxisGroup]:
     """A sharding constraint can be divided along the axes that it does not shard."""
     sharding = eqn.params["sharding"]
     spec = () if sharding.is_fully_replicated else getattr(sharding, "spec", None)
@@ -83,10 +83,10 @@ def _constrained(eqn: Any) -> Iterator[Together]:
                 yield [(0, axis), (1, axis)], MAPPED
 
 
-def _along(name: str) -> Callable[[Any], Iterator[Together]]:
+def _along(name: str) -> Callable[[Any], Iterator[AxisGroup]]:
     """The rule of an operation that works along the axes named in a parameter, and only there."""
 
-    def rule(eqn: Any) -> Iterator[Together]:
+    def rule(eqn: Any) -> Iterator[AxisGroup]:
         taken = eqn.params[name]
         taken = set(taken) if isinstance(taken, (tuple, list)) else {taken}
         positions = range(len(eqn.invars) + len(eqn.outvars))
@@ -97,7 +97,7 @@ def _along(name: str) -> Callable[[Any], Iterator[Together]]:
     return rule
 
 
-def _reduction(eqn: Any) -> Iterator[Together]:
+def _reduction(eqn: Any) -> Iterator[AxisGroup]:
     reduced = set(eqn.params["axes"])
     is_position = eqn.primitive.name in ARG_REDUCTIONS
     for axis in range(len(shape_of(eqn, 0))):
@@ -107,15 +107,15 @@ def _reduction(eqn: Any) -> Iterator[Together]:
             yield [(0, axis)], FOLDED
 
 
-def _squeeze(eqn: Any) -> Iterator[Together]:
+def _squeeze(eqn: Any) -> Iterator[AxisGroup]:
     gone = eqn.params["dimensions"]
     for axis in range(len(shape_of(eqn, 0))):
         if axis not in gone:
             yield [(0, axis), (1, axis - sum(d < axis for d in gone))], MAPPED
 
 
-def _broadcast(eqn: Any) -> Iterator[Together]:
-    if len(eqn.invars) != 1 or is_placed(eqn):
+def _broadcast(eqn: Any) -> Iterator[AxisGroup]:
+    if len(eqn.invars) != 1 or has_explicit_sharding(eqn):
         return
     dims, old = tuple(eqn.params["broadcast_dimensions"]), shape_of(eqn, 0)
     for axis, size in enumerate(eqn.params["shape"]):
@@ -123,15 +123,15 @@ def _broadcast(eqn: Any) -> Iterator[Together]:
         yield [*places, (1, axis)], MAPPED
 
 
-def _made(eqn: Any) -> Iterator[Together]:
+def _made(eqn: Any) -> Iterator[AxisGroup]:
     """Arrays made without an array operand: counters, and random bits of one key."""
     at = len(eqn.invars)
     # A requested sharding refers to the whole shape and would be wrong for a part.
-    if not is_placed(eqn):
+    if not has_explicit_sharding(eqn):
         yield from (([(at, axis)], MAPPED) for axis in range(len(shape_of(eqn, at))))
 
 
-def _random_bits(eqn: Any) -> Iterator[Together]:
+def _random_bits(eqn: Any) -> Iterator[AxisGroup]:
     """Random bits of one key, if each element depends only on its own index."""
     key = eqn.invars[0].aval
     counted = getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
@@ -144,14 +144,14 @@ def _threefry_dtype() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
-def _transpose(eqn: Any) -> Iterator[Together]:
+def _transpose(eqn: Any) -> Iterator[AxisGroup]:
     for new, old in enumerate(eqn.params["permutation"]):
         yield [(0, old), (1, new)], MAPPED
 
 
-def _dot_general(eqn: Any) -> Iterator[Together]:
+def _dot_general(eqn: Any) -> Iterator[AxisGroup]:
     contracted, batch = eqn.params["dimension_numbers"]
-    if is_placed(eqn, "out_sharding"):
+    if has_explicit_sharding(eqn, "out_sharding"):
         return
     for new, pair in enumerate(zip(*batch, strict=True)):
         yield [*enumerate(pair), (2, new)], MAPPED
@@ -166,7 +166,7 @@ def _dot_general(eqn: Any) -> Iterator[Together]:
         yield [*enumerate(pair)], FOLDED
 
 
-def _convolution(eqn: Any) -> Iterator[Together]:
+def _convolution(eqn: Any) -> Iterator[AxisGroup]:
     left, right, result = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] != 1:
         return
@@ -177,35 +177,35 @@ def _convolution(eqn: Any) -> Iterator[Together]:
         yield [(0, left[1]), (1, right[1])], FOLDED
 
 
-def _pad(eqn: Any) -> Iterator[Together]:
+def _pad(eqn: Any) -> Iterator[AxisGroup]:
     for axis, config in enumerate(eqn.params["padding_config"]):
         # Along a padded axis, positions of the operand and the result differ.
         if tuple(config) == (0, 0, 0):
             yield [(0, axis), (2, axis)], MAPPED
 
 
-def _slice(eqn: Any) -> Iterator[Together]:
+def _slice(eqn: Any) -> Iterator[AxisGroup]:
     strides = eqn.params["strides"]
     for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, 1), strict=True)):
         if old == new and (strides is None or strides[axis] == 1):
             yield [(0, axis), (1, axis)], MAPPED
 
 
-def _dynamic_slice(eqn: Any) -> Iterator[Together]:
+def _dynamic_slice(eqn: Any) -> Iterator[AxisGroup]:
     last = len(eqn.invars)
     for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, last), strict=True)):
         if old == new:  # a full-length slice is clamped to start at 0
             yield [(0, axis), (last, axis)], MAPPED
 
 
-def _dynamic_update_slice(eqn: Any) -> Iterator[Together]:
+def _dynamic_update_slice(eqn: Any) -> Iterator[AxisGroup]:
     last = len(eqn.invars)
     for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, 1), strict=True)):
         if old == new:
             yield [(0, axis), (1, axis), (last, axis)], MAPPED
 
 
-def _gather(eqn: Any) -> Iterator[Together]:
+def _gather(eqn: Any) -> Iterator[AxisGroup]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     rank, offsets = len(shape_of(eqn, 2)), numbers.offset_dims
     rows = [axis for axis in range(rank) if axis not in offsets]
@@ -222,7 +222,7 @@ def _gather(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (2, new)], MAPPED
 
 
-def _scatter(eqn: Any) -> Iterator[Together]:
+def _scatter(eqn: Any) -> Iterator[AxisGroup]:
     numbers = eqn.params["dimension_numbers"]
     windows = numbers.update_window_dims
     rows = [axis for axis in range(len(shape_of(eqn, 2))) if axis not in windows]
@@ -242,13 +242,13 @@ def _scatter(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (2, update), (3, axis)], MAPPED
 
 
-def _stack(eqn: Any) -> Iterator[Together]:
+def _stack(eqn: Any) -> Iterator[AxisGroup]:
     operands, new = range(len(eqn.invars)), eqn.params["axis"]
     for axis in range(len(shape_of(eqn, 0))):
         yield [*((at, axis) for at in operands), (len(operands), axis + (new <= axis))], MAPPED
 
 
-def _unstack(eqn: Any) -> Iterator[Together]:
+def _unstack(eqn: Any) -> Iterator[AxisGroup]:
     gone = eqn.params["axis"]
     for axis in range(len(shape_of(eqn, 0))):
         if axis != gone:
@@ -256,7 +256,7 @@ def _unstack(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), *((at, new) for at in range(1, 1 + len(eqn.outvars)))], MAPPED
 
 
-def _windows(eqn: Any) -> Iterator[Together]:
+def _windows(eqn: Any) -> Iterator[AxisGroup]:
     params = eqn.params
     for axis, size in enumerate(params["window_dimensions"]):
         alone = size == 1 == params["window_strides"][axis] == params["base_dilation"][axis]
@@ -264,7 +264,7 @@ def _windows(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (1, axis)], MAPPED
 
 
-def _matrices(eqn: Any) -> Iterator[Together]:
+def _matrices(eqn: Any) -> Iterator[AxisGroup]:
     """Decompositions and solves of batched matrices: all axes but the last two can be divided."""
     positions = range(len(eqn.invars) + len(eqn.outvars))
     for axis in range(len(shape_of(eqn, 0)) - 2):
@@ -275,7 +275,7 @@ def _matrices(eqn: Any) -> Iterator[Together]:
 ADDING = ("scatter-add", "scatter_add")
 _OTHER_SCATTERS = [f"scatter{sign}{kind}" for sign in "-_" for kind in ("mul", "min", "max")]
 
-_RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
+_RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
     **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
     "broadcast_in_dim": _broadcast,

@@ -26,7 +26,7 @@ from megatrain_jax._src.program import jaxpr as jx
 _KINDS = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
 
 
-def fires(eqn_or_jaxpr: Any) -> bool:
+def has_side_effects(eqn_or_jaxpr: Any) -> bool:
     """Whether evaluating an equation or a jaxpr has an effect visible outside."""
     return any(type(effect).__name__ in _KINDS for effect in eqn_or_jaxpr.effects)
 
@@ -59,10 +59,11 @@ def _shown(eqn: Any) -> str:
     return f"{kind}({name})" if name else kind
 
 
-def answers(eqn: Any) -> bool:
+def has_read_callback(eqn: Any) -> bool:
     """Whether a callback inside an equation's jaxprs returns a result that is read."""
     return any(
-        (fires(e) and not jx.inner_jaxprs(e) and not used.isdisjoint(e.outvars)) or answers(e)
+        (has_side_effects(e) and not jx.inner_jaxprs(e) and not used.isdisjoint(e.outvars))
+        or has_read_callback(e)
         for inner in jx.inner_jaxprs(eqn)
         for used in (read_in(inner),)
         for e in inner.eqns
@@ -126,7 +127,7 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
         flags = [not jx.is_literal(a) and a in found for a in eqn.invars]
         if any(flags):
             found.update(eqn.outvars)
-        if fires(eqn) and not (has_forward and not any(flags)):
+        if has_side_effects(eqn) and not (has_forward and not any(flags)):
             if jx.inner_jaxprs(eqn):
                 eqn = _within(eqn, flags)
             # A callback with a result that is read must run again, fired or not.

@@ -37,7 +37,7 @@ Codes = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
+class ProductSpec:
     """The static description of a product: axes, dtypes, and the operands that need gradients.
 
     Attributes:
@@ -57,7 +57,7 @@ class Form:
     needed: tuple[bool, bool]
 
     @classmethod
-    def of(cls, eqn: Any, needed: tuple[bool, bool]) -> "Form":
+    def of(cls, eqn: Any, needed: tuple[bool, bool]) -> "ProductSpec":
         """The form of a `dot_general` equation.
 
         Args:
@@ -134,7 +134,7 @@ def _scales(largest: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(form: Form, left: jax.Array, right: jax.Array) -> jax.Array:
+def product(form: ProductSpec, left: jax.Array, right: jax.Array) -> jax.Array:
     """The product of two arrays in float8; its derivative is computed in float8 too.
 
     Args:
@@ -145,7 +145,9 @@ def product(form: Form, left: jax.Array, right: jax.Array) -> jax.Array:
     return _forward(form, left, right)[0]
 
 
-def _forward(form: Form, left: jax.Array, right: jax.Array) -> tuple[jax.Array, list[Codes | None]]:
+def _forward(
+    form: ProductSpec, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, list[Codes | None]]:
     codes = coded(left), coded(right)
     result = _of_codes(codes[0], codes[1], form.contracted, form.batch, form.dtype)
     # An operand's gradient needs the codes of the opposite operand only.
@@ -154,7 +156,7 @@ def _forward(form: Form, left: jax.Array, right: jax.Array) -> tuple[jax.Array, 
 
 
 def _backward(
-    form: Form, kept: list[Codes | None], cotangent: jax.Array
+    form: ProductSpec, kept: list[Codes | None], cotangent: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
     codes = coded(cotangent) if any(form.needed) else None
     return _gradient(form, 0, codes, kept[1]), _gradient(form, 1, codes, kept[0])
@@ -187,7 +189,7 @@ def count_numbers(jaxpr: Any) -> int:
     return found
 
 
-def _gradient(form: Form, side: int, cotangent: Codes | None, other: Codes | None) -> Any:
+def _gradient(form: ProductSpec, side: int, cotangent: Codes | None, other: Codes | None) -> Any:
     """The gradient of one operand; None if it is not needed."""
     if cotangent is None or other is None:
         return None

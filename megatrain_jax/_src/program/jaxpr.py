@@ -82,7 +82,7 @@ def _host_constant(value: Any) -> Any:
     return value
 
 
-def outlived(values: Iterable[Any]) -> str | None:
+def leaked_tracer(values: Iterable[Any]) -> str | None:
     """Shape and dtype of the first value that belongs to a finished trace, or None."""
     found = (v for v in values if isinstance(v, core.Tracer))
     return next((v.aval.str_short() for v in found), None)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.function_key import function_key, is_function
 from megatrain_jax._src.program.primitives import CUSTOM_RULES
@@ -172,7 +172,7 @@ def _params_key(eqn, level):
         if level != _RULES:
             return key
         # A stage's key is asked for before and after its outputs are known.
-        return key, remembered("VJPs", lambda: Same(eqn), lambda: _vjp_key(eqn), _MOST_VJPS)
+        return key, remembered("VJPs", lambda: IdentityKey(eqn), lambda: _vjp_key(eqn), _MOST_VJPS)
     skipped = ("name",) if "jaxpr" in params else ()
     if eqn.primitive.name != "sharding_constraint":
         params = {k: None if jx.is_automatic(v) else v for k, v in params.items()}

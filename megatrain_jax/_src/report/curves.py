@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.common.checks import is_number
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def draw_curves(
 
 def _draw(axes: "Axes", records: Sequence[Mapping[str, Any]], metric: str, smooth: int) -> None:
     """Draws a metric and, if there is one, the evaluation metric of the same name."""
-    for name, marker in ((metric, ""), (EVALUATED + metric, "o")):
+    for name, marker in ((metric, ""), (EVAL_PREFIX + metric, "o")):
         steps, values = points(records, name)
         if not len(steps):
             continue

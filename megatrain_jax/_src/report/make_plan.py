@@ -7,7 +7,7 @@ from itertools import groupby
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.kernels.stage_kernels import keeping_names
+from megatrain_jax._src.kernels.stage_kernels import residual_kernel_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import flops_by_kind
@@ -21,9 +21,9 @@ from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.budget import least_device_bytes, other_bytes
+from megatrain_jax._src.spec.budget import least_device_bytes, uncounted_activation_bytes
 from megatrain_jax._src.spec.host import host_process, peak_bytes
-from megatrain_jax._src.spec.kept_together import kept_together
+from megatrain_jax._src.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
@@ -66,7 +66,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
         device_excess=_excess(spec.smallest) if spec.smallest else "",
-        device_other_bytes=other_bytes(step),
+        device_other_bytes=uncounted_activation_bytes(step),
         device_temporary_bytes=spec.temporary_bytes,
         device_temporary_estimated=spec.temporary_estimated,
         bytes_in=moved[0],
@@ -83,7 +83,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         update_mode="deferred" if workload.deferred else "immediate",
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
-        keeps_costliest=schedule.lean,
+        keeps_costliest=schedule.selective,
         num_templates=num_templates,
         num_parts=spec.num_parts,
         num_expert_groups=num_groups(spec.leaves),
@@ -229,7 +229,7 @@ def _excess(spec: RunSpec) -> str:
     count = num_groups(spec.leaves)
     parts += "" if count == 1 else f" and experts in {count} groups"
     in_block = bool(groups) and spec.leaves[spec.grouping.leaves[groups[0]][0]].block is not None
-    together = kept_together(spec.cut, spec.layouts) if in_block else ""
+    together = indivisible_arrays(spec.cut, spec.layouts) if in_block else ""
     return (
         f"at least {sized(least_device_bytes(spec))}{parts}, most in the {operations} of "
         f"{names[groups[0]] if groups else 'a stage without parameters'}"
@@ -255,7 +255,7 @@ def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
     for s, bound in enumerate(step.stages):
         name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
         plain = "forward", "backward"
-        own = keeping_names(step.schedule.lean) if s in step.schedule.kept else plain
+        own = residual_kernel_names(step.schedule.selective) if s in step.schedule.kept else plain
         for what, kernel in zip(plain, own, strict=True):
             # A stage may have tiles for its kernels with and without residuals; the schedule
             # decides which kernels run.
@@ -277,7 +277,7 @@ def _span(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
-def fold(
+def merge_equal_groups(
     names: Sequence[str],
     num_parameters: Sequence[int],
     state_bytes: Sequence[int],
@@ -330,4 +330,4 @@ def _group_rows(
     parts = [spec.leaves[rows[0]].block for rows in grouping.leaves]
     blocks = [part and whole_block(part) for part in parts]
     names, frozen = grouping.names, grouping.frozen
-    return fold(names, num_parameters, state_bytes, templates, frozen, blocks)
+    return merge_equal_groups(names, num_parameters, state_bytes, templates, frozen, blocks)

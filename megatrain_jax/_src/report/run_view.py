@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.common.checks import is_number
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
@@ -35,7 +35,7 @@ def result_cells(
 ) -> list[list[str]]:
     """The table of a result: steps, reason of the end, and losses."""
     cells = [["steps", f"{num_steps}", reason]]
-    for name in ("loss", EVALUATED + "loss"):
+    for name in ("loss", EVAL_PREFIX + "loss"):
         numbers, values = points(records, name)
         if len(values):
             # NaN comes last, because nothing compares less than it.
@@ -55,7 +55,7 @@ def trainer_cells(
     budget, schedule = spec.budget_bytes, spec.first.schedule
     within = "the minimum" if budget is None else f"of a budget of {sized(budget)}"
     last = records[-1] if records else {}
-    losses = (f"{n} {_spelled(n, last[n])}" for n in ("loss", EVALUATED + "loss") if n in last)
+    losses = (f"{n} {_spelled(n, last[n])}" for n in ("loss", EVAL_PREFIX + "loss") if n in last)
     names = ", ".join(str(device) for device in devices)
     return [
         ["parameters", short(parameters), f"in {groups} group{'' if groups == 1 else 's'}"],

@@ -7,11 +7,11 @@ import numpy as np
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
-from megatrain_jax._src.spec.codecs import coded_differences, held_dtype
+from megatrain_jax._src.spec.codecs import coded_differences, stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 # Below this number of parameters, a model fits any device as a whole.
@@ -173,7 +173,7 @@ def _coded_frozen(spec: RunSpec) -> list[str]:
     if precision.frozen is not None or isinstance(precision.master, tuple):
         return []
     frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
-    coded = [leaf for leaf in frozen if held_dtype(precision, leaf) == np.dtype("int8")]
+    coded = [leaf for leaf in frozen if stored_dtype(precision, leaf) == np.dtype("int8")]
     if not coded:
         return []
     return [
@@ -187,7 +187,7 @@ def _coded_frozen(spec: RunSpec) -> list[str]:
 def _no_nf4(spec: RunSpec) -> list[str]:
     """Warns if frozen parameters were to be stored in NF4, and none is."""
     frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
-    if spec.precision.frozen != NF4 or any(held_dtype(spec.precision, x) == NF4 for x in frozen):
+    if spec.precision.frozen != NF4 or any(stored_dtype(spec.precision, x) == NF4 for x in frozen):
         return []
     return [
         'Precision(frozen="nf4") stores matrices of the model\'s blocks that are not trained in 4 '

@@ -17,7 +17,7 @@ class Dispatched:
     def __init__(self):
         """Starts with no task."""
         self._results: dict[int, jax.Array | None] = {}
-        self._of_stage: jax.Array | None = None
+        self._stage_result: jax.Array | None = None
 
     def note(self, task: int, result: jax.Array | None) -> None:
         """Records a task's newest result; None if its kernel returns nothing."""
@@ -32,7 +32,7 @@ class Dispatched:
             hold: Whether it may be kept that long; False for a gradient, which an update frees.
         """
         self.note(task, result)
-        self._of_stage = result if hold else None
+        self._stage_result = result if hold else None
 
     def wait(self, task: int) -> None:
         """Blocks until the device has finished a task, and all earlier ones."""
@@ -48,14 +48,16 @@ class Dispatched:
 
     def wait_for_stage(self) -> None:
         """Blocks until the device has finished the last stage; later work may continue."""
-        if self._of_stage is None or self._of_stage.is_deleted():  # a later kernel has its memory
+        if (
+            self._stage_result is None or self._stage_result.is_deleted()
+        ):  # a later kernel has its memory
             self.wait_for_all()
         else:
-            self._of_stage.block_until_ready()
+            self._stage_result.block_until_ready()
 
     def forget_stage(self) -> None:
         """Forgets the last stage: until one is recorded, `wait_for_stage` waits for all tasks."""
-        self._of_stage = None
+        self._stage_result = None
 
     def wait_for_all(self) -> None:
         """Blocks until the device has finished everything recorded."""
@@ -67,4 +69,4 @@ class Dispatched:
     def clear(self) -> None:
         """Forgets all tasks."""
         self._results.clear()
-        self._of_stage = None
+        self._stage_result = None

@@ -13,13 +13,13 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import loss_scale, steps, updates
-from megatrain_jax._src.kernels.bound_stage import Backward, BoundStage
+from megatrain_jax._src.kernels.bound_stage import BackwardMode, BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.dispatched import Dispatched
 from megatrain_jax._src.runtime.live_values import LiveValues
-from megatrain_jax._src.runtime.random_arguments import Draws
+from megatrain_jax._src.runtime.random_arguments import RandomArguments
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
@@ -42,7 +42,7 @@ class Engine:
         """Makes an engine for a store that is at rest or still to be filled."""
         self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
-        self._transfers, self._draws = Transfers(store), Draws(store)
+        self._transfers, self._draws = Transfers(store), RandomArguments(store)
         self._messages: list[jax.Array] = []
         self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
         # `ok` and the step number of the pending updates.
@@ -51,7 +51,7 @@ class Engine:
         self._large: set[Hashable] = set()  # keys of functions with large temporaries
         self._dispatched = Dispatched()
         self._running: Schedule | None = None  # of the steps since the state was last at rest
-        self._begun = 0  # number of tasks in these steps
+        self._task_offset = 0  # number of tasks in these steps
 
     # ---- whole steps
 
@@ -77,7 +77,7 @@ class Engine:
         for instruction in instructions:
             self.obey(instruction, live)
         self._transfers.dispatch()  # offloads after the last computation
-        self._begun += schedule.num_tasks
+        self._task_offset += schedule.num_tasks
         new = list(self.store.variables)
         # From the first microbatch, because state changes once per step.
         for k, i in step.late_state.items():
@@ -127,7 +127,7 @@ class Engine:
         """Drops the running schedule and its transfers; the store must be refilled afterwards."""
         self._transfers.abandon()
         self._dispatched.clear()
-        self._running, self._begun = None, 0
+        self._running, self._task_offset = None, 0
 
     def set_step(self, step: int) -> None:
         """Sets the number of the next step; all state must be at rest."""
@@ -136,7 +136,7 @@ class Engine:
 
     def _rest(self) -> None:
         self._transfers.rest()
-        self._running, self._begun = None, 0
+        self._running, self._task_offset = None, 0
         self._dispatched.clear()
         self.store.rest()
 
@@ -184,8 +184,8 @@ class Engine:
         include a fetch, so that it is not delayed; offloads queue behind earlier ones
         anyway.
         """
-        # Negative numbers are tasks of the previous step, already in `_begun`.
-        task = self._begun + (instruction.task or 0)
+        # Negative numbers are tasks of the previous step, already in `_task_offset`.
+        task = self._task_offset + (instruction.task or 0)
         waits = instruction.op in WAITS
         key = instruction.key
         if key is not None and not waits:
@@ -198,7 +198,7 @@ class Engine:
             self._dispatched.wait(task)
         elif key is not None:
             self._dispatched.wait(task)  # a part can land while its task still computes with it
-            self._transfers.wait_landed(task, key)
+            self._transfers.wait_for_offload(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(live, _known(instruction.group), task)
         elif live is None:
@@ -227,13 +227,13 @@ class Engine:
                 self._large.add(key)
         return self._found[key]
 
-    def _of_stage(
+    def _stage_function(
         self,
         op: Op,
         number: int,
         step: BoundStep,
         microbatch: int = 0,
-        mode: Backward | None = None,
+        mode: BackwardMode | None = None,
     ) -> Callable:
         """A stage's compiled function; waits if it has large temporaries, so call it at once."""
         key, placement = (op, number, step, mode), self.store.placement
@@ -258,7 +258,7 @@ class Engine:
         bound = live.step.stages[number]
         keeps, kept = number in live.step.schedule.kept, []
         for row in live.wave_rows:
-            run = self._of_stage(Op.FORWARD, number, live.step)
+            run = self._stage_function(Op.FORWARD, number, live.step)
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
                 outputs, residuals = outputs
@@ -272,15 +272,15 @@ class Engine:
         stage, mode = bound.stage, bound.mode
         assert mode is not None
         keeps = number in live.step.schedule.kept
-        kept = self._take(Key(Kind.RESIDUALS, number)) if keeps else ()
+        kept = self._pop_part(Key(Kind.RESIDUALS, number)) if keeps else ()
         rows, waiting = live.wave_rows, live.wave_cotangents
         each = len(kept) // len(rows)
-        sums = {g: self._take(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
+        sums = {g: self._pop_part(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
         made: dict[int, Slabs] = {}  # the wave's sums in fp32, if sums are stored in bfloat16
         for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
             part = live.step.part(number, m)
             assert part.mode is not None
-            run = self._of_stage(Op.BACKWARD, number, live.step, m, part.mode)
+            run = self._stage_function(Op.BACKWARD, number, live.step, m, part.mode)
             added_to = made if part.mode.is_partial else sums
             outputs, gradients, back, *more = run(
                 self._masters(bound),
@@ -299,7 +299,7 @@ class Engine:
             self._send(bound, cotangents, back)
             # To wait for a kernel, one result is enough, preferably one whose memory no later
             # kernel reuses.
-            lasting = [i for i in bound.leaving if i not in live.step.taken_over]
+            lasting = [i for i in bound.leaving if i not in live.step.accumulated_cotangents]
             held = [cotangents[i] for i in lasting or bound.leaving]
             self._dispatched.note_stage(task, (held or gradients[0])[0], hold=bool(held))
             del gradients, more
@@ -321,7 +321,7 @@ class Engine:
                 cotangent = self.kernels.get(steps.ADD)(cotangents[i], cotangent)
             cotangents[i] = cotangent
 
-    def _take(self, key: Key) -> Slabs:
+    def _pop_part(self, key: Key) -> Slabs:
         self.store.host.pop(key, None)
         return self.store.on_device.pop(key)
 
@@ -375,7 +375,7 @@ class Engine:
         # Removed here, because the kernel writes the new arrays into their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
-        gradient = self._take(Key(Kind.GRADIENT, group))
+        gradient = self._pop_part(Key(Kind.GRADIENT, group))
         run = self._of_group(Op.UPDATE, group, gradient[0].dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
         store.host.pop(masters_key, None)  # stale from now on

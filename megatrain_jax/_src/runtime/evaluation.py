@@ -12,7 +12,7 @@ from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import batch_key
 
 _END = object()
-_EVALUATED = "the shapes of the batches that are evaluated, and their number,"
+_AGREED_SHAPES = "the shapes of the batches that are evaluated, and their number,"
 
 
 def evaluate_batches(
@@ -33,14 +33,14 @@ def evaluate_batches(
     placement = engine.store.placement
     while True:
         # A second signal interrupts an iterator that hangs.
-        with deferred_interrupt(insist=True):
+        with deferred_interrupt(second_interrupts=True):
             batch = next(iterator, _END)
         step = None if batch is _END else bind(batch)
         with deferred_interrupt(), placement.outside_meshes():
             where = f"batch {len(rows) + 1} of an evaluation"
             # All processes agree on the end too: a process with one more batch would wait for its
             # peers in a collective.
-            facts = {_EVALUATED: None if step is None else batch_key(batch)}
+            facts = {_AGREED_SHAPES: None if step is None else batch_key(batch)}
             placement.processes.agree(where, facts.copy)
             if step is None:
                 return rows, sizes

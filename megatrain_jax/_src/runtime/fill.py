@@ -19,7 +19,7 @@ from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.index import range_of, selector
 from megatrain_jax._src.runtime.store import Store
-from megatrain_jax._src.spec.codecs import held_dtype
+from megatrain_jax._src.spec.codecs import stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state.placement import Placement
 
@@ -91,7 +91,7 @@ def initial_kernels(
 def _dtype(spec: RunSpec, i: int, initial: InitialValues) -> Any:
     """The dtype of a leaf when it is packed."""
     leaf = spec.leaves[i]
-    given, held = initial.dtypes[leaf.parameter], held_dtype(spec.precision, leaf)
+    given, held = initial.dtypes[leaf.parameter], stored_dtype(spec.precision, leaf)
     # Slices are kept in the dtype that the host stores. Only codes are made later, in packing.
     in_held = leaf.index and held != NF4 and jnp.issubdtype(held, jnp.floating)
     return held if in_held else given

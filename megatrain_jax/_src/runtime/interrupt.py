@@ -20,7 +20,7 @@ _PATIENCE = 2
 SECONDS_AT_A_TIME = 0.1
 
 
-def deferred_interrupt(*, insist: bool = False) -> AbstractContextManager[None]:
+def deferred_interrupt(*, second_interrupts: bool = False) -> AbstractContextManager[None]:
     """Holds SIGINT and SIGTERM back until the body has ended, then passes them to their handlers.
 
     With Python's own handler, this raises a `KeyboardInterrupt` at the end of the ``with`` block.
@@ -30,21 +30,21 @@ def deferred_interrupt(*, insist: bool = False) -> AbstractContextManager[None]:
     ignored, has its default action, or a handler not installed from Python.
 
     Args:
-        insist: Whether a second signal takes effect at once; for a body that may hang and can be
-            interrupted without harm to the training state.
+        second_interrupts: Whether a second signal takes effect at once; for a body that may hang
+            and can be interrupted without harm to the training state.
 
     Raises:
         KeyboardInterrupt: If a signal came during the body and its handler raises it.
     """
-    return _Deferral(insist)
+    return _Deferral(second_interrupts)
 
 
 class _Deferral:
     """One ``with`` block of `deferred_interrupt`."""
 
-    def __init__(self, insist: bool):
+    def __init__(self, second_interrupts: bool):
         """Makes a block that has not begun."""
-        self._insist = insist
+        self._second_interrupts = second_interrupts
         self._held_back: dict[int, Any] = {}
         self._received: list[int] = []
 
@@ -74,10 +74,10 @@ class _Deferral:
             del late  # its traceback refers to this frame; the cycle would keep the callers' arrays
 
     def _end(self) -> BaseException | None:
-        return _put_back(self._held_back, self._received)
+        return _restore_handlers(self._held_back, self._received)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        goes_through = self._insist and self._received
+        goes_through = self._second_interrupts and self._received
         # An error at a block's beginning or end could leave handlers installed for good.
         if goes_through and not _is_within(frame, self.__enter__, self.__exit__):
             self._held_back[number](number, frame)
@@ -85,7 +85,7 @@ class _Deferral:
             self._received.append(number)
 
 
-def _put_back(handlers: Mapping[int, Any], received: list[int]) -> BaseException | None:
+def _restore_handlers(handlers: Mapping[int, Any], received: list[int]) -> BaseException | None:
     """Installs handlers, then sends again the signals that came meanwhile.
 
     Once the first handler is installed, a signal may raise anywhere in this function; the remaining
@@ -146,7 +146,7 @@ class Signals:
         begin() -> from now on signals interrupt the run
         first   -> KeyboardInterrupt after the current step; `ending` is true
         second  -> counted; the save continues
-        __exit__ -> the previous handlers are restored; `hand_on` calls the previous one
+        __exit__ -> the previous handlers are restored; `call_previous_handler` calls them
 
     Attributes:
         ending: Whether the run is ending, so that signals are only counted.
@@ -166,7 +166,7 @@ class Signals:
         if _on_main_thread():
             interrupt = signal.getsignal(signal.SIGINT)
             terminate = signal.getsignal(signal.SIGTERM)
-            # First in here, so that `_put_back` restores it last.
+            # First in here, so that `_restore_handlers` restores it last.
             if callable(interrupt):
                 self._before[signal.SIGINT] = interrupt
             if terminate is signal.SIG_DFL or callable(terminate):
@@ -176,12 +176,12 @@ class Signals:
                 signal.signal(number, self._receive)
             return self
         except BaseException:
-            _put_back(self._before, self._held_back)
+            _restore_handlers(self._before, self._held_back)
             raise
 
     def __exit__(self, *error: object) -> None:
         """Restores the previous handlers."""
-        late = _put_back(self._before, self._held_back)
+        late = _restore_handlers(self._before, self._held_back)
         if late is not None:
             raise late
 
@@ -204,7 +204,7 @@ class Signals:
         self._received.append(number)
 
     @property
-    def came(self) -> bool:
+    def has_received(self) -> bool:
         """Whether a signal has come."""
         return bool(self._received)
 
@@ -219,7 +219,7 @@ class Signals:
         handler = self._before.get(signal.SIGTERM)
         return signal.SIGTERM in self._received and handler is signal.SIG_DFL
 
-    def hand_on(self) -> None:
+    def call_previous_handler(self) -> None:
         """Calls SIGTERM's previous handler, if SIGTERM came; after `__exit__`."""
         if signal.SIGTERM in self._received and callable(self._before.get(signal.SIGTERM)):
             signal.raise_signal(signal.SIGTERM)

@@ -41,14 +41,14 @@ class LiveValues:
     @property
     def wave_rows(self) -> list[dict[int, jax.Array]]:
         """The rows of the wave's microbatches."""
-        return self.rows[self._at_hand]
+        return self.rows[self._wave_slice]
 
     @property
     def wave_cotangents(self) -> list[dict[int, jax.Array]]:
         """The cotangents of the wave's microbatches."""
-        return self.cotangents[self._at_hand]
+        return self.cotangents[self._wave_slice]
 
     @property
-    def _at_hand(self) -> slice:
+    def _wave_slice(self) -> slice:
         number = self.step.wave_microbatches
         return slice(self.wave * number, (self.wave + 1) * number)

@@ -6,7 +6,7 @@ import numpy as np
 from megatrain_jax._src.runtime.store import Store
 
 
-class Draws:
+class RandomArguments:
     """Supplies these arguments; groups' numbers are put on the devices once."""
 
     def __init__(self, store: Store):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.kernels.loss_scale import can_be_halved
 from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
@@ -98,7 +98,7 @@ class Training:
         self._in_flight.append(metrics)
         return metrics
 
-    def wait_for_room(self) -> None:
+    def limit_steps_in_flight(self) -> None:
         """Waits until at most one step is in flight.
 
         Two steps may overlap, no more: steps that run ahead hold device memory.
@@ -132,7 +132,7 @@ class Training:
         self._in_flight.clear()
         self.lost = reason
 
-    def go_on_from(self, facts: Mapping[str, Any]) -> None:
+    def restore_counts(self, facts: Mapping[str, Any]) -> None:
         """Takes the step counts from the facts of a restored checkpoint."""
         self.lost, self.partial = None, facts["partial"]
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]

@@ -68,7 +68,7 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
-        # The source is kept until `wait_landed`, because the schedule counts its bytes until then.
+        # The schedule counts the source's bytes until `wait_for_offload`.
         def land(slabs: Slabs) -> None:
             self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs
@@ -84,7 +84,7 @@ class Transfers:
         """Dispatches the collected copies."""
         self._streams.dispatch()
 
-    def wait_landed(self, task: int, key: Key) -> None:
+    def wait_for_offload(self, task: int, key: Key) -> None:
         """Blocks until a part offloaded by a task is in the host; then frees the device's copy."""
         if (task, key) not in self._leaving:
             self.dispatch()  # it was only collected so far

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.common.remembering import Same, remembered
-from megatrain_jax._src.schedule import room
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.schedule import memory_demand
 from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
@@ -41,7 +41,7 @@ class Choice:
 
     Attributes:
         lists: The tasks.
-        num_travelling: Number of stages that may offload their residuals, as activations are.
+        num_offloadable: Number of stages that may offload their residuals, as activations are.
         spares_host: Whether activations stay on the device in preference to masters and optimizer
             state. This saves host memory, because state has its memory there anyway.
         masters_first: Whether masters stay in preference to gradients and optimizer state. This
@@ -50,7 +50,7 @@ class Choice:
     """
 
     lists: TaskLists
-    num_travelling: int = 0
+    num_offloadable: int = 0
     spares_host: bool = False
     masters_first: bool = False
     spread: bool = False
@@ -73,7 +73,7 @@ class Choice:
 
     def least_bytes(self, count: int) -> int:
         """The minimum device memory in bytes if the first `count` units stay."""
-        return room.least_bytes(self.lists, self.residents(count))
+        return memory_demand.least_bytes(self.lists, self.residents(count))
 
     @functools.cached_property
     def _residuals(self) -> list[Key]:
@@ -83,31 +83,35 @@ class Choice:
 
     @property
     def _num_staying(self) -> int:
-        return len(self._residuals) - self.num_travelling
+        return len(self._residuals) - self.num_offloadable
 
 
 def find_choices(
-    workload: Workload, lean: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
+    workload: Workload, selective: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
 ) -> list[Choice]:
     """The choices with saved residuals that fit on the device.
 
     Args:
         workload: See `find_schedule`.
-        lean: See `find_schedule`.
+        selective: See `find_schedule`.
         budget: Maximum bytes on the device.
         fits_host: Returns whether the host has memory for a choice's waiting residuals.
     """
     able, found = len(_ranked(workload)), []
-    for kinds in (workload, lean):
+    for kinds in (workload, selective):
         # If not all residuals of all stages fit, the costliest results of each are tried as well.
         if kinds is not None and not any(choice.num_kept == able for choice in found):
             found += _staying(kinds, budget)
     # Moving all residuals would fill the host, while each byte of them saves little time.
-    if workload.may_travel and lean is not None and all(c.num_kept < able for c in found):
-        found += _travelling(lean, budget, fits_host)
+    if (
+        workload.may_offload_residuals
+        and selective is not None
+        and all(c.num_kept < able for c in found)
+    ):
+        found += _choices_with_offload(selective, budget, fits_host)
     # If the device can hold the residuals of few stages only, further residuals may be offloaded.
     most = max((choice.num_kept for choice in found), default=0)
-    if workload.may_travel and most <= _FEW * able:
+    if workload.may_offload_residuals and most <= _FEW * able:
         found += _spread_out(workload, budget, fits_host)
     return found
 
@@ -120,27 +124,29 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
 
     @functools.cache
     def keeping(count: int) -> Choice:
-        return keeping_residuals(workload, count)
+        return choice_saving_residuals(workload, count)
 
     def fits(count: int, *, with_all: bool) -> bool:
         choice = keeping(count)
         return choice.least_bytes(len(choice.units) if with_all else 0) <= budget
 
     # More residuals leave memory for fewer residents; the clock decides between them.
-    most = room.most_that_fit(len(_ranked(workload)), lambda count: fits(count, with_all=False))
+    most = memory_demand.most_that_fit(
+        len(_ranked(workload)), lambda count: fits(count, with_all=False)
+    )
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
     counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
-    counts.add(room.most_that_fit(most, lambda count: fits(count, with_all=True)))
+    counts.add(memory_demand.most_that_fit(most, lambda count: fits(count, with_all=True)))
     for count in sorted(counts - {0}):
         yield keeping(count)
 
 
-def _travelling(
+def _choices_with_offload(
     workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
 ) -> Iterator[Choice]:
     """The choice with the most stages that save residuals, if some are offloaded to the host."""
     able = len(_ranked(workload))
-    every = keeping_residuals(workload, able, able)
+    every = choice_saving_residuals(workload, able, able)
     if not able or every.least_bytes(0) > budget:
         return
     if fits_host(every):
@@ -152,11 +158,13 @@ def _travelling(
         """Residuals of `count` stages; as many stay on the device as fit."""
 
         def beside(num_staying: int) -> Choice:
-            return keeping_residuals(workload, count, count - num_staying)
+            return choice_saving_residuals(workload, count, count - num_staying)
 
-        return beside(room.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget))
+        return beside(
+            memory_demand.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget)
+        )
 
-    if count := room.most_that_fit(able, lambda count: fits_host(keeping(count))):
+    if count := memory_demand.most_that_fit(able, lambda count: fits_host(keeping(count))):
         yield keeping(count)
 
 
@@ -180,33 +188,35 @@ def _spread_out(
     able = [stage for stage in _ranked(workload) if fits((stage,))]
     of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
     stages = tuple(stage for _, alike in of_a_kind for stage in _spread(list(alike)))
-    most = room.most_that_fit(len(stages), lambda count: fits(stages[:count]))
-    most = room.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
+    most = memory_demand.most_that_fit(len(stages), lambda count: fits(stages[:count]))
+    most = memory_demand.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
     for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
         yield moving(stages[:count])
 
 
-def keeping_residuals(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
+def choice_saving_residuals(workload: Workload, count: int, num_offloadable: int = 0) -> Choice:
     """The choice in which the best `count` stages save residuals.
 
     Args:
         workload: The step.
         count: Number of stages that save residuals.
-        num_travelling: See `Choice`.
+        num_offloadable: See `Choice`.
     """
-    return _keeping(workload, frozenset(_ranked(workload)[:count] if count else ()), num_travelling)
+    return _keeping(
+        workload, frozenset(_ranked(workload)[:count] if count else ()), num_offloadable
+    )
 
 
-def _keeping(workload: Workload, kept: frozenset[int], num_travelling: int) -> Choice:
+def _keeping(workload: Workload, kept: frozenset[int], num_offloadable: int) -> Choice:
     """The choice in which these stages save residuals."""
 
     def lists() -> TaskLists:
         return build_task_lists(replace(workload, kept=kept), few_waves=True)
 
     # A search within the host's memory follows one on the same workload without that limit.
-    found = remembered("task lists", lambda: (Same(workload), kept), lists, _MOST_LISTS)
-    return Choice(lists=found, num_travelling=num_travelling)
+    found = remembered("task lists", lambda: (IdentityKey(workload), kept), lists, _MOST_LISTS)
+    return Choice(lists=found, num_offloadable=num_offloadable)
 
 
 def _ranked(workload: Workload) -> list[int]:

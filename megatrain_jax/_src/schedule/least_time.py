@@ -22,7 +22,7 @@ from megatrain_jax._src.schedule.workload import Workload
 
 def least_seconds(
     workload: Workload,
-    lean: Workload | None = None,
+    selective: Workload | None = None,
     device_bytes: float = math.inf,
     host_room: float = math.inf,
 ) -> float:
@@ -30,7 +30,7 @@ def least_seconds(
 
     Args:
         workload: See `find_schedule`.
-        lean: See `find_schedule`.
+        selective: See `find_schedule`.
         device_bytes: Maximum bytes on the device.
         host_room: See `find_schedule`.
     """
@@ -43,7 +43,11 @@ def least_seconds(
     forward = sum(costs.forward[: len(stages) - workload.fused_last])
     backward = sum(costs.backward[s] for s in stages if workload.backward[s])
     again = sum(seconds for seconds, num_bytes in inputs if num_bytes)
-    kinds = [(workload, False)] if lean is None else [(workload, False), (lean, lean.may_travel)]
+    kinds = (
+        [(workload, False)]
+        if selective is None
+        else [(workload, False), (selective, selective.may_offload_residuals)]
+    )
     # All residuals stay on the device; only the costliest ones may travel.
     rooms = [(of, device_bytes + (host_room if travels else 0)) for of, travels in kinds]
 

@@ -58,7 +58,8 @@ class Residency:
         leaving: For each task and part, in the order of dispatch, bytes that become free once the
             part has arrived in the host.
         num_bytes: Bytes on the device.
-        reach: Number of uses, from the start of the current list, that are fetched or reserved.
+        prefetch_distance: Number of uses, from the start of the current list, that are fetched or
+            reserved.
         instructions: The instructions written for the current list.
         ledger: Bytes on the device after each instruction.
         wave_over: For each wave of the current list, the time when its last stage was computed.
@@ -75,17 +76,17 @@ class Residency:
     leaving: dict[tuple[int, Key], int] = field(default_factory=dict)
     reserved_bytes: int = 0
     num_bytes: int = 0
-    reach: int = 0
+    prefetch_distance: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     ledger: list[int] = field(default_factory=list)
     wave_over: dict[int, float] = field(default_factory=dict)
 
-    def next_step(self, num_tasks: int, reach: int) -> "Residency":
+    def next_step(self, num_tasks: int, prefetch_distance: int) -> "Residency":
         """A copy of this state for the step that follows one of `num_tasks` tasks.
 
         Args:
             num_tasks: Is subtracted from the numbers of earlier tasks, so that the last one is -1.
-            reach: Number of uses of the new step that are already fetched or reserved.
+            prefetch_distance: Number of uses of the new step that are already fetched or reserved.
         """
         return replace(
             self,
@@ -95,7 +96,7 @@ class Residency:
             reserved=Counter(self.reserved),
             used={task - num_tasks: size for task, size in self.used.items()},
             leaving={(i - num_tasks, key): size for (i, key), size in self.leaving.items()},
-            reach=reach,
+            prefetch_distance=prefetch_distance,
             instructions=[],
             ledger=[],
             wave_over={},
@@ -122,7 +123,7 @@ class Residency:
             num_bytes=held + sum(used.values()) + sum(leaving.values()),
         )
 
-    def holds_no_more_than(self, other: "Residency") -> bool:
+    def is_covered_by(self, other: "Residency") -> bool:
         """Whether the other state includes all that is dirty or on its way in this state."""
         return (
             self.dirty <= other.dirty
@@ -238,7 +239,7 @@ class Residency:
             # at the latest. `least_bytes` counts them, so waiting for earlier tasks always makes
             # enough room.
             early = boundary if last else tasks[number + 1].num_early
-            self._make_ready(number, task, line, starts[number + 1] + early)
+            self._prefetch(number, task, line, starts[number + 1] + early)
             if last:  # a first step may not use all resident parts
                 absent = self.resident - self.present
                 for key in sorted(key for key in absent if key.kind in LASTING):
@@ -267,11 +268,11 @@ class Residency:
         # it, some stay in the spare bytes; the rest is evicted now and fetched again later.
         uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
-        self.reach = next(here, len(uses))
+        self.prefetch_distance = next(here, len(uses))
         # Gradients are kept first, because an evicted gradient takes additional memory in the host.
         # Before a task has to wait for memory, earlier tasks have used the parts within reach.
-        leave = self.present.difference(uses[: self.reach])
-        beyond = [key for key in dict.fromkeys(uses[self.reach :]) if key in leave]
+        leave = self.present.difference(uses[: self.prefetch_distance])
+        beyond = [key for key in dict.fromkeys(uses[self.prefetch_distance :]) if key in leave]
         for key in sorted(beyond, key=lambda key: key.kind in LASTING):
             if self.workload.size(key) <= spare:
                 spare -= self.workload.size(key)
@@ -283,7 +284,7 @@ class Residency:
             self._wait_for_oldest()
         assert not self.present and not self.num_bytes
 
-    def _make_ready(self, number: int, task: Task, line: Sequence[Use], must: int) -> None:
+    def _prefetch(self, number: int, task: Task, line: Sequence[Use], must: int) -> None:
         """Fetches the parts for this task and for the start of the next, and keeps the link busy.
 
         While the driver waits here, the device still has the previous task to compute.
@@ -304,12 +305,12 @@ class Residency:
         # later copy might run first.
         seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
-        while self.reach < len(line):
-            use = line[self.reach]
+        while self.prefetch_distance < len(line):
+            use = line[self.prefetch_distance]
             size, comes = self._missing(use), self._has_to_come(use)
-            while size > self.room and self.reach < must:
+            while size > self.room and self.prefetch_distance < must:
                 self._wait_for_oldest()
-            ahead = self.reach >= must and comes
+            ahead = self.prefetch_distance >= must and comes
             # No use is skipped: a later, smaller part would take the memory that an earlier one
             # waits for.
             if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
@@ -318,7 +319,7 @@ class Residency:
                 self.reserve(use.key)
             elif comes:
                 self.fetch(use.key, number)
-            self.reach += 1
+            self.prefetch_distance += 1
 
     def _missing(self, use: Use) -> int:
         """Bytes that must be free for a use."""
@@ -357,12 +358,12 @@ class Residency:
         if next_use is None:
             return False
         # Parts within reach are kept: their next uses come before all uses beyond the reach.
-        if next_use < self.reach or key.kind is not Kind.GRADIENT:
-            return next_use < self.reach
+        if next_use < self.prefetch_distance or key.kind is not Kind.GRADIENT:
+            return next_use < self.prefetch_distance
         # An evicted sum of gradients would cost an offload and a fetch. It stays if all parts that
         # are used before it fit beside it, so that it delays none of them.
         room, known = self.room, set[Key]()
-        for at in range(self.reach, next_use):
+        for at in range(self.prefetch_distance, next_use):
             use = line[at]
             if use.creates or use.key not in known:
                 room -= self._missing(use)

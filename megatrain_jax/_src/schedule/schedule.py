@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.instructions import Instruction
-from megatrain_jax._src.schedule.passing import Passing
+from megatrain_jax._src.schedule.transient_host_bytes import TransientHostBytes
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,7 +33,7 @@ class Schedule:
         resident: Parts that stay on the device: state between steps, and passing parts from their
             creation to their last use.
         kept: Stages that save residuals from forward to backward.
-        lean: Whether residuals are only each stage's costliest results, instead of all.
+        selective: Whether residuals are only each stage's costliest results, instead of all.
         seconds: Estimate of a steady step's time.
         cautious_seconds: The same if copies take somewhat longer than the clock estimates.
         smallest_bytes: The smallest budget that never makes computation wait for memory.
@@ -49,11 +49,11 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
-    passing: Passing
+    passing: TransientHostBytes
     evaluation_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
-    lean: bool
+    selective: bool
     seconds: float
     cautious_seconds: float
     smallest_bytes: int
@@ -61,7 +61,7 @@ class Schedule:
     left_out: int = 0
 
     @property
-    def passing_bytes(self) -> int:
+    def transient_bytes(self) -> int:
         """Host bytes of training steps in addition to the state at rest."""
         return self.passing.total
 

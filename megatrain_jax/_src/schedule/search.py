@@ -30,18 +30,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.schedule.choices import Choice, find_choices, keeping_residuals
-from megatrain_jax._src.schedule.laid_steps import (
+from megatrain_jax._src.schedule.choices import Choice, choice_saving_residuals, find_choices
+from megatrain_jax._src.schedule.memory_demand import least_bytes, most_that_fit
+from megatrain_jax._src.schedule.schedule import BudgetError, Schedule
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.timed_steps import (
     SLOWER,
     Steps,
     at_rest,
-    lay_down,
     seconds_if_slower,
+    write_steps,
 )
-from megatrain_jax._src.schedule.passing import find_waiting, least_passing_bytes
-from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
-from megatrain_jax._src.schedule.schedule import BudgetError, Schedule
-from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.transient_host_bytes import (
+    find_waiting,
+    least_transient_host_bytes,
+)
 from megatrain_jax._src.schedule.workload import Workload
 
 # The number of resident counts to try, of all that fit. Writing a step takes time in proportion to
@@ -58,7 +61,7 @@ _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
 def find_schedule(
     workload: Workload,
     budget: int | None,
-    lean: Workload | None = None,
+    selective: Workload | None = None,
     host_room: float = math.inf,
 ) -> Schedule:
     """Finds the fastest schedule of a training step within a budget of device memory.
@@ -67,8 +70,8 @@ def find_schedule(
         workload: The step; the search itself decides on saved residuals.
         budget: Maximum bytes of parameters, optimizer state, gradients, residuals and activations
             on the device. None gives the smallest schedule.
-        lean: The same step with only the costliest residuals of each stage, which may wait in the
-            host. It is tried if the device can't hold all residuals of all stages.
+        selective: The same step with only the costliest residuals of each stage, which may wait
+            in the host. It is tried if the device can't hold all residuals of all stages.
         host_room: Host bytes available in addition to the state at rest. If no schedule keeps to
             them, the result is a schedule that takes the fewest.
 
@@ -79,7 +82,7 @@ def find_schedule(
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
     """
-    nothing_kept = keeping_residuals(workload, 0)
+    nothing_kept = choice_saving_residuals(workload, 0)
     lists = nothing_kept.lists
     smallest = least_bytes(lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
@@ -87,7 +90,7 @@ def find_schedule(
         raise BudgetError(budget, smallest)
     choices = [nothing_kept]
     if room.device > smallest:
-        choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
+        choices += find_choices(workload, selective, room.device, functools.partial(_may_fit, room))
     tried = list(_worth_trying(choices, room))
     steps = _best(tried, room)
     computing = min(choice.lists.computing for choice in choices)
@@ -102,12 +105,12 @@ def find_schedule(
         steps = _best([steps, *_worth_trying(choices, room)], room)
     if workload.waves > 1:
         steps = _with_more_kept(
-            steps, lean if lean and steps.workload.lean else workload, choices, room
+            steps, selective if selective and steps.workload.selective else workload, choices, room
         )
     return _finished(steps, smallest)
 
 
-def rearranged(
+def reschedule(
     workload: Workload, schedule: Schedule, budget: int | None, host_room: float = math.inf
 ) -> Schedule:
     """Finds the fastest schedule with the computations of an existing one, for other costs.
@@ -127,10 +130,10 @@ def rearranged(
         device=schedule.smallest_bytes if budget is None else budget,
         host=max(host_room, schedule.passing.total),
     )
-    now = lay_down(lists, schedule.limit, schedule.resident)
+    now = write_steps(lists, schedule.limit, schedule.resident)
     residuals = {Key(Kind.RESIDUALS, stage) for stage in schedule.kept}
     travelling = len(residuals - schedule.resident)
-    choice = Choice(lists=lists, num_travelling=travelling)
+    choice = Choice(lists=lists, num_offloadable=travelling)
     choices = [choice, dataclasses.replace(choice, spares_host=True)]
     tried = [now, *(_with_residents(choice, room, sure=True) for choice in choices)]
     steps = _best(tried, room, sure=True)
@@ -177,11 +180,11 @@ def _with_more_kept(
         room: Bytes available.
     """
     kept = len(steps.workload.kept)
-    alike = [choice for choice in choices if choice.lists.workload.lean == workload.lean]
+    alike = [choice for choice in choices if choice.lists.workload.selective == workload.selective]
     above = min((c for c in alike if c.num_kept > kept), key=lambda c: c.num_kept, default=None)
     while above is not None and above.num_kept > kept + 1:
         count = (kept + above.num_kept) // 2
-        choice = keeping_residuals(workload, count)
+        choice = choice_saving_residuals(workload, count)
         choice = dataclasses.replace(choice, spares_host=above.spares_host)
         # All these residuals stay on the device; the choice above may have offloaded some.
         fits = choice.least_bytes(0) <= room.device
@@ -215,30 +218,30 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
 
 def _with_residents(choice: Choice, room: _Room, *, sure: bool = False) -> Steps:
     """The fastest steps of a choice, over several numbers of resident parts."""
-    return _best(list(_laid_down(choice, room)), room, sure=sure)
+    return _best(list(_steps_by_residents(choice, room)), room, sure=sure)
 
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
     """Whether the host has memory for at least one variant of a choice."""
     if math.isinf(room.host):
         return True
-    if least_passing_bytes(choice.lists, room.device) > room.host:
+    if least_transient_host_bytes(choice.lists, room.device) > room.host:
         return False
-    return any(steps.fits_host(room.host) for steps in _laid_down(choice, room))
+    return any(steps.fits_host(room.host) for steps in _steps_by_residents(choice, room))
 
 
-def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
+def _steps_by_residents(choice: Choice, room: _Room) -> Iterator[Steps]:
     """The steps of a choice, for several numbers of resident parts."""
     lists, units = choice.lists, choice.units
     # With all units resident nothing moves, so a higher limit would not help.
     if room.device >= (needed := choice.least_bytes(len(units))):
-        yield lay_down(lists, needed, choice.residents(len(units)))
+        yield write_steps(lists, needed, choice.residents(len(units)))
         return
     # The bytes needed grow with the number of units, so `most_that_fit` can use bisection.
     most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
     for count in sorted(counts):
-        yield lay_down(lists, room.device, choice.residents(count))
+        yield write_steps(lists, room.device, choice.residents(count))
 
 
 def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> Steps:
@@ -282,7 +285,7 @@ def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
     if not schedule.left_out:
         return schedule
     lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept))
-    steps = lay_down(lists, schedule.limit, schedule.resident)
+    steps = write_steps(lists, schedule.limit, schedule.resident)
     return _finished(steps, schedule.smallest_bytes)
 
 
@@ -306,7 +309,7 @@ def _finished(steps: Steps, smallest: int) -> Schedule:
         ).total,
         resident=steps.resident,
         kept=lists.workload.kept,
-        lean=lists.workload.lean,
+        selective=lists.workload.selective,
         seconds=steps.seconds,
         cautious_seconds=steps.seconds + SLOWER * steps.copied[1],
         smallest_bytes=smallest,

@@ -100,11 +100,11 @@ class Workload:
         makes: For each stage, the counted activations it makes; empty for none.
         reads: For each stage, the counted activations it reads; empty for none.
         residuals: For each stage, bytes of the residuals that it can save, or 0; empty for none.
-        may_travel: Whether residuals may be offloaded to the host until their backward.
+        may_offload_residuals: Whether residuals may be offloaded to the host until their backward.
         kept: The stages that save residuals.
         again: The stages with a forward that runs once more before their backward, so that their
             outputs need not be stored until then; see `order.py`.
-        lean: Whether residuals are only the costliest results of each stage, instead of all.
+        selective: Whether residuals are only the costliest results of each stage, instead of all.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
@@ -122,10 +122,10 @@ class Workload:
     makes: tuple[tuple[int, ...], ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()
     residuals: tuple[int, ...] = ()
-    may_travel: bool = False
+    may_offload_residuals: bool = False
     kept: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
-    lean: bool = False
+    selective: bool = False
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.tasks import last_reads
@@ -53,7 +53,7 @@ def counted_activations(
     return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
 
 
-def computed_again(
+def recomputed_stages(
     workload: Workload, stages: Sequence[Stage], span: int, num_bytes: float = math.inf
 ) -> frozenset[int]:
     """The stages with a forward that is computed again before their backward.
@@ -70,7 +70,7 @@ def computed_again(
     pure = [
         s
         for s, stage in enumerate(stages)
-        if stage.is_block and workload.backward[s] and not fires(stage.jaxpr)
+        if stage.is_block and workload.backward[s] and not has_side_effects(stage.jaxpr)
     ]
     # Every `span`-th block stores its output; the blocks between pass theirs on and drop it. With a
     # span of 1, all outputs are stored.

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
+from megatrain_jax._src.kernels.bound_stage import BackwardMode, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision, Rounding
@@ -45,7 +45,7 @@ from megatrain_jax._src.spec.costs import (
     update_seconds,
 )
 from megatrain_jax._src.spec.cut_run import Cut
-from megatrain_jax._src.spec.lean import lean_residuals
+from megatrain_jax._src.spec.selective import selective_residuals
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -64,7 +64,7 @@ class BoundStep:
         narrow_sums: Rounding of sums of gradients stored in bfloat16; None stores fp32.
         collectives: For each stage, bytes that a device receives in forward and in backward.
         workload: The step's workload with all residuals that stages can save.
-        lean: The workload with only the costliest residuals; None if no stage has any.
+        selective: The workload with only the costliest residuals; None if no stage has any.
         schedule: The step's instructions, in order.
         last_read: For each task, ids of the values that its stage reads for the last time.
     """
@@ -77,7 +77,7 @@ class BoundStep:
     narrow_sums: Rounding | None = None
     collectives: tuple[tuple[int, int], ...]
     workload: Workload
-    lean: Workload | None
+    selective: Workload | None
     schedule: Schedule
     last_read: Mapping[int, tuple[int, ...]]
 
@@ -110,14 +110,18 @@ class BoundStep:
     @property
     def scheduled(self) -> Workload:
         """The workload that the schedule was made for."""
-        return self.lean if self.lean is not None and self.schedule.lean else self.workload
+        return (
+            self.selective
+            if self.selective is not None and self.schedule.selective
+            else self.workload
+        )
 
     @functools.cached_property
     def keeping(self) -> tuple[BoundStage, ...]:
         """The stages with all residuals, or only the costliest if the schedule is lean."""
-        if not self.schedule.lean:
+        if not self.schedule.selective:
             return self.stages
-        return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
+        return tuple(dataclasses.replace(bound, residuals=bound.selective) for bound in self.stages)
 
     def part(self, number: int, microbatch: int) -> BoundStage:
         """A stage with the mode of its backward for one of a wave's microbatches."""
@@ -135,7 +139,7 @@ class BoundStep:
         return self.kept.difference(read, program.outputs[: 1 + len(program.metrics)])
 
     @functools.cached_property
-    def taken_over(self) -> frozenset[int]:
+    def accumulated_cotangents(self) -> frozenset[int]:
         """Ids of the values with a cotangent that one backward makes and a later one adds to."""
         return frozenset().union(*(bound.sent for bound in self.stages))
 
@@ -197,7 +201,7 @@ def bind_step(
         makes=makes,
         reads=reads,
         residuals=_residual_bytes(program, [b.residuals for b in bound], microbatches, num_devices),
-        may_travel=num_devices == 1,  # some residuals may be replicated on all devices
+        may_offload_residuals=num_devices == 1,  # some residuals may be replicated on all devices
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -208,16 +212,16 @@ def bind_step(
         reduce_reads=cut.optimizer.reduce_reads,
         costs=dataclasses.replace(costs, batch=batch_seconds(program, microbatches, num_devices)),
     )
-    lean = None
+    selective = None
     # The search chooses between workloads: all residuals of some stages, or the costliest of many.
-    if any(kept := [b.lean for b in bound]):
+    if any(kept := [b.selective for b in bound]):
         saved = seconds_saved(kept, microbatches / num_devices, hardware)
         costs = dataclasses.replace(workload.costs, recompute=saved)
         num_bytes = _residual_bytes(program, kept, microbatches, num_devices)
-        lean = dataclasses.replace(workload, residuals=num_bytes, costs=costs, lean=True)
+        selective = dataclasses.replace(workload, residuals=num_bytes, costs=costs, selective=True)
     # Up to here, bytes and times are for all microbatches.
-    workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
-    schedule = find_schedule(workload, device_budget, lean, host_room)
+    workload, selective = workload.in_waves(waves), selective and selective.in_waves(waves)
+    schedule = find_schedule(workload, device_budget, selective, host_room)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
         key=key,
@@ -228,7 +232,7 @@ def bind_step(
         narrow_sums=narrow_sums,
         collectives=collectives,
         workload=workload,
-        lean=lean,
+        selective=selective,
         schedule=schedule,
         last_read=last_read_by_task(instructions, stages, program),
     )
@@ -309,7 +313,7 @@ def _bind(
             Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
         )
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
-        mode, known, residuals, lean = None, (), None, None
+        mode, known, residuals, selective = None, (), None, None
         if stage.has_backward:
             # An existing cotangent is added only once, even if the stage takes the value twice.
             existing = tuple(
@@ -317,7 +321,7 @@ def _bind(
                 for n, (i, active) in enumerate(zip(stage.inputs, stage.active, strict=True))
             )
             known = tuple(i for i, e in zip(stage.inputs, existing, strict=True) if e)
-            mode = Backward(
+            mode = BackwardMode(
                 gradients=tuple(gradients[g] for g in groups),
                 accumulate=tuple(
                     g not in grouping.frozen and (accumulate or g in seen_groups) for g in groups
@@ -334,8 +338,8 @@ def _bind(
                 like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
                     every = find_residuals(stage)
-                    found[like] = every, lean_residuals(stage, every, hardware)
-                residuals, lean = found[like]
+                    found[like] = every, selective_residuals(stage, every, hardware)
+                residuals, selective = found[like]
         bound.append(
             BoundStage(
                 stage=stage,
@@ -344,7 +348,7 @@ def _bind(
                 mode=mode,
                 sent=known,
                 residuals=residuals,
-                lean=lean,
+                selective=selective,
             )
         )
     return tuple(bound[::-1])

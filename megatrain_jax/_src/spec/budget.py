@@ -128,10 +128,10 @@ def _finer(spec: RunSpec) -> RunSpec | None:
 def least_device_bytes(spec: RunSpec) -> int:
     """The fewest device bytes for a run's state, values and, if it is fitted, functions."""
     known = spec.temporary_bytes or 0
-    return spec.first.schedule.smallest_bytes + other_bytes(spec.first) + known
+    return spec.first.schedule.smallest_bytes + uncounted_activation_bytes(spec.first) + known
 
 
-def in_room(
+def fit_new_shape_to_device(
     step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
 ) -> BoundStep:
     """A step of a new batch shape, tiled so that its functions fit.
@@ -327,12 +327,12 @@ def _needed(spec: RunSpec) -> int:
 
 def _room(spec: RunSpec, device_bytes: int) -> int:
     """Device bytes that functions may take beside the schedule's peak and uncounted values."""
-    return device_bytes - other_bytes(spec.first) - spec.first.schedule.peak_bytes
+    return device_bytes - uncounted_activation_bytes(spec.first) - spec.first.schedule.peak_bytes
 
 
 def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
     """Whether the functions for `schedule` also run `other`, a schedule of the same step."""
-    return not other.kept or (schedule.lean == other.lean and other.kept <= schedule.kept)
+    return not other.kept or (schedule.selective == other.selective and other.kept <= schedule.kept)
 
 
 def with_temporaries(
@@ -361,7 +361,7 @@ def with_temporaries(
     # At least the minimum, even if less is left: then a plan shows the excess, and training is
     # refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
-    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.selective)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(known, budget_bytes=budget, first=first)
 
@@ -372,10 +372,10 @@ def _left(spec: RunSpec, device_bytes: int, reserved: int | None) -> int:
         free = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes
     else:
         free = device_bytes - reserved
-    return free - other_bytes(spec.first) - _needed(spec)
+    return free - uncounted_activation_bytes(spec.first) - _needed(spec)
 
 
-def other_bytes(step: BoundStep) -> int:
+def uncounted_activation_bytes(step: BoundStep) -> int:
     """Bytes of the activations that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.activations.keys()
     # Outputs and the prologue's values exist for the whole step; remaining values exist for one

@@ -20,7 +20,7 @@ from megatrain_jax._src.state.nf4 import Nf4
 _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 
-def held_dtype(precision: Precision, leaf: Leaf) -> Any:
+def stored_dtype(precision: Precision, leaf: Leaf) -> Any:
     """The dtype in which the host stores a parameter; int8 and "nf4" stand for codes."""
     if not leaf.is_trainable and precision.frozen is not None:
         # QLoRA's rule: matrices of products, but no embedding and no head.
@@ -64,7 +64,7 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
         precision: Precision of the run.
         leaves: The group's parameters; all are trained, or all are frozen.
     """
-    held = [held_dtype(precision, leaf) for leaf in leaves]
+    held = [stored_dtype(precision, leaf) for leaf in leaves]
     # Frozen parameters are used in their stored dtype; codes are decoded first.
     frozen = not leaves[0].is_trainable and precision.frozen is not None
     coded = any(form in _CODES or form == NF4 for form in held)

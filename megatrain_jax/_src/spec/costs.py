@@ -23,7 +23,7 @@ from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.kernels.residuals import Residuals
-from megatrain_jax._src.kernels.updates import updates_in_one_pass
+from megatrain_jax._src.kernels.updates import is_updated_in_one_pass
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.program.loss.gradients import leaves_read
@@ -31,7 +31,7 @@ from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.schedule.workload import Costs, Link
-from megatrain_jax._src.spec.traffic import seconds_beside, stage_traffic
+from megatrain_jax._src.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -127,7 +127,7 @@ class _Update:
 def _seconds_per_code(update: _Update, layout: GroupLayout) -> float:
     if not layout.num_coded:
         return 0.0
-    in_one_pass = updates_in_one_pass(update.fragment, layout)
+    in_one_pass = is_updated_in_one_pass(update.fragment, layout)
     return _SECONDS_PER_CODE if in_one_pass else _SECONDS_PER_CODE_BY_LEAF
 
 
@@ -187,7 +187,9 @@ def find_costs(
 
     def seconds(work: Work, traffic: Traffic) -> float:
         computing = work.seconds(hardware, hardware.sustained, num_devices)
-        return microbatches * (computing + seconds_beside(work, traffic, hardware, num_devices))
+        return microbatches * (
+            computing + extra_traffic_seconds(work, traffic, hardware, num_devices)
+        )
 
     traffic = stage_traffic(bound)
     forward = [seconds(w, t) for w, (t, _) in zip(work, traffic, strict=True)]

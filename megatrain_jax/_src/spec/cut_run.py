@@ -11,7 +11,7 @@ import optax
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.common.model_path import path_name
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program import jaxpr as jx
@@ -19,13 +19,13 @@ from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.layers.stacks import Stack
 from megatrain_jax._src.program.loss.block_parts import NUMBERS_OF_PARTS, in_parts, largest_block
 from megatrain_jax._src.program.loss.expert_leaves import (
-    UndividedError,
+    ExpertsIndivisibleError,
     are_divisible,
     in_groups,
 )
 from megatrain_jax._src.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
-from megatrain_jax._src.program.loss.shared import without_block
+from megatrain_jax._src.program.loss.shared_parameters import without_block
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
@@ -81,7 +81,7 @@ def cut_run(
         num_groups: Number of groups that each block's experts are divided into.
 
     Raises:
-        UndividedError: No experts can be divided into groups.
+        ExpertsIndivisibleError: No experts can be divided into groups.
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
     """
     trained = trainable_mask(options.trainable, adapted.paths)
@@ -91,7 +91,7 @@ def cut_run(
     except CoupledGroupsError as error:
         if num_groups > 1:
             # The optimizer needs several experts together, as factored statistics over them do.
-            raise UndividedError from error
+            raise ExpertsIndivisibleError from error
         # The second try cuts only the stacks of scans. If these are all stacks, it would fail too.
         if every == scanned:
             raise
@@ -116,7 +116,7 @@ def _cut(
     def opened_for(leaves: Sequence[Leaf]) -> Program:
         return remembered(
             "opened program",
-            lambda: (Same(traced), leaves),
+            lambda: (IdentityKey(traced), leaves),
             lambda: cut_loss(traced, leaves, opened=True),
         )
 
@@ -138,7 +138,7 @@ def _cut(
     if warning := refuse_no_gradient(program, leaves):
         program = program.warning(warning)
     if options.microbatches != 1:
-        if reason := undivided_since(adapted, program):
+        if reason := reason_against_microbatches(adapted, program):
             raise ValueError(f"microbatches > 1 can't train this model: {reason}")
     # Groups depend on the stages that read each leaf, so they come after the loss. The optimizer is
     # cut by groups, so it comes last.
@@ -206,7 +206,7 @@ def _cut_optimizer(
         tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
         sizes = tuple((x.shape, x.dtype) for x in shapes)
         groups = tuple(group_of), num_groups
-        return Same(optimizer), tree, sizes, tuple(of_optax), *groups, is_scaled
+        return IdentityKey(optimizer), tree, sizes, tuple(of_optax), *groups, is_scaled
 
     def cut() -> OptimizerCut:
         given = optimizer, params_tree, shapes, of_optax, group_of, num_groups
@@ -217,7 +217,7 @@ def _cut_optimizer(
     return remembered("cut optimizer", key, cut)
 
 
-def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
+def reason_against_microbatches(adapted: AdaptedModel, program: Program) -> str | None:
     """The reason why a batch can't be divided into microbatches; None if it can."""
     names = [path_name(path) for path in adapted.variable_paths]
     # If the prologue computes the new value of random state, `begin` passes it from microbatch to

@@ -28,13 +28,16 @@ from megatrain_jax._src.common.host_memory import resident_bytes
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.schedule.passing import least_passing_bytes
-from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
+from megatrain_jax._src.schedule.memory_demand import least_bytes, most_that_fit
 from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.transient_host_bytes import least_transient_host_bytes
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.rescheduled import spanning, workload_spanning
+from megatrain_jax._src.spec.rescheduled import (
+    with_recomputed_spans,
+    workload_with_recomputed_spans,
+)
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import Placement
@@ -128,7 +131,7 @@ def fit_to_host(
         lists = build_task_lists(workload, few_waves=True)
         limit = spec.budget_bytes
         limit = least_bytes(lists, frozenset()) if limit is None else limit
-        passing = spec.first.num_devices * least_passing_bytes(lists, limit)
+        passing = spec.first.num_devices * least_transient_host_bytes(lists, limit)
         return fits((state_bytes(spec.first) + passing) // num_processes)
 
     if room <= 0 or not _may_fit_any(spec, may_fit):
@@ -258,19 +261,21 @@ def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iter
         if lacking > inputs * (1 - 1 / span):
             continue
         try:
-            if lacking > 0 and may_fit(workload_spanning(spec.first, span, lacking)):
-                yield spanning(spec.first, span, spec.budget_bytes, spec.host_room, lacking)
-            if lacking > 0 and not may_fit(workload_spanning(spec.first, span)):
+            if lacking > 0 and may_fit(workload_with_recomputed_spans(spec.first, span, lacking)):
+                yield with_recomputed_spans(
+                    spec.first, span, spec.budget_bytes, spec.host_room, lacking
+                )
+            if lacking > 0 and not may_fit(workload_with_recomputed_spans(spec.first, span)):
                 continue
-            first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
+            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
         # The blocks of a span need more device memory at once than the budget.
         except BudgetError:
             continue
         yield first
-        lacking = lacking or first.schedule.passing_bytes - spec.host_room
+        lacking = lacking or first.schedule.transient_bytes - spec.host_room
 
 
-def on_same_host(
+def fit_new_shape_to_host(
     step: BoundStep,
     spec: RunSpec,
     num_processes: int,
@@ -291,7 +296,7 @@ def on_same_host(
         asked = dataclasses.replace(spec, first=step)
         if found := fit_to_host(asked, num_processes, processes_per_host):
             return found.first
-        what, passing = "A step", step.schedule.passing_bytes
+        what, passing = "A step", step.schedule.transient_bytes
         tried = ", and too much even if blocks are computed again"
     else:
         what, passing, tried = "An evaluation", step.schedule.evaluation_bytes, ""
@@ -309,7 +314,7 @@ def on_same_host(
 
 def peak_bytes(step: BoundStep) -> int:
     """Host memory of all devices' state, waiting parts, and arrays in flight."""
-    return state_bytes(step) + step.num_devices * step.schedule.passing_bytes
+    return state_bytes(step) + step.num_devices * step.schedule.transient_bytes
 
 
 def state_bytes(step: BoundStep) -> int:

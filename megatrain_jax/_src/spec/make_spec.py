@@ -10,18 +10,23 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.common.dividing_experts import experts_in_groups
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.options.batch_checks import naming_first_batch
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.kernel_costs import EXPERTS, computed_by_kernels
-from megatrain_jax._src.program.loss.expert_leaves import UndividedError
+from megatrain_jax._src.program.loss.expert_leaves import ExpertsIndivisibleError
 from megatrain_jax._src.program.loss.trace import TracedLoss
 from megatrain_jax._src.schedule.schedule import BudgetError
-from megatrain_jax._src.spec.block_ways import WAYS, Way, ends_blocks_of_codes, ways_after
+from megatrain_jax._src.spec.block_splits import (
+    BLOCK_SPLITS,
+    BlockSplit,
+    ends_blocks_of_codes,
+    finer_splits,
+)
 from megatrain_jax._src.spec.bound_step import bind_step
 from megatrain_jax._src.spec.codecs import check_paths, master_codecs, state_codecs
 from megatrain_jax._src.spec.cut_run import Cut, cut_run
-from megatrain_jax._src.spec.kept_together import kept_together
+from megatrain_jax._src.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.spec.run_spec import RunSpec, batch_key, trace_microbatch
 from megatrain_jax._src.state.groups import GroupLayout, layout_group
 
@@ -47,12 +52,12 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
         BudgetError: If the device budget is too small, however blocks are cut.
     """
-    found = _first_of((adapted, loss_fn, optimizer, sample_batch, options), WAYS)
+    found = _first_of((adapted, loss_fn, optimizer, sample_batch, options), BLOCK_SPLITS)
     assert found is not None, "blocks can always stay whole"
     return found
 
 
-def _first_of(arguments: Any, ways: Sequence[Way]) -> RunSpec | None:
+def _first_of(arguments: Any, ways: Sequence[BlockSplit]) -> RunSpec | None:
     """The run with blocks cut in the first way that the budget allows; None if no way is possible.
 
     Raises:
@@ -65,9 +70,9 @@ def _first_of(arguments: Any, ways: Sequence[Way]) -> RunSpec | None:
         except BudgetError as error:
             least.append(error)
             continue
-        except UndividedError:
+        except ExpertsIndivisibleError:
             break  # then there are no more groups either
-        left = ways_after(way, ways[at + 1 :], spec.leaves, spec.has_smaller_parts)
+        left = finer_splits(way, ways[at + 1 :], spec.leaves, spec.has_smaller_parts)
         finer = functools.partial(_first_of, arguments, left) if left else None
         return dataclasses.replace(spec, finer=finer)
     if not least:
@@ -81,7 +86,7 @@ def _make(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    way: Way,
+    way: BlockSplit,
 ) -> RunSpec:
     """The run with blocks cut in one way; see `make_run_spec`."""
     num_parts, num_groups = way
@@ -96,7 +101,7 @@ def _make(
         precision = options.dtypes
         dtypes = map(str, (precision.compute, precision.update, precision.products))
         numbers = microbatches, options.num_devices, options.on_nonfinite
-        return *map(Same, objects), *dtypes, *numbers
+        return *map(IdentityKey, objects), *dtypes, *numbers
 
     def trace() -> TracedLoss:
         with naming_first_batch(sample_batch, microbatches), experts_in_groups(num_groups):
@@ -110,7 +115,7 @@ def _make(
     traced, cut = remembered("cut", lambda: (key(), way), anew, _MOST_CUTS)
     layouts = _layouts(cut, options)
     if not ends_blocks_of_codes(cut, layouts):
-        raise UndividedError
+        raise ExpertsIndivisibleError
     try:
         first = bind_step(
             (batch_key(sample_batch), True, loss_fn),
@@ -122,7 +127,7 @@ def _make(
             waves=options.waves or 1,
         )
     except BudgetError as error:
-        raise BudgetError(budget, error.smallest, kept_together(cut, layouts)) from None
+        raise BudgetError(budget, error.smallest, indivisible_arrays(cut, layouts)) from None
     return RunSpec(
         adapted=adapted,
         loss_fn=loss_fn,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import time_kernels
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.spec.rescheduled import by_measured_seconds
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -45,7 +45,7 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
         # A stage that prints, or calls back, must not do so here.
         if op in (Op.REDUCE, Op.UPDATE) or (
-            op in (Op.FORWARD, Op.BACKWARD) and not fires(stages[number].stage.jaxpr)
+            op in (Op.FORWARD, Op.BACKWARD) and not has_side_effects(stages[number].stage.jaxpr)
         ):
             timed.setdefault((op, number), []).append(kernel)
 

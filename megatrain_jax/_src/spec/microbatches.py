@@ -28,7 +28,7 @@ from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec.budget import LARGE, RESERVED, fits_machine
-from megatrain_jax._src.spec.cut_run import undivided_since
+from megatrain_jax._src.spec.cut_run import reason_against_microbatches
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.spec.wave_search import fit_in_waves
@@ -41,12 +41,12 @@ _LEAST_LESS = 1 / 2
 _WORTH = 0.02
 
 
-def leaves_parts_open(run: Options) -> bool:
+def chooses_microbatches_or_waves(run: Options) -> bool:
     """Whether a run's options let the plan choose microbatches or waves."""
     return run.microbatches == "auto" or (run.waves is None and run.microbatches > 1)
 
 
-def fit_with_parts(
+def fit_with_microbatches(
     run: Options,
     make: Callable[[Options], RunSpec],
     fit: Callable[[RunSpec], RunSpec],
@@ -83,7 +83,7 @@ class _Dividing:
         device_bytes: int | None,
         tiles: TileFinder,
     ):
-        """See `fit_with_parts`."""
+        """See `fit_with_microbatches`."""
         self._run, self._make, self._fit = run, make, fit
         self._device_bytes, self._tiles = device_bytes, tiles
         self._numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
@@ -93,7 +93,7 @@ class _Dividing:
         run = self._run
         if run.microbatches == "auto":
             return self._in_any()
-        if self._device_bytes is None or not leaves_parts_open(run):
+        if self._device_bytes is None or not chooses_microbatches_or_waves(run):
             return self._fit(self._make(run))
         spec = self._made(run, is_free=False)
         # The plan changes results only with microbatches="auto".
@@ -116,7 +116,10 @@ class _Dividing:
             enough = (1 - _WORTH) * self._cautious(fitted)
             finer = next((n for n in self._numbers if n >= 2 * number), None)
             # Smaller microbatches never compute faster, however much memory they leave.
-            if finer is None or least_seconds(fitted.first.workload, fitted.first.lean) > enough:
+            if (
+                finer is None
+                or least_seconds(fitted.first.workload, fitted.first.selective) > enough
+            ):
                 break
             trial = self._in_waves(self._divided(finer), device_bytes)
             if self._cautious(trial) > enough:
@@ -171,7 +174,10 @@ class _Dividing:
         first, room = spec.first, self._room(spec, device_bytes)
         return min(
             least_seconds(
-                first.workload.in_waves(n), first.lean and first.lean.in_waves(n), room, host_room
+                first.workload.in_waves(n),
+                first.selective and first.selective.in_waves(n),
+                room,
+                host_room,
             )
             for n in range(1, first.microbatches + 1)
             if first.microbatches % n == 0
@@ -191,7 +197,7 @@ class _Dividing:
         try:
             return self._make(run)
         except BudgetError:
-            if not leaves_parts_open(run):
+            if not chooses_microbatches_or_waves(run):
                 raise
             spec = self._make(dataclasses.replace(run, waves=run.microbatches))
             if not is_free and spec.first.depends_on_waves:
@@ -201,7 +207,9 @@ class _Dividing:
     def _in_few_microbatches(self) -> RunSpec:
         """The run in as few microbatches as leave most of the device's memory free."""
         numbers, spec = self._numbers, self._sized(1)
-        if self._device_bytes is None or undivided_since(spec.adapted, spec.first.program):
+        if self._device_bytes is None or reason_against_microbatches(
+            spec.adapted, spec.first.program
+        ):
             return spec
         # A kernel's need is almost proportional to its rows; fewer rows need more bytes per row.
         needed = self._needed_by_one(spec)

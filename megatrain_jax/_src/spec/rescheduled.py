@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.schedule import Schedule
-from megatrain_jax._src.schedule.search import find_schedule, rearranged, whole_schedule
+from megatrain_jax._src.schedule.search import find_schedule, reschedule, whole_schedule
 from megatrain_jax._src.schedule.workload import Costs, Workload
-from megatrain_jax._src.spec.activations import computed_again, last_read_by_task
+from megatrain_jax._src.spec.activations import last_read_by_task, recomputed_stages
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 
-def spanning(
+def with_recomputed_spans(
     step: BoundStep,
     span: int,
     device_budget: int | None,
@@ -26,29 +26,34 @@ def spanning(
     """A training step for a host that can't hold all residuals or all blocks' activations.
 
     Of each `span` blocks, all but one run their forward again before their backward. `num_bytes`
-    is the size of the activations to save by this; see `computed_again`.
+    is the size of the activations to save by this; see `recomputed_stages`.
     """
-    workload = workload_spanning(step, span, num_bytes)
-    lean = step.lean and _computing_again(step.lean, workload.again)
-    return _rescheduled(step, workload, lean, device_budget, host_room)
+    workload = workload_with_recomputed_spans(step, span, num_bytes)
+    selective = step.selective and _computing_again(step.selective, workload.again)
+    return _rescheduled(step, workload, selective, device_budget, host_room)
 
 
 def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
     """A training step in a different number of waves, a divisor of the microbatches."""
-    workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
-    return _rescheduled(step, workload, lean, device_budget, math.inf)
+    workload, selective = (
+        step.workload.in_waves(waves),
+        step.selective and step.selective.in_waves(waves),
+    )
+    return _rescheduled(step, workload, selective, device_budget, math.inf)
 
 
 def _rescheduled(
     step: BoundStep,
     workload: Workload,
-    lean: Workload | None,
+    selective: Workload | None,
     device_budget: int | None,
     host_room: float,
 ) -> BoundStep:
     """A training step with a new schedule for a new workload."""
-    schedule = find_schedule(workload, device_budget, lean, host_room)
-    return _with_schedule(dataclasses.replace(step, workload=workload, lean=lean), schedule)
+    schedule = find_schedule(workload, device_budget, selective, host_room)
+    return _with_schedule(
+        dataclasses.replace(step, workload=workload, selective=selective), schedule
+    )
 
 
 def _with_schedule(step: BoundStep, schedule: Schedule, *, training: bool = True) -> BoundStep:
@@ -101,16 +106,20 @@ def by_measured_seconds(
     def timed(workload: Workload) -> Workload:
         return dataclasses.replace(workload, costs=measured(workload.costs))
 
-    workload, lean = timed(step.workload), step.lean and timed(step.lean)
-    found = dataclasses.replace(step, workload=workload, lean=lean)
-    schedule = rearranged(found.scheduled, step.schedule, device_budget, host_room)
+    workload, selective = timed(step.workload), step.selective and timed(step.selective)
+    found = dataclasses.replace(step, workload=workload, selective=selective)
+    schedule = reschedule(found.scheduled, step.schedule, device_budget, host_room)
     return _with_schedule(found, schedule)
 
 
-def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
-    """Returns the workload of `spanning` without a search for its schedule."""
+def workload_with_recomputed_spans(
+    step: BoundStep, span: int, num_bytes: float = math.inf
+) -> Workload:
+    """Returns the workload of `with_recomputed_spans` without a search for its schedule."""
     stages = [bound.stage for bound in step.stages]
-    return _computing_again(step.workload, computed_again(step.workload, stages, span, num_bytes))
+    return _computing_again(
+        step.workload, recomputed_stages(step.workload, stages, span, num_bytes)
+    )
 
 
 def _computing_again(workload: Workload, again: frozenset[int]) -> Workload:

@@ -24,7 +24,7 @@ from megatrain_jax._src.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
-from megatrain_jax._src.spec.codecs import held_dtype
+from megatrain_jax._src.spec.codecs import stored_dtype
 from megatrain_jax._src.spec.cut_run import Cut, cut_program
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 
@@ -194,7 +194,7 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
     precision = spec.precision
     found: dict[int, DTypeLike | None] = {}
     for leaf in spec.leaves:
-        dtype = held_dtype(precision, leaf)
+        dtype = stored_dtype(precision, leaf)
         by_default = leaf.is_trainable or precision.frozen is None
         found[leaf.parameter] = dtype if by_default and dtype == precision.update else None
     return [found[p] for p in range(len(spec.adapted.paths))]

@@ -7,11 +7,11 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.kernels import stage_kernels as stages
 from megatrain_jax._src.kernels import steps, updates
-from megatrain_jax._src.kernels.attention_in_heads import with_narrow_attention
 from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.split_attention import with_split_attention
 from megatrain_jax._src.kernels.tiled_stages import in_tiles
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.program.wide_attention import are_wide
+from megatrain_jax._src.program.oversized_attention import are_wide
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.state.groups import GroupLayout
@@ -30,10 +30,10 @@ def stage_kernel(
     bound, program = step.part(number, microbatch), step.program
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
-        make = stages.forward_keeping if keeps else stages.forward
+        make = stages.forward_saving_residuals if keeps else stages.forward
         kernel = make(bound, program, placement)
     else:
-        make = stages.backward_of_kept if keeps else stages.backward
+        make = stages.backward_from_residuals if keeps else stages.backward
         kernel = make(bound, program, placement, step.wave_microbatches)
         if bound.mode is not None and (bound.mode.is_partial or bound.mode.completes):
             # The gradients of a wave's microbatches are in fp32 until the last one rounds them.
@@ -42,7 +42,7 @@ def stage_kernel(
             beside = kernel.beside_bytes + 4 * wide // placement.num_devices
             kernel = dataclasses.replace(kernel, beside_bytes=beside)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):
-        kernel = with_narrow_attention(kernel, placement.num_devices)
+        kernel = with_split_attention(kernel, placement.num_devices)
     # By name, because kernels with and without residuals may have different tiles.
     tiling = bound.tiles.get(kernel.name)
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel

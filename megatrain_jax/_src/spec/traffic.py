@@ -53,7 +53,9 @@ def _stored(bound: BoundStage) -> tuple[str | None, ...]:
     return tuple(found)
 
 
-def seconds_beside(work: Work, traffic: Traffic, hardware: Hardware, num_devices: int) -> float:
+def extra_traffic_seconds(
+    work: Work, traffic: Traffic, hardware: Hardware, num_devices: int
+) -> float:
     """Seconds of memory traffic that the estimate of a stage's operations doesn't contain.
 
     It includes the excess time of convolutions of few channels, and of padded tiles of products.

@@ -68,9 +68,9 @@ def fit_in_waves(
         return found.first.schedule.seconds if fits else math.inf
 
     def bound(waves: int) -> float:
-        room, lean = min(room_bytes, spec.budget_bytes or math.inf), spec.first.lean
+        room, selective = min(room_bytes, spec.budget_bytes or math.inf), spec.first.selective
         workload = spec.first.workload.in_waves(waves)
-        return least_seconds(workload, lean and lean.in_waves(waves), room, host_room)
+        return least_seconds(workload, selective and selective.in_waves(waves), room, host_room)
 
     workload = spec.first.workload.in_waves(1)
     balanced, least = _balanced(workload), _least_seconds(workload)

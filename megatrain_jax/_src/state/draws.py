@@ -37,7 +37,7 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
     return draw
 
 
-def part_of(draw: Draw, number: int | jax.Array) -> Draw:
+def derived_draw(draw: Draw, number: int | jax.Array) -> Draw:
     """An independent draw, derived from a draw and a number."""
     return _folded(draw, jnp.uint32(number))
 

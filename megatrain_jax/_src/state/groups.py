@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.state.codec import Plain
-from megatrain_jax._src.state.draws import Draw, draw_of, part_of
+from megatrain_jax._src.state.draws import Draw, derived_draw, draw_of
 from megatrain_jax._src.state.layout import PLAIN, Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
 from megatrain_jax._src.state.offsets import in_order, large_leaves, layout_of
@@ -83,8 +83,11 @@ class GroupLayout:
         """
         if draw is None:
             return [None] * len(self.slabs)
-        masters, state = (part_of(draw_of(*draw), number) for number in range(2))
-        return [masters, *(part_of(state, number) for number in range(len(self.state.layouts)))]
+        masters, state = (derived_draw(draw_of(*draw), number) for number in range(2))
+        return [
+            masters,
+            *(derived_draw(state, number) for number in range(len(self.state.layouts))),
+        ]
 
     def leaf(self, kind: Kind, position: int) -> tuple[Layout, int]:
         """The layout of the slab with a leaf of masters or state, and the leaf's number there."""

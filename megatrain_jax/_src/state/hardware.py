@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import suggesting
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state.pool_limit import POOLS_OF_A_LIST
+from megatrain_jax._src.state.pool_limit import POOL_BYTES_PER_LIST_BYTE
 
 
 @suggesting()
@@ -127,7 +127,9 @@ class Hardware:
     @property
     def list_bytes(self) -> int:
         """Host memory in which JAX lists one accelerator's memory; 0 if CUDA allocates it."""
-        return (self.usable_bytes or 0) // POOLS_OF_A_LIST if allocator.keeps_lists() else 0
+        return (
+            (self.usable_bytes or 0) // POOL_BYTES_PER_LIST_BYTE if allocator.keeps_lists() else 0
+        )
 
     def times(self, num_devices: int) -> "Hardware":
         """The same machine with `num_devices` accelerators and a host of typical size for them."""

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.state.codec import Array, Part, Plain
-from megatrain_jax._src.state.draws import Draw, part_of
+from megatrain_jax._src.state.draws import Draw, derived_draw
 
 Spread = Callable[[jax.Array], jax.Array]
 """A function that applies a sharding to an array, inside jit."""
@@ -162,7 +162,7 @@ class Layout:
             # own draw. The bits don't depend on the segments that a run is divided into.
             runs = [list(run) for _, run in groupby(self.segments, key=lambda s: s.codec)]
             at, run = next((n, run) for n, run in enumerate(runs) if segment in run)
-            own = draw if len(runs) == 1 else part_of(draw, at)
+            own = draw if len(runs) == 1 else derived_draw(draw, at)
             shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
             first = segment.start - run[0].start + jnp.asarray(start, jnp.uint32)
             numbers = shard * jnp.uint32((run[-1].stop - run[0].start) & 0xFFFFFFFF) + first + at

@@ -232,7 +232,7 @@ def _on_one(device: Any, memory_kind: str) -> Sharding:
     return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
-def on_several(devices: Sequence[Any]) -> str:
+def device_count_text(devices: Sequence[Any]) -> str:
     """The devices in words for progress bars: " on 4 GPUs"; "" for one device."""
     return f" on {len(devices)} {devices[0].platform.upper()}s" if len(devices) > 1 else ""
 

@@ -19,12 +19,11 @@ from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.state.page_threads import finding_pages, num_threads
 from megatrain_jax._src.state.pinning import refusal
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import (
     LIMIT_VARIABLE,
-    POOLS_OF_A_LIST,
+    POOL_BYTES_PER_LIST_BYTE,
     beside_bytes,
     driver_bytes,
     limit_bytes,
@@ -32,6 +31,7 @@ from megatrain_jax._src.state.pool_limit import (
     process_budget,
     process_budget_now,
 )
+from megatrain_jax._src.state.prefault_threads import num_threads, prefaulting
 
 _GIB = 2**30
 # Seconds between updates of the progress display.
@@ -110,18 +110,18 @@ def reserve(
     # Every process takes part, even if it needs nothing, because its peers wait for it.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
-    rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
+    rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
     # Every process checks before any takes memory, and the needs of one host's processes add up.
     number = placement.processes.num_here
     # JAX's free lists and the driver's records grow with the pages.
-    beside = growth // POOLS_OF_A_LIST + driver_bytes(growth)
+    beside = growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth)
     _check(number * num_bytes, number * growth, share, number * beside)
     placement.processes.gather("taking host memory")
     shown(0, growth)
     # JAX reports no progress, so the pages of this process are counted.
     before = resident_bytes()
-    pages = finding_pages(num_threads(), max(1, len(wanting)))
+    pages = prefaulting(num_threads(), max(1, len(wanting)))
     with pages, ThreadPoolExecutor(max(1, len(wanting))) as threads:
         waited = [
             threads.submit(_take, d, rooms[d][0], share, pools[d].likely_bytes) for d in wanting
@@ -142,7 +142,9 @@ def reserve(
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
 
 
-def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[list[int], int]:
+def _allocation(
+    num_bytes: int, array_bytes: int, pool: _Pool, in_use: int
+) -> tuple[list[int], int]:
     """Returns the sizes to allocate for `num_bytes` more bytes, and the growth of the pool."""
     limit = limit_in_force()
     if num_bytes <= pool.likely_bytes - in_use:

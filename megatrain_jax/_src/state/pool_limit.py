@@ -29,12 +29,12 @@ LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _GIB = 2**30
 # XLA's allocator keeps a number of 8 bytes for every 256 bytes of its pool (BFCAllocator,
 # kMinAllocationSize and ChunkHandle).
-POOLS_OF_A_LIST = 32
+POOL_BYTES_PER_LIST_BYTE = 32
 # Measured in processes of one and two H100s or H200s with CUDA's memory pool: 2.5 GiB beside pools
 # of 16 GiB, lists included, 3.0 at 60, 5.1 at 115, 8.6 at 218 and 9.0 at 234.
 _LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
 # Memory of the driver, outside of the process.
-_POOLS_OF_THE_DRIVER = 80
+_POOL_BYTES_PER_DRIVER_BYTE = 80
 # Memory that processes leave to the system. The system and the driver's fixed part take about
 # 1.5 GiB of it, 3/8; the rest is a safety margin. A small machine leaves a share of its memory.
 _SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
@@ -46,7 +46,7 @@ def set_limit() -> None:
     Has an effect only before JAX's backend starts, and keeps a limit that the user has set.
     """
     if (total := total_bytes()) is not None:
-        lists = allocator.bytes_taken_at_once() // POOLS_OF_A_LIST
+        lists = allocator.bytes_taken_at_once() // POOL_BYTES_PER_LIST_BYTE
         os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total, lists) // _GIB))
 
 
@@ -93,19 +93,21 @@ def process_budget_now(total: int, free: int) -> int:
 
 def _beside_driver(left: int) -> int:
     """The part of `left` that processes can take; the driver takes the rest for their pools."""
-    pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
+    pools = (left - _FIXED_BESIDE) / (
+        1 + 1 / POOL_BYTES_PER_LIST_BYTE + 1 / _POOL_BYTES_PER_DRIVER_BYTE
+    )
     return left - driver_bytes(max(0, int(pools)))
 
 
 def pools_within(budget: int) -> int:
     """Returns the maximum bytes of pools in a process that takes `budget` bytes in total."""
-    by_lists = int((budget - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST))
+    by_lists = int((budget - _FIXED_BESIDE) / (1 + 1 / POOL_BYTES_PER_LIST_BYTE))
     return max(0, min(by_lists, budget - _LEAST_BESIDE))
 
 
 def driver_bytes(pools: int) -> int:
     """Returns the bytes that the driver takes outside of the process for these pools."""
-    return pools // _POOLS_OF_THE_DRIVER
+    return pools // _POOL_BYTES_PER_DRIVER_BYTE
 
 
 def machine_bytes(total: int | None, num_devices: int, list_bytes: int = 0) -> int | None:
@@ -152,4 +154,4 @@ def beside_bytes(pools: int, list_bytes: int = 0) -> int:
         pools: Bytes of the pools.
         list_bytes: Bytes of JAX's lists of its devices' memory; see `Hardware.list_bytes`.
     """
-    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOLS_OF_A_LIST) + list_bytes
+    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOL_BYTES_PER_LIST_BYTE) + list_bytes

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.history import History
 from megatrain_jax._src.options.batch_checks import batch_size
@@ -24,13 +24,13 @@ from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.runtime.training import TooManySkippedError
 from megatrain_jax._src.train.result import FitResult
-from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.series import RunCheckpoints
 from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Save:
+class CheckpointSaver:
     """Saves a run's checkpoints; does nothing if the run has no folder for them.
 
     Attributes:
@@ -39,7 +39,7 @@ class Save:
         position: Returns the data's position after the trainer's last step; None if unknown.
     """
 
-    series: Checkpoints | None
+    series: RunCheckpoints | None
     trainer: Trainer
     position: Callable[[], dict[str, Any] | None]
 
@@ -59,7 +59,7 @@ class Save:
                 self.now()
             self.series.finish()
 
-    def give_up(self) -> None:
+    def wait_ignoring_errors(self) -> None:
         """Waits for the checkpoint being written; ignores its error, as another one is raised."""
         if self.series is not None:
             self.series.finish_quietly()
@@ -91,7 +91,7 @@ class _Pending:
 
 def is_unevaluated(history: History, options: LoopOptions) -> bool:
     """Whether there is evaluation data, but the last step has not been evaluated."""
-    evaluated = any(name.startswith(EVALUATED) for record in history[-1:] for name in record)
+    evaluated = any(name.startswith(EVAL_PREFIX) for record in history[-1:] for name in record)
     return options.eval_data is not None and bool(history) and not evaluated
 
 
@@ -107,7 +107,7 @@ class Loop:
         self,
         trainer: Trainer,
         options: LoopOptions,
-        save: Save,
+        save: CheckpointSaver,
         bar: tqdm,
         signals: Signals,
     ):
@@ -171,7 +171,7 @@ class Loop:
                 )
             # The first signal does not interrupt this, because an exception inside a generator ends
             # it, and the user may want to reuse it.
-            with deferred_interrupt(insist=True):
+            with deferred_interrupt(second_interrupts=True):
                 batches.fill()
             every = self.options.eval_every
             due = every is not None and step % every == 0
@@ -303,4 +303,4 @@ class Loop:
         except Exception as error:
             error.add_note("This was raised by the evaluation of `eval_data`.")
             raise
-        return {EVALUATED + name: value for name, value in means.items()}
+        return {EVAL_PREFIX + name: value for name, value in means.items()}

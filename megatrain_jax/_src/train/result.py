@@ -130,7 +130,7 @@ class DataRanOutError(ValueError):
 
 
 @contextmanager
-def handed_over(trainer: Trainer) -> Iterator[None]:
+def attaching_result(trainer: Trainer) -> Iterator[None]:
     """Gives the body's errors an attribute `result`: the `FitResult` of the completed steps."""
     try:
         yield

@@ -32,11 +32,11 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals
-from megatrain_jax._src.state.placement import on_several
+from megatrain_jax._src.state.placement import device_count_text
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
-from megatrain_jax._src.train.loop import Loop, Save, is_unevaluated
+from megatrain_jax._src.train.loop import CheckpointSaver, Loop, is_unevaluated
 from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult, result_of
-from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.series import RunCheckpoints
 from megatrain_jax._src.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.trainer import Trainer
 
@@ -64,7 +64,7 @@ class Run:
         self,
         batches: Iterable[Any],
         options: LoopOptions,
-        series: Checkpoints | None,
+        series: RunCheckpoints | None,
     ) -> FitResult:
         """Trains until the batches end or all steps are done, then saves the last step.
 
@@ -75,16 +75,16 @@ class Run:
         process_id = os.getpid()
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
-        processes.agree("the beginning of training", lambda: options.rhythm)
+        processes.agree("the beginning of training", lambda: options.agreed_options)
         # A resumed `fit` counts from 0, so steps before the checkpoint count as done.
         left = None if steps is None else max(0, steps - (before - self.counted_from))
-        save = Save(series, trainer, lambda: self._position(before))
+        save = CheckpointSaver(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
             return result_of(trainer, None, all_steps=True)
         if series is not None:
             series.check_writable()
         error: BaseException | None = None
-        shown = {"desc": _doing(trainer, progress), "unit": "step", "disable": not progress}
+        shown = {"desc": _bar_text(trainer, progress), "unit": "step", "disable": not progress}
         with Signals() as signals, tqdm(total=self._total(left), **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
@@ -106,29 +106,29 @@ class Run:
                 if os.getpid() != process_id:
                     raise
                 # The remaining processes learn of it before they wait for this one, and end too.
-                error = _known_to_all(raised, processes, signals)
+                error = _tell_peers(raised, processes, signals)
             # From here on signals are only counted, because the save that they ask for follows.
             signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
-                error = self._wound_up(loop, error, before)
+                error = self._finish_run(loop, error, before)
             # The third signal aborts the save.
             except KeyboardInterrupt as third:
                 insisted = third
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
         if result.ended in ("stopped", "interrupted"):
-            if progress or (signals.came and processes.is_first):
-                saved = _is_quiet(error) and insisted is None
-                _say(result, signals.names, save.where if saved else "")
+            if progress or (signals.has_received and processes.is_first):
+                saved = _returns_result(error) and insisted is None
+                _print_ending(result, signals.names, save.where if saved else "")
         # Last of all, as SIGTERM itself would do.
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
         if insisted is not None:
             raise insisted
-        if not _is_quiet(error):
+        if not _returns_result(error):
             assert error is not None
             raise error
-        signals.hand_on()
+        signals.call_previous_handler()
         return result
 
     def _total(self, left: int | None) -> int | None:
@@ -136,7 +136,7 @@ class Run:
         length = self.source.length
         return left if left is not None or length is None else max(0, length - self.first)
 
-    def _wound_up(
+    def _finish_run(
         self, loop: Loop, error: BaseException | None, before: int
     ) -> BaseException | None:
         """Completes the steps in flight, saves the last one, and calls the callbacks' `end`.
@@ -152,10 +152,10 @@ class Run:
             if series is not None:
                 loop.bar.set_description("saving")
             error = _saved(loop.save, error, trained=trainer.num_steps > before)
-            loop.bar.set_description(_doing(trainer, not loop.bar.disable))
+            loop.bar.set_description(_bar_text(trainer, not loop.bar.disable))
         elif series is not None:
             _note(error, f"Nothing more could be saved in {series.folder}.")
-        if error is None and not signals.came:
+        if error is None and not signals.has_received:
             error = self._ran_out(steps, before)
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
         try:
@@ -186,17 +186,17 @@ class Run:
         return None if self.counted_from and not is_state(position) else position
 
 
-def _doing(trainer: Trainer, shown: bool) -> str | None:
+def _bar_text(trainer: Trainer, shown: bool) -> str | None:
     """The text before a progress bar: the number of devices, and the state on each.
 
     A run on one device has no such text, nor does a hidden bar.
     """
-    if not shown or not (several := on_several(trainer.devices)):
+    if not shown or not (several := device_count_text(trainer.devices)):
         return None
     return f"training{several}, {sized(trainer.plan.host_share_bytes)} each"
 
 
-def _say(result: FitResult, signals: str, where: str) -> None:
+def _print_ending(result: FitResult, signals: str, where: str) -> None:
     """Reports that a run was stopped or interrupted, its last step, and where that is saved."""
     by = f" by {signals}" if signals else ""
     reason = f": {result.reason}" if result.ended == "stopped" else ""
@@ -204,7 +204,7 @@ def _say(result: FitResult, signals: str, where: str) -> None:
     tqdm.write(f"{result.ended.capitalize()}{by} {after}.", file=sys.stderr)
 
 
-def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
+def _tell_peers(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
     """Tells all processes of an error; returns the error that this process ends with.
 
     A signal that ended another process ends this one as if it had arrived here.
@@ -216,7 +216,7 @@ def _known_to_all(error: BaseException, processes: Processes, signals: Signals) 
         signals.note(signal.Signals[error.signal])
         return KeyboardInterrupt()
     ended_by = None
-    if signals.came:
+    if signals.has_received:
         ended_by = "SIGTERM" if signals.terminates else "SIGINT"
     elif isinstance(error, KeyboardInterrupt):
         ended_by = "SIGINT"
@@ -258,34 +258,36 @@ def _complete(
     return error if late is None else _joined(error, late)
 
 
-def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseException | None:
+def _saved(
+    save: CheckpointSaver, error: BaseException | None, trained: bool
+) -> BaseException | None:
     """Saves the last step, if the run has a folder; returns the error that the run ends with."""
     if save.series is None:
         return error
     trainer = save.trainer
     try:
-        if _is_quiet(error):
+        if _returns_result(error):
             save.at_end()
         elif trained:
             save.at_end()
             _note(error, f"Step {trainer.num_steps} is saved in {save.series.folder}.")
         else:
-            save.give_up()
+            save.wait_ignoring_errors()
             _note(error, f"No step was done, so nothing was saved in {save.series.folder}.")
     except Exception as late:
-        save.give_up()
+        save.wait_ignoring_errors()
         return _joined(error, late)
     return error
 
 
-def _is_quiet(error: BaseException | None) -> bool:
+def _returns_result(error: BaseException | None) -> bool:
     """Whether a run that ends with this error, or none, returns its result."""
     return error is None or isinstance(error, KeyboardInterrupt)
 
 
 def _joined(error: BaseException | None, late: Exception) -> BaseException:
     """The error to raise: the first, with a note about a later one."""
-    if _is_quiet(error):
+    if _returns_result(error):
         return late
     assert error is not None
     _note(error, f"While the run ended, there was one more error: {type(late).__name__}: {late}")

@@ -14,12 +14,17 @@ from megatrain_jax._src.checkpoint.folder import (
     CheckpointError,
     OtherFormatError,
     UnreadError,
-    by_first,
-    in_all,
+    in_all_processes,
+    in_first_process,
 )
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.checkpoint.workspace import (
+    NAME,
+    UnownedWorkspace,
+    Workspace,
+    claim_workspace,
+)
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
@@ -29,7 +34,7 @@ _PAUSES = 0.5, 2.0
 _MOST_LETTERS = 150
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves to and resumes from a folder with one subfolder per step.
 
     No second run can write to the folder until this is closed; it is a context manager.
@@ -69,13 +74,13 @@ class Checkpoints:
         self._processes = processes
         has_last = last is not None and last in folder.steps(self.folder)
         path = self.folder / NAME
-        self._workspace = claimed(path, self.folder, processes, only_read=has_last)
+        self._workspace = claim_workspace(path, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
         self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "RunCheckpoints":
         """Returns this object."""
         return self
 
@@ -94,7 +99,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If the folder can't be written.
         """
-        if isinstance(self._workspace, Guest) and self._workspace.unwritable is not None:
+        if isinstance(self._workspace, UnownedWorkspace) and self._workspace.unwritable is not None:
             raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
@@ -112,7 +117,7 @@ class Checkpoints:
         trainer.run_state.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
-        found = by_first(self._processes, where, self._candidates)
+        found = in_first_process(self._processes, where, self._candidates)
         for step in reversed(found):
             try:
                 # If one process can't read it, all continue from an older step.
@@ -162,7 +167,7 @@ class Checkpoints:
                     return manifest.read(self.folder / str(step))["parts"]
             return None
 
-        return by_first(self._processes, "the look for a batch's parts", newest)
+        return in_first_process(self._processes, "the look for a batch's parts", newest)
 
     def begin(self, trainer: Trainer) -> None:
         """Checks that nothing in the folder conflicts with the steps that a trainer will take.
@@ -171,7 +176,9 @@ class Checkpoints:
             CheckpointError: If an entry has the number of a later step.
         """
         start = trainer.num_steps
-        self.saved = by_first(self._processes, "the look for steps", lambda: self._begin(start))
+        self.saved = in_first_process(
+            self._processes, "the look for steps", lambda: self._begin(start)
+        )
 
     def _begin(self, start: int) -> int | None:
         """Does the check of `begin`; returns the step if there is a checkpoint of it."""
@@ -205,7 +212,9 @@ class Checkpoints:
         """
         self.finish()
         path = self.folder / str(trainer.num_steps)
-        by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
+        in_first_process(
+            self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path)
+        )
         facts = {} if position is None else {"data": position}
         self._saving = trainer.run_state.start_saving(path, facts, workspace=self._workspace)
         # Reset by `finish` if it could not be written.
@@ -245,7 +254,9 @@ class Checkpoints:
     def _restore(self, trainer: Trainer, step: int) -> dict[str, Any]:
         path = self.folder / str(step)
         where = f"the manifest of step {step}"
-        if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
+        if (
+            found := in_all_processes(self._processes, where, lambda: manifest.read(path)["step"])
+        ) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
         # The number of converted arrays becomes a part of the one warning of changed settings.
         facts, self.num_converted = trainer.run_state.start_from(path)
@@ -330,4 +341,4 @@ def _strange(path: Path) -> str:
     """
     if path.is_symlink():
         return "that symbolic link"
-    return ", ".join(manifest.strangers(path)[:3])
+    return ", ".join(manifest.unknown_names(path)[:3])

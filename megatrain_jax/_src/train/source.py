@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.users_line import warn_user
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
@@ -214,7 +214,7 @@ class Prefetch(Iterator[Any]):
             return
         if (batch := next(self._source, _END)) is not _END:
             self._drawn += 1
-            with numbered(self._drawn):
+            with naming_batch(self._drawn):
                 self._check(batch)
             # With several processes, none has the whole batch.
             self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
@@ -250,7 +250,7 @@ class Prefetch(Iterator[Any]):
 
 
 @contextmanager
-def numbered(number: int) -> Iterator[None]:
+def naming_batch(number: int) -> Iterator[None]:
     """Adds the number of a batch to an error about it."""
     try:
         yield

@@ -12,7 +12,7 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Buffer, Layer, Linear
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -34,7 +34,7 @@ class XIELU(nnx.Module):
     `p = softplus(alpha_p)` and `n = beta + softplus(alpha_n)`.
     """
 
-    def __init__(self, make: Maker):
+    def __init__(self, make: ParameterMaker):
         """Makes the two parameters, and the constants that files contain."""
         # Their softplus is 0.8, and 0.8 - beta.
         self.alpha_p = make.constant(float(np.log(np.expm1(0.8))), 1)
@@ -54,7 +54,7 @@ class XIELU(nnx.Module):
 class ApertusMLP(nnx.Module):
     """Two products with xIELU between them."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, make)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, make)

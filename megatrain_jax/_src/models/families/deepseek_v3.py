@@ -17,8 +17,8 @@ from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.families import glm4_moe
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Linear, RMSNorm, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import HiddenStates, Linear, RMSNorm, Segments
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.past import Past
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
@@ -48,7 +48,7 @@ class DeepseekOptions(glm4_moe.GroupedRouting):
 class LatentAttention(nnx.Module):
     """Causal attention with keys and values computed from a latent."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         sizes: DeepseekOptions = config.options
         wide, heads, bias = config.hidden_size, config.num_heads, config.out_bias
@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
         )
         self.o_proj = Linear(heads * sizes.value_dim, wide, make, bias=bias)
 
-    def __call__(self, x: Tokens, rotation: Rotation, segments: Segments) -> Tokens:
+    def __call__(self, x: HiddenStates, rotation: Rotation, segments: Segments) -> HiddenStates:
         """Computes attention within rows, or within documents if `segments` numbers them."""
         sizes, (rows, length, _) = self.sizes, x.shape
         q = self.q_proj(x) if sizes.query_rank is None else self._queries(x)
@@ -108,11 +108,11 @@ class LatentAttention(nnx.Module):
         mixed = attention(q, k, v, segments=segments, scale=self.scale)
         return mixed[..., : sizes.value_dim]
 
-    def _queries(self, x: Tokens) -> Float[Array, "rows length queries"]:
+    def _queries(self, x: HiddenStates) -> Float[Array, "rows length queries"]:
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
 
-def _latent_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm:
+def _latent_norm(dim: int, config: "DecoderConfig", make: ParameterMaker) -> RMSNorm:
     norm = RMSNorm(dim, config, make)
     norm.eps = 1e-6  # for any configuration, as in Transformers
     return norm

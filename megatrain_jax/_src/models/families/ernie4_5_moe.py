@@ -12,9 +12,16 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import ernie4_5
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import (
+    MLP,
+    Buffer,
+    HiddenStates,
+    Layer,
+    MixtureOfExperts,
+    Segments,
+)
 from megatrain_jax._src.models.moe import Experts, Routed, route_biased
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -44,7 +51,7 @@ class ErnieMixture(MixtureOfExperts):
 
     biased = True
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters, and the bias."""
         super().__init__(config, experts, make)
         self.least = config.options.least
@@ -52,7 +59,9 @@ class ErnieMixture(MixtureOfExperts):
         size = experts.shared_size
         self.shared_experts = None if size is None else MLP(config, make, size)
 
-    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
+    def __call__(
+        self, x: HiddenStates, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"]]:
         """Returns the result of all experts for x, and a load tally of the routed ones."""
         mixed, tally = super().__call__(x, segments)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x), tally

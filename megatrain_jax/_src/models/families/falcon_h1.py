@@ -17,8 +17,8 @@ from megatrain_jax._src.models.families.granitemoehybrid import (
 )
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Attention, Segments, Tokens, make_norm
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import MLP, Attention, HiddenStates, Segments, make_norm
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class FalconOptions(StateSpaceOptions):
 class FalconStateSpace(StateSpace):
     """A state-space layer with factors of its inputs and products."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, make)
         self.factor, self.factors = config.options.space_in, config.options.space
 
-    def project(self, x: Tokens) -> Array:
+    def project(self, x: HiddenStates) -> Array:
         """Returns gates, values, keys, queries and time steps, side by side."""
         widths = (self.inside, self.inside, self.keys, self.keys, self.sizes.heads)
         factors = jnp.asarray(np.repeat(np.float32(self.factors), widths), x.dtype)
@@ -66,7 +66,7 @@ class FalconStateSpace(StateSpace):
 class FalconMLP(MLP):
     """A gated MLP with factors of its gate and its results."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, make)
         self.gate, self.down = config.options.gate, config.options.down
@@ -80,7 +80,7 @@ class FalconMLP(MLP):
 class FalconLayer(nnx.Module):
     """A state-space layer and attention on the same normalised input, then an MLP."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         self.factors: FalconOptions = config.options
         self.input_layernorm = make_norm(config.hidden_size, config, make)
@@ -90,8 +90,8 @@ class FalconLayer(nnx.Module):
         self.feed_forward = FalconMLP(config, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
         """Returns the layer's result, and None: there are no experts to tally."""
         y, factors = self.input_layernorm(x), self.factors
         mixed = self.self_attn(y * factors.attention_in, rotation, segments)

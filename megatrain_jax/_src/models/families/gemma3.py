@@ -8,7 +8,7 @@ from typing import Any
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import gemma2
 from megatrain_jax._src.models.families.gemma3_vision import read_gemma3_vision
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 
 
@@ -31,7 +31,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 GEMMA3 = Family(model_type="gemma3_text", architecture="Gemma3ForCausalLM", read=_read)
-GEMMA3_MULTIMODAL = text_part(
+GEMMA3_MULTIMODAL = multimodal_family(
     GEMMA3,
     model_type="gemma3",
     architecture="Gemma3ForConditionalGeneration",

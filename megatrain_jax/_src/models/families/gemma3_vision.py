@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import RMSNorm
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.siglip import SiglipConfig, SiglipTower, read_siglip
 from megatrain_jax._src.models.vision import VisionConfig
 
@@ -34,7 +34,7 @@ class Gemma3VisionConfig(VisionConfig):
     tower: SiglipConfig
     inside: str = field(default="", compare=False)
 
-    def make(self, decoder: "DecoderConfig", make: Maker) -> "Gemma3Vision":
+    def make(self, decoder: "DecoderConfig", make: ParameterMaker) -> "Gemma3Vision":
         """Makes the module."""
         return Gemma3Vision(self, decoder, make)
 
@@ -87,7 +87,7 @@ def read_gemma3_vision(config: Mapping[str, Any]) -> Gemma3VisionConfig:
 class Projector(nnx.Module):
     """Means over squares of patches, normalised and multiplied to the decoder's width."""
 
-    def __init__(self, config: Gemma3VisionConfig, decoder: "DecoderConfig", make: Maker):
+    def __init__(self, config: Gemma3VisionConfig, decoder: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide = config.tower.hidden_size
         self.patches, self.side = config.tower.patches_per_side, math.isqrt(config.tokens_per_image)
@@ -109,7 +109,7 @@ class Projector(nnx.Module):
 class Gemma3Vision(nnx.Module):
     """Images to vectors in place of their placeholders' embeddings."""
 
-    def __init__(self, config: Gemma3VisionConfig, decoder: "DecoderConfig", make: Maker):
+    def __init__(self, config: Gemma3VisionConfig, decoder: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         self.tower = SiglipTower(config.tower, decoder, make)
         self.projector = Projector(config, decoder, make)

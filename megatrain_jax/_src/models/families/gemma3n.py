@@ -25,10 +25,10 @@ from megatrain_jax._src.models.families.gemma4_layers import (
     MemoryMaker,
     lender_of,
 )
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Linear, RMSNorm, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import MLP, HiddenStates, Linear, RMSNorm, Segments
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _resized(x: Float[Array, "... width"], like: Float[Array, "... width"]) -> A
 class StreamsMaker(MemoryMaker):
     """Embeddings of each layer, and the streams beside the first one."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, make)
         wide, options = config.hidden_size, config.options
@@ -74,13 +74,13 @@ class StreamsMaker(MemoryMaker):
         self.altup_projections = nnx.List([Linear(wide, wide, make) for _ in more])
         self.altup_unembed_projections = nnx.List([Linear(wide, wide, make) for _ in more])
 
-    def __call__(self, tokens: Integer[Array, "rows length"], x: Tokens) -> Memory:
+    def __call__(self, tokens: Integer[Array, "rows length"], x: HiddenStates) -> Memory:
         """Returns the initial memory; tokens outside the layers' vocabulary count as token 0."""
         memory = super().__call__(jnp.where(tokens < self.vocab, tokens, 0), x)
         streams = [_resized(project(x), x) for project in self.altup_projections]
         return memory._replace(streams=jnp.stack(streams))
 
-    def finish(self, x: Tokens, memory: Memory) -> Tokens:
+    def finish(self, x: HiddenStates, memory: Memory) -> HiddenStates:
         """Returns the mean of all streams, with projections of all but the first."""
         assert memory.streams is not None
         both = zip(self.altup_unembed_projections, memory.streams, strict=True)
@@ -90,7 +90,7 @@ class StreamsMaker(MemoryMaker):
 class AltUp(nnx.Module):
     """Predicts streams before a layer, and corrects them after it."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide, num = config.hidden_size, config.options.streams
         self.correct_output_scale = make.constant(0.0, wide)
@@ -99,7 +99,7 @@ class AltUp(nnx.Module):
         self.modality_router = Linear(wide, num, make)
         self.router_norm = RMSNorm(wide, config, make)
 
-    def mixture(self, x: Tokens) -> Float[Array, "rows length num"]:
+    def mixture(self, x: HiddenStates) -> Float[Array, "rows length num"]:
         """Returns numbers from -1 to 1 that the coefficients of a token depend on."""
         routed = self.modality_router(self.router_norm(x) * (1 / x.shape[-1]))
         return jnp.tanh(routed.astype(jnp.float32)).astype(x.dtype)
@@ -110,7 +110,7 @@ class AltUp(nnx.Module):
         coefs = self.prediction_coefs(self.mixture(streams[0])).reshape(rows, length, num, num)
         return jnp.einsum("rlij,jrlw->irlw", coefs, streams) + streams
 
-    def correct(self, predicted: Streams, x: Tokens) -> Streams:
+    def correct(self, predicted: Streams, x: HiddenStates) -> Streams:
         """Returns predicted streams, moved by the layer's difference from its prediction."""
         coefs = jnp.moveaxis(self.correction_coefs(self.mixture(x)) + 1, -1, 0)
         return predicted + coefs[..., None] * (x - predicted[0])
@@ -119,13 +119,13 @@ class AltUp(nnx.Module):
 class Laurel(nnx.Module):
     """Two products of low rank, added to their input (https://arxiv.org/abs/2411.07501)."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide, rank = config.hidden_size, config.options.rank
         self.linear_left, self.linear_right = Linear(wide, rank, make), Linear(rank, wide, make)
         self.post_laurel_norm = RMSNorm(wide, config, make)
 
-    def __call__(self, x: Tokens) -> Tokens:
+    def __call__(self, x: HiddenStates) -> HiddenStates:
         """Adds the normalised products."""
         return x + self.post_laurel_norm(self.linear_right(self.linear_left(x)))
 
@@ -136,7 +136,7 @@ class SparseMLP(MLP):
     The bound is that of a normal distribution with the gates' mean and deviation.
     """
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, make, config.options.sizes[layer])
         sparsity = config.options.sparsity[layer]
@@ -154,7 +154,7 @@ class SparseMLP(MLP):
 class Gemma3nLayer(nnx.Module):
     """Attention beside low-rank products, then an MLP, on one of several streams."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
 
         def norm() -> RMSNorm:
@@ -177,7 +177,7 @@ class Gemma3nLayer(nnx.Module):
         self.post_per_layer_input_norm = norm()
 
     def __call__(
-        self, x: Tokens, rotation: Rotation, segments: Segments, memory: Memory
+        self, x: HiddenStates, rotation: Rotation, segments: Segments, memory: Memory
     ) -> tuple[Any, ...]:
         """Returns the first stream, None for the tally (there are no experts), and the memory."""
         assert memory.streams is not None
@@ -276,7 +276,7 @@ GEMMA3N = Family(
     read=_read,
     renames={"memory": ""},
 )
-GEMMA3N_MULTIMODAL = text_part(
+GEMMA3N_MULTIMODAL = multimodal_family(
     GEMMA3N,
     model_type="gemma3n",
     architecture="Gemma3nForConditionalGeneration",

@@ -12,7 +12,7 @@ from megatrain_jax._src.models.families.gemma4_layers import (
     Gemma4Options,
     MemoryMaker,
 )
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.hf_rope import KINDS, read_rope
 from megatrain_jax._src.models.moe import Experts
@@ -177,7 +177,7 @@ GEMMA4 = Family(
     renames={"memory": ""},
     joined_experts=True,
 )
-GEMMA4_MULTIMODAL = text_part(
+GEMMA4_MULTIMODAL = multimodal_family(
     GEMMA4,
     model_type="gemma4",
     architecture="Gemma4ForConditionalGeneration",

@@ -22,14 +22,14 @@ from megatrain_jax._src.models.layers import (
     Buffer,
     Embedding,
     ExpertMatrices,
+    HiddenStates,
     Layer,
     Linear,
     RMSNorm,
     Segments,
-    Tokens,
 )
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, route
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Memory(NamedTuple):
 class MemoryMaker(nnx.Module):
     """The token embeddings of each layer, if there are any."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         options: Gemma4Options = config.options
         self.num_layers, self.dim = config.num_layers, options.inputs_dim
@@ -91,7 +91,7 @@ class MemoryMaker(nnx.Module):
             self.per_layer_model_projection = Linear(config.hidden_size, wide, make)
             self.per_layer_projection_norm = RMSNorm(self.dim, config, make)
 
-    def __call__(self, tokens: Integer[Array, "rows length"], x: Tokens) -> Memory:
+    def __call__(self, tokens: Integer[Array, "rows length"], x: HiddenStates) -> Memory:
         """Returns the initial memory: for each layer, a sum of two embeddings of the tokens."""
         if not self.dim:
             return Memory()
@@ -102,7 +102,7 @@ class MemoryMaker(nnx.Module):
         both = (self.per_layer_projection_norm(projected.reshape(by_layer)) + own) * 2**-0.5
         return Memory(inputs=tuple(both[:, :, i] for i in range(self.num_layers)))
 
-    def finish(self, x: Tokens, memory: Memory) -> Tokens:
+    def finish(self, x: HiddenStates, memory: Memory) -> HiddenStates:
         """Returns the hidden states for the last norm; here those of the last layer."""
         return x
 
@@ -116,7 +116,7 @@ def lender_of(config: "DecoderConfig", layer: int) -> int | None:
     return next(i for i in options.lenders if (config.window(i) is not None) == local)
 
 
-def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
+def rms_normalized(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
     """Normalises the last axis in fp32, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
@@ -125,7 +125,7 @@ def unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
 class Gemma4Attention(Attention):
     """Attention with normalised queries, keys and values."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         options: Gemma4Options = config.options
         self.window, self.eps = config.window(layer), config.norm_eps
@@ -148,11 +148,11 @@ class Gemma4Attention(Attention):
 
     def __call__(
         self,
-        x: Tokens,
+        x: HiddenStates,
         rotation: Rotation,
         segments: Segments,
         lent: tuple[Array, Array] | None = None,
-    ) -> tuple[Tokens, tuple[Array, Array]]:
+    ) -> tuple[HiddenStates, tuple[Array, Array]]:
         """Computes attention within rows, or within documents if `segments` numbers them.
 
         Args:
@@ -175,7 +175,7 @@ class Gemma4Attention(Attention):
             (q, _), (k, v) = self.rotate(q, q, rotation), lent
         else:
             k = heads(self.k_proj(x))
-            v = unit(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
+            v = rms_normalized(k if self.v_proj is None else heads(self.v_proj(x)), self.eps)
             q, k = self.rotate(q, self.k_norm(k), rotation)
         mixed = self.attend(q, k, v, segments)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), (k, v)
@@ -184,7 +184,7 @@ class Gemma4Attention(Attention):
 class Gemma4Router(nnx.Module):
     """A router that normalises its input, and scales each expert's result."""
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         self.eps, self.settings = config.norm_eps, experts
         self.proj = Linear(config.hidden_size, experts.num, make)
@@ -195,7 +195,7 @@ class Gemma4Router(nnx.Module):
         self, tokens: Float[Array, "tokens width"]
     ) -> tuple[Integer[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
         """Returns each token's experts, and their shares in fp32."""
-        x = unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
+        x = rms_normalized(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
         chosen, shares, _ = route(self.proj(x), self.settings)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
 
@@ -203,7 +203,7 @@ class Gemma4Router(nnx.Module):
 class Gemma4Layer(Layer):
     """Attention, then an MLP and experts side by side, with norms around each."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
 
         def norm() -> RMSNorm:
@@ -238,7 +238,7 @@ class Gemma4Layer(Layer):
             self.post_feedforward_layernorm_2 = norm()
 
     def __call__(
-        self, x: Tokens, rotation: Rotation, segments: Segments, memory: Memory
+        self, x: HiddenStates, rotation: Rotation, segments: Segments, memory: Memory
     ) -> tuple[Any, ...]:
         """Returns the result, None for the tally (no loss balances experts), and the memory."""
         kind = "local" if self.local else "full"
@@ -256,7 +256,7 @@ class Gemma4Layer(Layer):
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(y))
         return x * self.layer_scalar[...].astype(x.dtype), None, memory
 
-    def _mixture(self, x: Tokens) -> Tokens:
+    def _mixture(self, x: HiddenStates) -> HiddenStates:
         tokens, e = x.reshape(-1, x.shape[-1]), self.experts
         chosen, shares = self.router(tokens)
         weights = e.gate_proj(), e.up_proj(), e.down_proj()

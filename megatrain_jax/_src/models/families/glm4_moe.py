@@ -15,9 +15,16 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import (
+    MLP,
+    Buffer,
+    HiddenStates,
+    Layer,
+    MixtureOfExperts,
+    Segments,
+)
 from megatrain_jax._src.models.moe import Experts, Routed
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -42,7 +49,7 @@ class GroupedRouting:
 class BiasedRouter(nnx.Module):
     """A router with a bias that affects the choice of experts, but not their shares."""
 
-    def __init__(self, wide: int, num: int, make: Maker):
+    def __init__(self, wide: int, num: int, make: ParameterMaker):
         """Makes the parameter, and the bias."""
         self.weight = make.weight(num, wide)
         self.e_score_correction_bias = Buffer(jnp.zeros(num))
@@ -57,14 +64,14 @@ class BiasedMixture(MixtureOfExperts):
 
     router: ClassVar[Callable[..., Any]] = BiasedRouter
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, experts, make)
         self.routing = config.options
         self.gate = self.router(config.hidden_size, experts.num, make)
         self.shared_experts = MLP(config, make, experts.shared_size)
 
-    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, None]:
+    def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
         """Returns the result of all experts for x, and None: no loss balances them."""
         mixed, _ = super().__call__(x, segments)
         return mixed + self.shared_experts(x), None

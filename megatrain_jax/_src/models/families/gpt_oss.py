@@ -15,8 +15,8 @@ from megatrain_jax._src.models.expert_functions import Expert, LastProduct, Weig
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Heads, Layer, Linear, MixtureOfExperts
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -38,7 +38,7 @@ class GptOssOptions:
 class GptOssAttention(Attention):
     """Attention with a sink for each head: queries may attend to it, and it contributes nothing."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         super().__init__(config, layer, make)
         self.sinks = make.weight(config.num_heads)
@@ -54,7 +54,7 @@ class GptOssAttention(Attention):
 class GptOssExperts(nnx.Module):
     """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
 
-    def __init__(self, experts: Experts, wide: int, make: Maker):
+    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
         """Makes the parameters; even columns of `gate_up_proj` are the gate's."""
         num, inside = experts.num, experts.intermediate_size
         self.gate_up_proj = make.weight(num, wide, 2 * inside)
@@ -66,7 +66,7 @@ class GptOssExperts(nnx.Module):
 class GptOssMixture(MixtureOfExperts):
     """Experts with biases, and a router with a bias."""
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         # The base class's constructor is not called: its router has no bias, and its experts have
         # three matrices.

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Layer, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import HiddenStates, Layer, Segments
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class GraniteOptions:
 class GraniteLayer(Layer):
     """A layer whose attention and MLP are scaled before they are added."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         super().__init__(config, layer, make)
         self.residual_scale = config.options.residual_scale
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.self_attn(self.input_layernorm(x), rotation, segments)
         x = x + y * self.residual_scale

@@ -24,14 +24,14 @@ from megatrain_jax._src.models.layers import (
     Attention,
     ExpertMatrix,
     FusedMLP,
+    HiddenStates,
     Linear,
     MixtureOfExperts,
     Segments,
-    Tokens,
 )
 from megatrain_jax._src.models.linear_attention import gated_delta_rule
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StateSpaceOptions:
 class GroupedNorm(nnx.Module):
     """A root-mean-square norm of each group of channels, in fp32, before or after a gate."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
         """Makes the weight."""
         self.eps, self.groups = config.norm_eps, config.options.groups
         self.first, self.weight = config.options.norm_first, make.constant(1.0, dim)
@@ -93,7 +93,7 @@ class GroupedNorm(nnx.Module):
 class StateSpace(nnx.Module):
     """A state-space layer: a convolution, a decayed sum over tokens, and a gate."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         sizes: StateSpaceOptions = config.options
         self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
@@ -107,11 +107,11 @@ class StateSpace(nnx.Module):
         self.gated_norm = GroupedNorm(self.inside, config, make) if sizes.normed else None
         self.out_proj = Linear(self.inside, wide, make, bias=sizes.out_bias)
 
-    def project(self, x: Tokens) -> Array:
+    def project(self, x: HiddenStates) -> Array:
         """Returns gates, values, keys, queries and time steps, side by side."""
         return self.in_proj(x)
 
-    def __call__(self, x: Tokens, segments: Segments) -> Tokens:
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
         """Mixes the tokens of each row, or of each document if `segments` numbers them."""
         sizes, both = self.sizes, x.shape[:2]
         channels = self.inside + 2 * self.keys
@@ -155,7 +155,7 @@ class GraniteHybridOptions(StateSpaceOptions):
 class SharedMLP(FusedMLP):
     """The MLP that all tokens share."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(replace(config, intermediate_size=config.options.shared_size), make)
 
@@ -163,7 +163,7 @@ class SharedMLP(FusedMLP):
 class GraniteRouter(nnx.Module):
     """A router, under its name in the files."""
 
-    def __init__(self, wide: int, num: int, make: Maker):
+    def __init__(self, wide: int, num: int, make: ParameterMaker):
         """Makes the parameter."""
         self.layer = Linear(wide, num, make)
 
@@ -171,7 +171,7 @@ class GraniteRouter(nnx.Module):
 class GraniteMixture(MixtureOfExperts):
     """Experts with gate and up matrices joined in one, each a tensor of all experts."""
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         # The base class's constructor is not called: its experts have three matrices.
         wide, inside = config.hidden_size, experts.intermediate_size
@@ -196,7 +196,7 @@ class GraniteHybridLayer(HybridLayer):
     linear = StateSpace
     dense = SharedMLP
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # Experts are beside the MLP, not in place of it.
         super().__init__(replace(config, experts=None), layer, make)
@@ -204,8 +204,8 @@ class GraniteHybridLayer(HybridLayer):
         self.block_sparse_moe = None if experts is None else GraniteMixture(config, experts, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.input_layernorm(x)
         y = (

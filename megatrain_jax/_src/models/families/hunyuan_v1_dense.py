@@ -7,7 +7,7 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Heads, Layer, RMSNorm
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _UNREAD = (
 class HunyuanAttention(Attention):
     """Attention that normalises each head's queries and keys after they are rotated."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         super().__init__(config, layer, make)
         self.query_layernorm = RMSNorm(config.head_dim, config, make)

@@ -11,8 +11,8 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families.qwen3_next import Convolution, HybridLayer
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Linear, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import Attention, HiddenStates, Linear, Segments
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -36,14 +36,14 @@ class ConvolutionOptions:
 class ShortConvolution(nnx.Module):
     """A convolution of gated tokens; its result is gated again."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         wide, sizes = config.hidden_size, config.options
         self.in_proj = Linear(wide, 3 * wide, make, bias=sizes.bias)
         self.conv = Convolution(wide, sizes.taps, make, bias=sizes.bias)
         self.out_proj = Linear(wide, wide, make, bias=sizes.bias)
 
-    def __call__(self, x: Tokens, segments: Segments) -> Tokens:
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
         """Mixes the tokens of each row, or of each document if `segments` numbers them."""
         before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
         return self.out_proj(after * self.conv(before * x, segments))

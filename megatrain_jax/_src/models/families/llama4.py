@@ -16,21 +16,21 @@ from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.expert_blocks import mix
 from megatrain_jax._src.models.expert_functions import Weights, gated_fused
-from megatrain_jax._src.models.families.gemma4_layers import unit
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.families.gemma4_layers import rms_normalized
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import (
     MLP,
     Attention,
     Heads,
+    HiddenStates,
     Layer,
     Linear,
     MixtureOfExperts,
     Segments,
-    Tokens,
 )
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation, positions_in
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Llama4Options:
 class Llama4Attention(Attention):
     """Attention within chunks, or to all tokens before."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         super().__init__(config, layer, make)
         options: Llama4Options = config.options
@@ -73,7 +73,11 @@ class Llama4Attention(Attention):
     def rotate(self, q: Heads, k: Heads, rotation: Rotation) -> tuple[Heads, Heads]:
         """Returns queries and keys rotated to their positions, then perhaps normalised."""
         q, k = super().rotate(q, k, rotation)
-        return (unit(q, self.eps), unit(k, self.eps)) if self.options.unit_heads else (q, k)
+        return (
+            (rms_normalized(q, self.eps), rms_normalized(k, self.eps))
+            if self.options.unit_heads
+            else (q, k)
+        )
 
     def attend(self, q: Heads, k: Heads, v: Heads, segments: Segments) -> Heads:
         """Returns for each query the mean of values, weighted by the match of their keys."""
@@ -96,7 +100,7 @@ class Llama4Attention(Attention):
 class Llama4Experts(nnx.Module):
     """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
 
-    def __init__(self, experts: Experts, wide: int, make: Maker):
+    def __init__(self, experts: Experts, wide: int, make: ParameterMaker):
         """Makes the parameters; the first half of `gate_up_proj` is the gate's."""
         num, inside = experts.num, experts.intermediate_size
         self.gate_up_proj = make.weight(num, wide, 2 * inside)
@@ -106,7 +110,7 @@ class Llama4Experts(nnx.Module):
 class Llama4Mixture(MixtureOfExperts):
     """Experts, and one that all tokens share; shares scale the experts' inputs."""
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         # The base class's constructor is not called: its experts have three matrices.
         self.settings = experts
@@ -115,7 +119,7 @@ class Llama4Mixture(MixtureOfExperts):
         self.experts = Llama4Experts(experts, config.hidden_size, make)
         self.shared_expert = MLP(config, make, experts.shared_size)
 
-    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, None]:
+    def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
         """Returns the result of all experts for x, and None: no loss balances them."""
         tokens = x.reshape(-1, x.shape[-1])
         logits, chosen = jax.lax.top_k(self.router(tokens), self.settings.per_token)
@@ -135,7 +139,7 @@ class Llama4Mixture(MixtureOfExperts):
 class Llama4MLP(MLP):
     """The MLP of layers without experts."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, make, config.options.dense_size)
 
@@ -218,7 +222,7 @@ LLAMA4 = Family(
     stacked=True,
     renames={"mlp": "feed_forward"},
 )
-LLAMA4_MULTIMODAL = text_part(
+LLAMA4_MULTIMODAL = multimodal_family(
     LLAMA4,
     model_type="llama4",
     architecture="Llama4ForConditionalGeneration",

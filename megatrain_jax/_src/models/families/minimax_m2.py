@@ -12,8 +12,8 @@ from megatrain_jax._src.models.families.olmo2 import WideNormAttention
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Buffer, Layer, MixtureOfExperts
-from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route_biased
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -24,7 +24,7 @@ class MiniMaxMixture(MixtureOfExperts):
 
     biased = True
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters, and the bias."""
         super().__init__(config, experts, make)
         self.e_score_correction_bias = Buffer(jnp.zeros(experts.num))

@@ -6,7 +6,7 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families.mistral import MISTRAL
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 
 _ROPE = {
@@ -37,7 +37,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 MINISTRAL3 = Family(model_type="ministral3", architecture="Ministral3ForCausalLM", read=_read)
-MISTRAL3 = text_part(
+MISTRAL3 = multimodal_family(
     MISTRAL,
     MINISTRAL3,
     model_type="mistral3",

@@ -12,13 +12,13 @@ from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import (
     MLP,
     Attention,
+    HiddenStates,
     Layer,
     Projected,
     RMSNorm,
     Segments,
-    Tokens,
 )
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 class WideNormAttention(Attention):
     """Attention that normalises queries and keys over all heads together."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         super().__init__(config, layer, make)
         self.q_norm = RMSNorm(self.query_size, config, make)
         self.k_norm = RMSNorm(self.key_size, config, make)
 
-    def project(self, x: Tokens) -> Projected:
+    def project(self, x: HiddenStates) -> Projected:
         """Returns normalised queries and keys, and values."""
         q, k, v = super().project(x)
         return self.q_norm(q), self.k_norm(k), v
@@ -49,7 +49,7 @@ class Olmo2Layer(Layer):
 
     attention = WideNormAttention
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor would make norms before attention and MLP.
         self.self_attn = self.attention(config, layer, make)
@@ -58,8 +58,8 @@ class Olmo2Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
         """Returns the layer's result, and None: there are no experts to tally."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rotation, segments))
         return x + self.post_feedforward_layernorm(self.mlp(x)), None

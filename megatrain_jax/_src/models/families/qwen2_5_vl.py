@@ -4,7 +4,7 @@ from typing import Any
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import qwen2
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 
 
@@ -17,7 +17,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {**sizes, "rope": rope, "windows": qwen2.windows(fields, first=80), "qkv_bias": True}
 
 
-QWEN2_5_VL = text_part(
+QWEN2_5_VL = multimodal_family(
     Family(model_type="qwen2_5_vl_text", architecture="Qwen2_5_VLTextModel", read=_read),
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",

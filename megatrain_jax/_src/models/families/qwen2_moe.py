@@ -8,9 +8,16 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Layer, Linear, MixtureOfExperts, Segments, Tokens
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.layers import (
+    MLP,
+    HiddenStates,
+    Layer,
+    Linear,
+    MixtureOfExperts,
+    Segments,
+)
 from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -19,13 +26,15 @@ if TYPE_CHECKING:
 class GatedSharedMixture(MixtureOfExperts):
     """Experts, and a shared expert with a gate that scales its result for each token."""
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         super().__init__(config, experts, make)
         self.shared_expert = MLP(config, make, experts.shared_size)
         self.shared_expert_gate = Linear(config.hidden_size, 1, make)
 
-    def __call__(self, x: Tokens, segments: Segments) -> tuple[Tokens, Float[Array, "3 num"]]:
+    def __call__(
+        self, x: HiddenStates, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"]]:
         """Returns the result of all experts for x, and a load tally of the routed ones."""
         mixed, tally = super().__call__(x, segments)
         return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x), tally

@@ -10,23 +10,23 @@ from jaxtyping import Array
 
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import qwen3_next
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Linear
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 
 
 class SeparateDeltaNet(qwen3_next.GatedDeltaNet):
     """Linear attention with separate projections for q/k/v, gates, rates and time steps."""
 
-    def make_projections(self, wide: int, make: Maker) -> None:
+    def make_projections(self, wide: int, make: ParameterMaker) -> None:
         """Makes the matrices for `project`."""
         self.in_proj_qkv = Linear(wide, 2 * self.key_size + self.value_size, make)
         self.in_proj_z = Linear(wide, self.value_size, make)
         self.in_proj_b = Linear(wide, self.sizes.value_heads, make)
         self.in_proj_a = Linear(wide, self.sizes.value_heads, make)
 
-    def project(self, x: qwen3_next.Tokens) -> tuple[Array, Array, Array, Array]:
+    def project(self, x: qwen3_next.HiddenStates) -> tuple[Array, Array, Array, Array]:
         """Returns queries, keys and values side by side, gates, logits of rates, and time steps."""
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
@@ -74,7 +74,7 @@ def _read_moe(fields: Fields) -> dict[str, Any]:
 
 
 def _multimodal(text: Family, model_type: str, architecture: str) -> Family:
-    return text_part(
+    return multimodal_family(
         text,
         model_type=model_type,
         architecture=architecture,

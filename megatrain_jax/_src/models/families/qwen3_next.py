@@ -18,9 +18,16 @@ from megatrain_jax._src.models.delta_rule import short_convolution
 from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Layer, Linear, Segments, Tokens, make_norm
+from megatrain_jax._src.models.layers import (
+    Attention,
+    HiddenStates,
+    Layer,
+    Linear,
+    Segments,
+    make_norm,
+)
 from megatrain_jax._src.models.linear_attention import gated_delta_rule
-from megatrain_jax._src.models.maker import Maker
+from megatrain_jax._src.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ class LinearAttentionOptions:
 class Convolution(nnx.Module):
     """A convolution of each channel with its last tokens, and an optional bias."""
 
-    def __init__(self, channels: int, taps: int, make: Maker, *, bias: bool = False):
+    def __init__(self, channels: int, taps: int, make: ParameterMaker, *, bias: bool = False):
         """Makes the parameters."""
         self.weight = make.weight(channels, 1, taps)
         self.bias = make.constant(0.0, channels) if bias else None
@@ -67,7 +74,7 @@ class Convolution(nnx.Module):
 class GatedNorm(nnx.Module):
     """A root-mean-square norm over the last axis, in fp32, multiplied by a gate."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
         """Makes the weight."""
         self.eps, self.weight = config.norm_eps, make.constant(1.0, dim)
 
@@ -84,7 +91,7 @@ class GatedNorm(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Linear attention: a convolution of queries, keys and values, and the gated delta rule."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
+    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
         """Makes the parameters."""
         sizes: LinearAttentionOptions = config.options
         self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
@@ -98,12 +105,12 @@ class GatedDeltaNet(nnx.Module):
         self.norm = GatedNorm(sizes.value_dim, config, make)
         self.out_proj = Linear(self.value_size, config.hidden_size, make)
 
-    def make_projections(self, wide: int, make: Maker) -> None:
+    def make_projections(self, wide: int, make: ParameterMaker) -> None:
         """Makes the matrices for `project`."""
         self.in_proj_qkvz = Linear(wide, 2 * self.key_size + 2 * self.value_size, make)
         self.in_proj_ba = Linear(wide, 2 * self.sizes.value_heads, make)
 
-    def project(self, x: Tokens) -> tuple[Array, Array, Array, Array]:
+    def project(self, x: HiddenStates) -> tuple[Array, Array, Array, Array]:
         """Returns queries, keys and values side by side, gates, logits of rates, and time steps.
 
         The files group them by key head: its queries and keys, then the values and the gates of the
@@ -118,7 +125,7 @@ class GatedDeltaNet(nnx.Module):
         b, a = (y.reshape(*x.shape[:2], -1) for y in jnp.split(numbers, 2, axis=-1))
         return jnp.concatenate([q, k, v], axis=-1), z, b, a
 
-    def __call__(self, x: Tokens, segments: Segments) -> Tokens:
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
         """Mixes the tokens of each row, or of each document if `segments` numbers them."""
         sizes, both = self.sizes, x.shape[:2]
         mixed, z, b, a = self.project(x)
@@ -141,12 +148,14 @@ class GatedDeltaNet(nnx.Module):
 class GatedAttention(Attention):
     """Attention with results multiplied by a gate that is projected beside the queries."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         super().__init__(config, layer, make)
         self.q_proj = Linear(config.hidden_size, 2 * self.query_size, make, bias=config.qkv_bias)
 
-    def __call__(self, x: Tokens, rotation: Rotation | None, segments: Segments) -> Tokens:
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> HiddenStates:
         """Computes attention within rows, or within documents if `segments` numbers them."""
 
         def heads(y: Array) -> Array:
@@ -172,7 +181,7 @@ class HybridLayer(Layer):
     linear: ClassVar[type[Any]] = GatedDeltaNet
     mixture = GatedSharedMixture
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         experts = config.experts
         self.input_layernorm = make_norm(config.hidden_size, config, make)
@@ -190,8 +199,8 @@ class HybridLayer(Layer):
             self.mlp = self.dense(config, make)
 
     def __call__(
-        self, x: Tokens, rotation: Rotation | None, segments: Segments
-    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
         y = self.input_layernorm(x)
         if self.is_linear:

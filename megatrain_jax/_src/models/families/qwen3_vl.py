@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.family import Family, multimodal_family
 from megatrain_jax._src.models.hf_fields import Fields
 
 
@@ -18,7 +18,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-QWEN3_VL = text_part(
+QWEN3_VL = multimodal_family(
     Family(model_type="qwen3_vl_text", architecture="Qwen3VLTextModel", read=_read),
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",

@@ -189,7 +189,7 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
         )
-    hf_common.refuse_others(fields)
+    hf_common.refuse_unsupported(fields)
     arguments = family.read(fields)
     fields.finish()
     return arguments | AS_SCORES if scores else arguments

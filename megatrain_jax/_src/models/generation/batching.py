@@ -14,7 +14,7 @@ from megatrain_jax._src.models.generation import programs
 from megatrain_jax._src.models.generation.caches import as_page, grown, on_device
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.programs import LENGTHENING, ModelForm, TextRows
-from megatrain_jax._src.models.generation.sampling import Dials, Warping
+from megatrain_jax._src.models.generation.sampling import SamplingKind, SamplingParams
 
 _NEVER = np.iinfo(np.int32).max
 # Minimum size of caches, in tokens, unless no text can become so long.
@@ -68,8 +68,8 @@ class WritingTask:
 
     Attributes:
         max_tokens: Maximum number of tokens to write.
-        warping: The kind of sampling.
-        dials: Its numbers.
+        sampling_kind: The kind of sampling.
+        sampling_params: Its numbers.
         stops: Ids that end a text.
         check: Returns the number of a text's tokens up to the end of a stop text, or None.
         watch: Called with each text that has new tokens.
@@ -79,8 +79,8 @@ class WritingTask:
     """
 
     max_tokens: int
-    warping: Warping
-    dials: Dials
+    sampling_kind: SamplingKind
+    sampling_params: SamplingParams
     stops: np.ndarray
     check: Callable[[OpenText], int | None]
     watch: Callable[[OpenText], None]
@@ -125,7 +125,12 @@ class Batch:
             steps = min(self._decoding.steps, self._size - self._longest() + 1)
             task = self._task
             self._caches, self._rows, new = self._decoding.write(
-                task.warping, self._caches, self._rows, task.dials, task.stops, steps
+                task.sampling_kind,
+                self._caches,
+                self._rows,
+                task.sampling_params,
+                task.stops,
+                steps,
             )
             waiting.extendleft(reversed(self._collect(new)))
 

@@ -2,8 +2,8 @@
 
 A cache has one row per text. Two forms of `Past` stand in the place of `segments`:
 
-- `Beginning` reads prompts, padded at their ends, and returns the caches of these rows;
-- `Continuing` reads one token per row, and returns the caches with this token added.
+- `PrefillPast` reads prompts, padded at their ends, and returns the caches of these rows;
+- `DecodePast` reads one token per row, and returns the caches with this token added.
 
     layers                  cache of a row
     attention               keys and values (kv_heads, size, head_dim)
@@ -45,7 +45,7 @@ class LayerCache(NamedTuple):
     inputs: Any = None
 
 
-class _Keeping(Past):
+class _CachingPast(Past):
     """A layer's past that collects the parts of its cache.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Keeping(Past):
         self.kept = self.kept._replace(**parts)
 
 
-class Beginning(_Keeping):
+class PrefillPast(_CachingPast):
     """The past during prefill: prompts are read from their first token."""
 
     def __init__(self, kind: str, lengths: Int[Array, " rows"], *, borrows: bool):
@@ -138,7 +138,7 @@ class Beginning(_Keeping):
         return jnp.take_along_axis(x, at[..., None, None], axis=1)
 
 
-class Continuing(_Keeping):
+class DecodePast(_CachingPast):
     """The past during decoding: each text gets one more token."""
 
     def __init__(

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from megatrain_jax._src.models.generation import programs
 from megatrain_jax._src.models.generation.caches import as_page, is_page, on_device
 from megatrain_jax._src.models.generation.programs import TextRows, Written
-from megatrain_jax._src.models.generation.sampling import Dials, Warping, choose
+from megatrain_jax._src.models.generation.sampling import SamplingKind, SamplingParams, choose
 from megatrain_jax._src.models.generation.weight_source import WeightSource
 
 
@@ -42,16 +42,18 @@ class ResidentDecoding:
 
     def write(
         self,
-        warping: Warping,
+        sampling_kind: SamplingKind,
         caches: list[Any],
         rows: TextRows,
-        dials: Dials,
+        sampling_params: SamplingParams,
         stops: Any,
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
         """Writes some tokens of each row; see `programs.write_tokens`."""
-        write = self._write(warping)
-        return write(self._ends, self._layers, caches, rows, dials, stops, np.int32(steps))
+        write = self._write(sampling_kind)
+        return write(
+            self._ends, self._layers, caches, rows, sampling_params, stops, np.int32(steps)
+        )
 
 
 class StreamedDecoding:
@@ -69,11 +71,13 @@ class StreamedDecoding:
         self._ends = source.weights(source.ends)
         layers = source.form.layers
         # Looked up once: hashing a form takes as long as computing a layer.
-        self._turning = _turning(tuple(layer.rope for layer in layers))
-        self._beginning = _beginning(source.form)
-        self._reading = [_reading(layer) for layer in layers]
-        self._writing = [(_writing if x.borrows is None else _borrowing)(x) for x in layers]
-        self._choosing = functools.cache(functools.partial(_choosing, source.form))
+        self._rotation_program = _rotation_program(tuple(layer.rope for layer in layers))
+        self._embedding_program = _embedding_program(source.form)
+        self._prefill_program = [_prefill_program(layer) for layer in layers]
+        self._decode_program = [
+            (_decode_program if x.borrows is None else _borrowing_decode_program)(x) for x in layers
+        ]
+        self._sampling_program = functools.cache(functools.partial(_sampling_program, source.form))
         self._ahead: Any = None  # the weights of the next layer
         # Weights that are not in pinned memory are copied there once, in the dtype of the device.
         self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
@@ -81,28 +85,28 @@ class StreamedDecoding:
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `ResidentDecoding`."""
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        turns = self._turning(positions, lengths)
-        x, handed = self._beginning(self._ends, tokens)
+        turns = self._rotation_program(positions, lengths)
+        x, handed = self._embedding_program(self._ends, tokens)
         caches = []
         for i, layer in enumerate(self._form.layers):
             weights, turn = self._weights(i, x), turns[layer.rope]
-            x, handed, kept = self._reading[i](weights, x, turn, handed, lengths - 1)
+            x, handed, kept = self._prefill_program[i](weights, x, turn, handed, lengths - 1)
             del weights
             caches.append(kept)
         return caches
 
     def write(
         self,
-        warping: Warping,
+        sampling_kind: SamplingKind,
         caches: list[Any],
         rows: TextRows,
-        dials: Dials,
+        sampling_params: SamplingParams,
         stops: Any,
         steps: int,
     ) -> tuple[list[Any], TextRows, Written]:
         """See `ResidentDecoding`; writes one token of each row."""
-        turns = self._turning(rows.positions[:, None], rows.positions + 1)
-        x, handed = self._beginning(self._ends, rows.tokens[:, None])
+        turns = self._rotation_program(rows.positions[:, None], rows.positions + 1)
+        x, handed = self._embedding_program(self._ends, rows.tokens[:, None])
         caches = [*caches, None]
         ahead = on_device(caches[0])
         for i, layer in enumerate(self._form.layers):
@@ -113,14 +117,16 @@ class StreamedDecoding:
             cache, ahead = ahead, on_device(caches[i + 1])
             if layer.borrows is None:
                 is_paged, caches[i] = is_page(caches[i]), None
-                x, handed, cache = self._writing[i](cache, weights, x, turn, handed, rows)
+                x, handed, cache = self._decode_program[i](cache, weights, x, turn, handed, rows)
                 caches[i] = as_page(cache) if is_paged else cache
             else:
                 lent = caches[layer.borrows]
-                x, handed = self._writing[i](lent, weights, x, turn, handed, rows)
+                x, handed = self._decode_program[i](lent, weights, x, turn, handed, rows)
             del weights, cache
         caches.pop()
-        rows, written = self._choosing(warping)(rows, self._ends, x, handed, dials, stops)
+        rows, written = self._sampling_program(sampling_kind)(
+            rows, self._ends, x, handed, sampling_params, stops
+        )
         return caches, rows, written
 
     def _weights(self, i: int, x: Any) -> Any:
@@ -157,7 +163,7 @@ def _memory(device: Any, kind: str) -> SingleDeviceSharding:
 
 
 @functools.lru_cache(maxsize=32)
-def _turning(ropes: tuple[Any, ...]) -> Callable[..., Any]:
+def _rotation_program(ropes: tuple[Any, ...]) -> Callable[..., Any]:
     # JAX can't sort rotary embeddings as keys of a dict, so they leave the program in order.
     kinds = tuple(dict.fromkeys(ropes))
 
@@ -170,17 +176,17 @@ def _turning(ropes: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _beginning(form: programs.ModelForm) -> Callable[..., Any]:
+def _embedding_program(form: programs.ModelForm) -> Callable[..., Any]:
     return jax.jit(functools.partial(programs.begin, form))
 
 
 @functools.lru_cache(maxsize=256)
-def _reading(layer: programs.LayerForm) -> Callable[..., Any]:
+def _prefill_program(layer: programs.LayerForm) -> Callable[..., Any]:
     return jax.jit(functools.partial(programs.read_layer, layer))
 
 
 @functools.lru_cache(maxsize=256)
-def _writing(layer: programs.LayerForm) -> Callable[..., Any]:
+def _decode_program(layer: programs.LayerForm) -> Callable[..., Any]:
     def write(cache, weights, x, turn, handed, rows):
         return programs.write_layer(layer, weights, x, turn, handed, cache, rows)
 
@@ -188,7 +194,7 @@ def _writing(layer: programs.LayerForm) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _borrowing(layer: programs.LayerForm) -> Callable[..., Any]:
+def _borrowing_decode_program(layer: programs.LayerForm) -> Callable[..., Any]:
     def write(lent, weights, x, turn, handed, rows):
         return programs.write_layer(layer, weights, x, turn, handed, lent, rows)[:2]
 
@@ -196,10 +202,12 @@ def _borrowing(layer: programs.LayerForm) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _choosing(form: programs.ModelForm, warping: Warping) -> Callable[..., Any]:
-    def one(rows, ends, x, handed, dials, stops):
+def _sampling_program(form: programs.ModelForm, sampling_kind: SamplingKind) -> Callable[..., Any]:
+    def one(rows, ends, x, handed, sampling_params, stops):
         logits = programs.finish(form, ends, x, handed)
-        chosen = choose(logits, dials, (rows.prompts, rows.samples, rows.written), warping)
+        chosen = choose(
+            logits, sampling_params, (rows.prompts, rows.samples, rows.written), sampling_kind
+        )
         return programs.advanced(rows, chosen, stops), Written(*(y[None] for y in chosen))
 
     return jax.jit(one)

@@ -17,10 +17,14 @@ from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
-from megatrain_jax._src.models.generation.device_room import DeviceRoom
+from megatrain_jax._src.models.generation.generation_memory import GenerationMemory
 from megatrain_jax._src.models.generation.generation_plan import GenerationPlan, plan_of
-from megatrain_jax._src.models.generation.sampling import Dials, Warping, check_restriction
-from megatrain_jax._src.models.generation.text_ends import TextEnds
+from megatrain_jax._src.models.generation.sampling import (
+    SamplingKind,
+    SamplingParams,
+    check_restriction,
+)
+from megatrain_jax._src.models.generation.stop_strings import StopStrings
 from megatrain_jax._src.models.generation.weight_source import open_source
 
 # Names in Transformers and vLLM, with this library's name.
@@ -106,7 +110,7 @@ class Generator:
         """
         check_prompts([], tokenizer)
         self._source = open_source(source, dtype)
-        self._room = DeviceRoom(self._source, device_budget)
+        self._room = GenerationMemory(self._source, device_budget)
         self._tokenizer = tokenizer
         self._decoding: ResidentDecoding | StreamedDecoding | None = None
 
@@ -167,10 +171,10 @@ class Generator:
         max_tokens = checks.integer("max_tokens", max_tokens)
         num_samples = checks.integer("num_samples", num_samples)
         max_batch = checks.integer("max_batch", max_batch)
-        warping, dials = _sampling(temperature, top_p, top_k, seed)
+        sampling_kind, sampling_params = _sampling(temperature, top_p, top_k, seed)
         config = self._source.config
         stops, ends = _stops(stop, self._tokenizer, config)
-        shown = TextEnds(self._tokenizer, ends)
+        shown = StopStrings(self._tokenizer, ends)
         rows = [prompt_ids(prompt, self._tokenizer) for prompt in prompts]
         for ids in rows:
             if max(ids) >= config.vocab_size:
@@ -187,8 +191,8 @@ class Generator:
         form = self._room.choose(size, min(len(texts), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
-            warping=warping,
-            dials=dials,
+            sampling_kind=sampling_kind,
+            sampling_params=sampling_params,
             stops=stops,
             check=shown.num_kept,
             watch=lambda text: on_text and on_text(text.prompt, text.sample, shown.words(text)),
@@ -297,19 +301,21 @@ def generate(
         )
 
 
-def _sampling(temperature: Any, top_p: Any, top_k: Any, seed: Any) -> tuple[Warping, Dials]:
+def _sampling(
+    temperature: Any, top_p: Any, top_k: Any, seed: Any
+) -> tuple[SamplingKind, SamplingParams]:
     temperature = checks.number("temperature", temperature, least=0)
     check_restriction(top_p, top_k)
     seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
     greedy = temperature == 0
-    warping = Warping(
+    sampling_kind = SamplingKind(
         greedy=greedy,
         top_k=None if greedy else top_k or None,
         has_top_p=top_p < 1 and not greedy,
     )
     # A smaller divisor may make logits infinite in fp32; this one draws the most likely token.
     numbers = np.float32(max(temperature, _LEAST_TEMPERATURE)), np.float32(top_p)
-    return warping, Dials(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
+    return sampling_kind, SamplingParams(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
 
 
 def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray, list[str]]:

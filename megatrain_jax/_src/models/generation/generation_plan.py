@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatrain_jax import Hardware, card
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.models.generation.device_room import DeviceRoom
+from megatrain_jax._src.models.generation.generation_memory import GenerationMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class GenerationPlan:
 
 
 def plan_of(
-    room: DeviceRoom, hardware: Hardware | str, length: int, num_texts: int
+    room: GenerationMemory, hardware: Hardware | str, length: int, num_texts: int
 ) -> GenerationPlan:
     """Returns the plan of a decode.
 

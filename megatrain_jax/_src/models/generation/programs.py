@@ -15,8 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.models.generation.caches import Beginning, Continuing, rows_of, with_rows
-from megatrain_jax._src.models.generation.sampling import Chosen, Dials, Warping, choose
+from megatrain_jax._src.models.generation.caches import DecodePast, PrefillPast, rows_of, with_rows
+from megatrain_jax._src.models.generation.sampling import (
+    SampledTokens,
+    SamplingKind,
+    SamplingParams,
+    choose,
+)
 from megatrain_jax._src.models.rotary import Rope, Rotation, rotation
 
 # Maximum number of tokens of a row that one call writes before it returns to Python.
@@ -141,7 +146,7 @@ def read_layer(
     lengths: Int[Array, " rows"],
 ) -> tuple[Array, list[Any], Any]:
     """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
-    past = Beginning(layer.kind, lengths, borrows=layer.borrows is not None)
+    past = PrefillPast(layer.kind, lengths, borrows=layer.borrows is not None)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     _check_kept(layer, past.kept)
     return x, handed, past.kept
@@ -158,7 +163,7 @@ def write_layer(
 ) -> tuple[Array, list[Any], Any]:
     """Passes one token of each row through a layer; see `read_layer`."""
     borrows = layer.borrows is not None
-    past = Continuing(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
+    past = DecodePast(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
     x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
     return x, handed, past.kept
 
@@ -211,7 +216,7 @@ def write_token(
     return finish(form, ends, x, handed), caches
 
 
-def advanced(rows: TextRows, chosen: Chosen, stops: Int[Array, " stops"]) -> TextRows:
+def advanced(rows: TextRows, chosen: SampledTokens, stops: Int[Array, " stops"]) -> TextRows:
     """Returns the rows with their next tokens."""
     active = rows.active
     written, positions = rows.written + active, rows.positions + active
@@ -231,9 +236,9 @@ class Written(NamedTuple):
 
     Attributes:
         tokens: The tokens.
-        log_probs: See `Chosen`.
-        tempered_log_probs: See `Chosen`.
-        drawn_log_probs: See `Chosen`.
+        log_probs: See `SampledTokens`.
+        tempered_log_probs: See `SampledTokens`.
+        drawn_log_probs: See `SampledTokens`.
     """
 
     tokens: Int[Array, "steps rows"]
@@ -244,12 +249,12 @@ class Written(NamedTuple):
 
 def write_tokens(
     form: ModelForm,
-    warping: Warping,
+    sampling_kind: SamplingKind,
     ends: Any,
     layers: list[Any],
     caches: list[Any],
     rows: TextRows,
-    dials: Dials,
+    sampling_params: SamplingParams,
     stops: Int[Array, " stops"],
     steps: Int[Array, ""],
 ) -> tuple[list[Any], TextRows, Written]:
@@ -262,7 +267,7 @@ def write_tokens(
         step, caches, rows, written = carry
         logits, caches = write_token(form, ends, layers, caches, rows)
         draws = rows.prompts, rows.samples, rows.written
-        chosen = choose(logits, dials, draws, warping)
+        chosen = choose(logits, sampling_params, draws, sampling_kind)
         written = Written(*(x.at[step].set(new) for x, new in zip(written, chosen, strict=True)))
         return step + 1, caches, advanced(rows, chosen, stops), written
 
@@ -310,9 +315,9 @@ def reading(form: ModelForm) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def writing(form: ModelForm, warping: Warping) -> Callable[..., Any]:
+def writing(form: ModelForm, sampling_kind: SamplingKind) -> Callable[..., Any]:
     """Returns the compiled `write_tokens` of a model."""
-    return jax.jit(functools.partial(write_tokens, form, warping), donate_argnums=(2, 3))
+    return jax.jit(functools.partial(write_tokens, form, sampling_kind), donate_argnums=(2, 3))
 
 
 admitting = jax.jit(admitted, donate_argnums=(0, 1))

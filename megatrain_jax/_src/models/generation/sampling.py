@@ -24,7 +24,7 @@ def check_restriction(top_p: Any, top_k: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warping:
+class SamplingKind:
     """The parts of sampling that are compiled in.
 
     Attributes:
@@ -38,7 +38,7 @@ class Warping:
     has_top_p: bool
 
 
-class Dials(NamedTuple):
+class SamplingParams(NamedTuple):
     """The parts of sampling that may change without a compilation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Dials(NamedTuple):
     key: Array
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """The next token of each row.
 
     Attributes:
@@ -70,56 +70,58 @@ class Chosen(NamedTuple):
 
 def choose(
     logits: Float[Array, "rows vocab_size"],
-    dials: Dials,
+    sampling_params: SamplingParams,
     draws: tuple[Int[Array, " rows"], ...],
-    warping: Warping,
-) -> Chosen:
+    sampling_kind: SamplingKind,
+) -> SampledTokens:
     """Chooses the next token of each row.
 
     Args:
         logits: The logits.
-        dials: Temperature, nucleus and key.
+        sampling_params: Temperature, nucleus and key.
         draws: For each row, the numbers that identify its draw; they are folded into the key. So a
             draw doesn't depend on the rows beside it.
-        warping: The kind of sampling.
+        sampling_kind: The kind of sampling.
     """
     logits = logits.astype(jnp.float32)
     plain = jax.nn.log_softmax(logits, axis=-1)
-    if warping.greedy:
+    if sampling_kind.greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         found = _at(plain, tokens)
-        return Chosen(tokens, found, found, found)
-    warped = jax.nn.log_softmax(warp(logits, dials, warping), axis=-1)
+        return SampledTokens(tokens, found, found, found)
+    warped = jax.nn.log_softmax(warp(logits, sampling_params, sampling_kind), axis=-1)
 
     def draw(row: Array, *numbers: Array) -> Array:
-        key = dials.key
+        key = sampling_params.key
         for number in numbers:
             key = jax.random.fold_in(key, number)
         return jax.random.categorical(key, row)
 
     tokens = jax.vmap(draw)(warped, *draws).astype(jnp.int32)
-    tempered = jax.nn.log_softmax(logits / dials.temperature, axis=-1)
-    return Chosen(tokens, *(_at(x, tokens) for x in (plain, tempered, warped)))
+    tempered = jax.nn.log_softmax(logits / sampling_params.temperature, axis=-1)
+    return SampledTokens(tokens, *(_at(x, tokens) for x in (plain, tempered, warped)))
 
 
 def warp(
-    logits: Float[Array, "rows vocab_size"], dials: Dials, warping: Warping
+    logits: Float[Array, "rows vocab_size"],
+    sampling_params: SamplingParams,
+    sampling_kind: SamplingKind,
 ) -> Float[Array, "rows vocab_size"]:
     """Returns the logits of the distribution that is drawn from: temperature, top-k, then top-p.
 
     The order and the rules for ties are those of Transformers.
     """
-    scores = logits / dials.temperature
-    if warping.top_k is not None and warping.top_k < scores.shape[-1]:
-        least = jax.lax.top_k(scores, warping.top_k)[0][:, -1:]
+    scores = logits / sampling_params.temperature
+    if sampling_kind.top_k is not None and sampling_kind.top_k < scores.shape[-1]:
+        least = jax.lax.top_k(scores, sampling_kind.top_k)[0][:, -1:]
         scores = jnp.where(scores < least, -jnp.inf, scores)
-    if not warping.has_top_p:
+    if not sampling_kind.has_top_p:
         return scores
     order = jnp.argsort(scores, axis=-1)
     ascending = jnp.take_along_axis(scores, order, axis=-1)
     sums = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
     # The most likely token always stays.
-    removed = (sums <= 1 - dials.top_p).at[:, -1].set(False)
+    removed = (sums <= 1 - sampling_params.top_p).at[:, -1].set(False)
     kept = jnp.where(removed, -jnp.inf, ascending)
     return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
 

@@ -21,7 +21,7 @@ import jax
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program.layers.index import Index, numbers, remaining, shown, sliced_axes
 from megatrain_jax._src.program.layers.levels import STACK, Parameter, block_keys
-from megatrain_jax._src.program.layers.pieces import Pieces, Value, stacked
+from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Value, stacked
 from megatrain_jax._src.program.layers.stacks import Stack
 
 
@@ -114,7 +114,7 @@ def find_leaves(
 
 def assemble(
     leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
-) -> list[Value | Pieces]:
+) -> list[Value | SlicedValue]:
     """The model's parameters, put together from the values of its leaves."""
     parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
     for leaf, value in zip(leaves, values, strict=True):

@@ -1,8 +1,8 @@
 """Opens nested calls and unrolls loops over layers, so that a traced function can be cut.
 
 The jaxpr is evaluated equation by equation under a second trace. A stacked parameter (one array for
-all layers) is represented by `Pieces`, its slices, and stays so through every operation that does
-not mix them. A loop that takes it layer by layer is unrolled.
+all layers) is represented by `SlicedValue`, its slices, and stays so through every operation that
+does not mix them. A loop that takes it layer by layer is unrolled.
 
 Example, with `w` a stack of `w0`, `w1`, `w2` of shape (4, 4)::
 
@@ -23,9 +23,10 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers import known
 from megatrain_jax._src.program.layers.loops import reads_by_counter
-from megatrain_jax._src.program.layers.pieces import (
+from megatrain_jax._src.program.layers.sliced_loops import loop_by_slice
+from megatrain_jax._src.program.layers.sliced_values import (
     NOTHING,
-    Pieces,
+    SlicedValue,
     Value,
     common_slicing,
     constant,
@@ -34,8 +35,7 @@ from megatrain_jax._src.program.layers.pieces import (
     rows,
     stack,
 )
-from megatrain_jax._src.program.layers.piecewise import piecewise, uniform_row
-from megatrain_jax._src.program.layers.sliced_loops import loop_by_slice
+from megatrain_jax._src.program.layers.slicewise import slicewise, uniform_row
 from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
 
 
@@ -50,9 +50,9 @@ class Inliner:
 
     primal: bool = False
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | Pieces]) -> list:
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | SlicedValue]) -> list:
         """Evaluates an open jaxpr on values, under the caller's trace."""
-        env: dict[Any, Value | Pieces] = {}
+        env: dict[Any, Value | SlicedValue] = {}
         env.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
@@ -61,10 +61,10 @@ class Inliner:
                 env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
         return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
-    def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:
+    def _eqn(self, eqn, ins) -> Sequence[Value | SlicedValue]:
         """The results of an equation: opened, unrolled, slice by slice, or on whole arrays."""
         name = eqn.primitive.name
-        pieces = [v for v in ins if isinstance(v, Pieces)]
+        pieces = [v for v in ins if isinstance(v, SlicedValue)]
         # A remat over several blocks would be one equation that reads all of them, so it is opened.
         # A remat within a block stays as the user wrote it.
         if name not in REMAT or pieces or len(_join_known(ins)) > 1:
@@ -84,7 +84,7 @@ class Inliner:
             out = loop_by_slice(eqn, ins, self._call)
             return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
         # An equation that mixes slices gets the whole array, so it reads all their blocks.
-        out = piecewise(eqn, ins)
+        out = slicewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 
     def _plain(self, eqn, ins):
@@ -143,7 +143,7 @@ class Inliner:
 def _is_over_layers(eqn, ins) -> bool:
     """Whether a scan takes some of its stacked operands layer by layer."""
     num_consts, num_carry = jx.scan_parts(eqn)
-    stacked = [isinstance(v, Pieces) and not v.run for v in ins]
+    stacked = [isinstance(v, SlicedValue) and not v.run for v in ins]
     xs = zip(ins[num_consts + num_carry :], stacked[num_consts + num_carry :], strict=True)
     if any(v.axes[0] == 0 for v, has_layers in xs if has_layers):
         return True

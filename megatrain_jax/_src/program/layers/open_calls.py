@@ -20,7 +20,7 @@ from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import folded, is_constant_scalar
-from megatrain_jax._src.program.layers.pieces import constant
+from megatrain_jax._src.program.layers.sliced_values import constant
 from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES
 
 

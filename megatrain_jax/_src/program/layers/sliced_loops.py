@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.layers.pieces import Pieces, Slicing, Value
+from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Slicing, Value
 
 # Evaluates a body on values: (body, operands) -> results.
-_Call = Callable[[jx.Body, Sequence[Value | Pieces]], Sequence[Value | Pieces]]
+_Call = Callable[[jx.Body, Sequence[Value | SlicedValue]], Sequence[Value | SlicedValue]]
 
 
-class _SlicesMeet(Exception):
+class _SlicesDependError(Exception):
     """Raised for a loop in which one slice depends on another."""
 
 
-def loop_by_slice(eqn: Any, ins: Sequence[Value | Pieces], call: _Call) -> list | None:
+def loop_by_slice(eqn: Any, ins: Sequence[Value | SlicedValue], call: _Call) -> list | None:
     """Makes one loop for each slice of a `scan` or `while` with stacked operands.
 
     Args:
@@ -40,13 +40,13 @@ def loop_by_slice(eqn: Any, ins: Sequence[Value | Pieces], call: _Call) -> list 
     Returns:
         The results of the loop; None if its slices depend on each other.
     """
-    counts = {v.grid.size for v in ins if isinstance(v, Pieces)}
+    counts = {v.grid.size for v in ins if isinstance(v, SlicedValue)}
     if eqn.effects or len(counts) > 1:
         return None
     try:
         make = _whiles if eqn.primitive.name == "while" else _scans
         return make(eqn, ins, counts.pop(), call)
-    except _SlicesMeet:
+    except _SlicesDependError:
         return None
 
 
@@ -55,7 +55,7 @@ def _scans(eqn, ins, count: int, call: _Call) -> list:
     first = num_consts + num_carry  # of the scanned operands, which move along axis 0
     slicings = [Slicing.of(v) for v in ins]
     if any(0 in own.axes for own in slicings[first:]):
-        raise _SlicesMeet  # a scan over an axis in which layers are merged with more
+        raise _SlicesDependError  # a scan over an axis in which layers are merged with more
     # One trip's inputs and outputs lack the scan's own axis 0.
     inner = [*slicings[:first], *(own.shifted(-1) for own in slicings[first:])]
     body = _SlicedBody.of(jx.loop_body(eqn), call, count, num_consts, num_carry, inner)
@@ -107,7 +107,7 @@ def _whiles(eqn, ins, count: int, call: _Call) -> list:
     return _joined(run, body.results, count)
 
 
-def _cell(slicing: Slicing, value: Value | Pieces, atom: Any, p: int | None) -> Any:
+def _cell(slicing: Slicing, value: Value | SlicedValue, atom: Any, p: int | None) -> Any:
     """A slice of an operand as an array of its type, or the whole operand if it has no slices."""
     array = slicing.cell(value, p or 0).array
     is_key = jnp.issubdtype(atom.aval.dtype, jax.dtypes.extended)
@@ -116,7 +116,7 @@ def _cell(slicing: Slicing, value: Value | Pieces, atom: Any, p: int | None) -> 
 
 def _joined(
     run: Callable[[int | None], list[Any]], slicings: Sequence[Slicing], count: int
-) -> list[Value | Pieces]:
+) -> list[Value | SlicedValue]:
     """Joins the results of one loop per slice, and of one loop for values without slices."""
     columns = [run(p) for p in range(count)]
     alone = iter(run(None) if any(not own.axes for own in slicings) else ())
@@ -149,7 +149,7 @@ class _SlicedBody:
         """Traces a body on slices; carried values are sliced alike before and after.
 
         Raises:
-            _SlicesMeet: A slice of a result depends on another slice.
+            _SlicesDependError: A slice of a result depends on another slice.
         """
         avals = [v.aval for v in body.jaxpr.invars]
         operands, results = list(operands), []
@@ -167,7 +167,7 @@ class _SlicedBody:
             given = [*operands[num_consts:last], *found[num_carry:]]
             results[:] = [g if g.axes else f for g, f in zip(given, found, strict=True)]
             if any(own.axes and own.count != count for own in found):
-                raise _SlicesMeet  # only part of the slices, or several together
+                raise _SlicesDependError  # only part of the slices, or several together
             return [
                 [own.cell(v, p).array for p in range(own.count)]
                 for v, own in zip(values, results, strict=True)
@@ -209,7 +209,7 @@ class _SlicedBody:
         for row, own in zip(self._outputs(), self.results, strict=True):
             for p, v in enumerate(row):
                 if not jx.is_literal(v) and behind.get(v, 0) & ~(1 << p if own.axes else 0):
-                    raise _SlicesMeet
+                    raise _SlicesDependError
 
     def of_slice(self, p: int | None) -> tuple[Callable[[Sequence[Any]], list[Any]], list[int]]:
         """The function of one slice, or, with None, of the values without slices.

@@ -215,7 +215,9 @@ class _Finder:
         """
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
-        grouped = len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_turn, known))
+        grouped = (
+            len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_series, known))
+        )
         axes = sliced_axes(known[0].order[0]) if grouped else (0,)
         if axes[0] != 0:
             axes = (0,)
@@ -224,7 +226,7 @@ class _Finder:
         slices = dict.fromkeys(leaves, layers)
         return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
 
-    def _in_turn(self, one: _Sliced) -> bool:
+    def _in_series(self, one: _Sliced) -> bool:
         """Whether each slice is read after the one before it."""
         pairs = zip(one.reads, one.reads[1:], strict=False)
         return all(a & self._before(b) for a, b in pairs)
@@ -234,7 +236,7 @@ class _Finder:
         pairs = zip(one.reads, one.reads[1:], strict=False)
         # The highest bit is a slice's last read; the lowest bit is the next slice's first read.
         over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
-        return over and self._in_turn(one)
+        return over and self._in_series(one)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
         """The stack of parameters read alternately; None if their slices are not layers."""
@@ -267,7 +269,7 @@ class _Finder:
         """Parameters with slices that are read one after another, but also together."""
         found: dict[int, str] = {}
         for (p, axis), name in self.found.mixed.items():
-            if self._some_in_turn(p, axis):
+            if self._some_in_series(p, axis):
                 found.setdefault(p, name)
         return found
 
@@ -275,10 +277,10 @@ class _Finder:
         """Parameters with some slices read one after another, and some never read."""
         return [
             p for p, shape in enumerate(self.shapes)
-            if p not in self.sliced and any(self._some_in_turn(p, a) for a in range(len(shape)))
+            if p not in self.sliced and any(self._some_in_series(p, a) for a in range(len(shape)))
         ]  # fmt: skip
 
-    def _some_in_turn(self, p: int, axis: int) -> bool:
+    def _some_in_series(self, p: int, axis: int) -> bool:
         """Whether several slices along an axis are read, each after the one before it."""
         rows: dict[int, int] = {}
         for r, at in self.taken[p]:

@@ -21,12 +21,16 @@ from typing import Any
 from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.loss.alike import Alike, substitute, with_literals_outside
 from megatrain_jax._src.program.loss.assign import assign, without_empty
+from megatrain_jax._src.program.loss.equal_stages import (
+    StageComparer,
+    hoist_remat_literals,
+    substitute,
+)
 from megatrain_jax._src.program.loss.examples import find_examples
-from megatrain_jax._src.program.loss.gradients import refuse_answers
+from megatrain_jax._src.program.loss.gradients import refuse_read_callbacks
 from megatrain_jax._src.program.loss.partition import (
     CONST,
     DATA,
@@ -38,10 +42,10 @@ from megatrain_jax._src.program.loss.partition import (
     Stretch,
     find_stretches,
 )
-from megatrain_jax._src.program.loss.shared import find_shared, without_block
+from megatrain_jax._src.program.loss.shared_parameters import find_shared, without_block
+from megatrain_jax._src.program.loss.stage_warnings import find_warnings
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.program.loss.state import find_state_use
-from megatrain_jax._src.program.loss.warnings import find_warnings
+from megatrain_jax._src.program.loss.variable_use import find_state_use
 from megatrain_jax._src.program.structural_key import structural_key, value_key, variable_numbers
 
 
@@ -60,7 +64,7 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
-    refuse_answers(flow)
+    refuse_read_callbacks(flow)
     if shared := find_shared(flow):
         leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
         flow = Dataflow(traced, leaves)
@@ -102,7 +106,7 @@ class _Builder:
             elif kind == DATA:
                 stages = set().union(*(uses[v] for v in eqn.outvars))
                 large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
-                alone = large and len(stages) == 1 and not fires(eqn)
+                alone = large and len(stages) == 1 and not has_side_effects(eqn)
                 stage = home[i] = next(iter(stages)) if alone else None
             else:
                 continue
@@ -170,7 +174,7 @@ class _Builder:
         The first block may take a literal where later blocks take a running sum, or one value twice
         where later blocks take two; each may have its own literal.
         """
-        alike = Alike(self.consts)
+        alike = StageComparer(self.consts)
         takes = {body: functools.partial(self.is_input, s=body.index) for body in bodies}
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
@@ -179,7 +183,7 @@ class _Builder:
             if len(members) == 1:
                 continue
             rows = [
-                with_literals_outside(row) for row in zip(*(b.eqns for b in members), strict=True)
+                hoist_remat_literals(row) for row in zip(*(b.eqns for b in members), strict=True)
             ]
             slots = alike.slots(rows, [takes[b] for b in members])
             for m, body in enumerate(members):

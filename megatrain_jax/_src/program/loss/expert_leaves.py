@@ -4,7 +4,7 @@ Where a block doesn't fit in any number of parts, its experts are divided: an ar
 at each position of its first axis becomes leaves with some experts each, in different parts. The
 loss must read each of these leaves separately. The library's own mixtures of experts do, if they
 are traced for groups (`dividing_experts.py`). A product with the experts as an axis, as in
-`einsum("td,edf->etf", x, w)`, is divided by its rule (`piecewise.py`). If one operation reads
+`einsum("td,edf->etf", x, w)`, is divided by its rule (`slicewise.py`). If one operation reads
 several groups, as `jax.lax.ragged_dot` does, the array stays whole.
 
 Example, for 8 experts of 16 x 32 in 2 groups::
@@ -31,7 +31,7 @@ NUMBERS_OF_GROUPS = (2, 4, 8, 16, 32)
 _LARGE = 0.1
 
 
-class UndividedError(Exception):
+class ExpertsIndivisibleError(Exception):
     """Raised if no experts can be divided into more groups."""
 
 
@@ -51,7 +51,7 @@ def in_groups(
         program_of: Cuts the loss for some leaves, with each `remat` opened.
 
     Raises:
-        UndividedError: No experts are read group by group.
+        ExpertsIndivisibleError: No experts are read group by group.
     """
     parameters = _candidates(leaves)
     while parameters:
@@ -63,7 +63,7 @@ def in_groups(
         # Biases alone are not worth it.
         if not any(len(leaf.shape) > 2 for leaf in leaves if leaf.parameter in parameters):
             break
-    raise UndividedError
+    raise ExpertsIndivisibleError
 
 
 def are_divisible(leaves: Sequence[Leaf], wanted: int) -> bool:

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.axis_rules import is_placed
-from megatrain_jax._src.program.float8 import Form, product
+from megatrain_jax._src.program.axis_rules import has_explicit_sharding
+from megatrain_jax._src.program.float8 import ProductSpec, product
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.program.loss.adapter_products import adapter_products
 from megatrain_jax._src.program.loss.operand_traits import (
@@ -62,7 +62,7 @@ _NOT_ASKED = (None, jax.lax.Precision.DEFAULT)
 
 # The products to replace in a jaxpr, by the number of their equation; for an equation with inner
 # jaxprs, the products of each.
-Chosen = Mapping[int, "Form | tuple[Chosen, ...]"]
+Chosen = Mapping[int, "ProductSpec | tuple[Chosen, ...]"]
 
 
 class LaterUse(enum.Flag):
@@ -191,7 +191,7 @@ class ProductSearch:
             inner = self._inner(eqn, ins, results)
             if number in forms and self._may_be_coded(results[0]):
                 chosen[number] = forms[number]
-                leaves |= ins[0].laid_from or ins[1].laid_from or frozenset()
+                leaves |= ins[0].rearranged_from or ins[1].rearranged_from or frozenset()
             elif any(found.chosen for found in inner):
                 chosen[number] = tuple(found.chosen for found in inner)
                 leaves = leaves.union(*(found.leaves for found in inner))
@@ -231,7 +231,7 @@ class ProductSearch:
                 found = [searched]
         return found
 
-    def _forms(self, jaxpr: Any, env: Mapping[Any, OperandTraits]) -> dict[int, Form]:
+    def _forms(self, jaxpr: Any, env: Mapping[Any, OperandTraits]) -> dict[int, ProductSpec]:
         """The forms of a jaxpr's products that could be in float8, but for their results' uses."""
         forms, groups, of_adapters = {}, {}, adapter_products(jaxpr, env)
         origin: dict[Any, Any] = {}  # the same numbers in other shapes and dtypes
@@ -243,7 +243,7 @@ class ProductSearch:
             ins = traits_of(env, eqn.invars)
             side = self._weight_side(eqn, ins)
             if side is not None and number not in of_adapters:
-                forms[number] = Form.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
+                forms[number] = ProductSpec.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
                 data = eqn.invars[1 - side]
                 groups.setdefault(origin.get(data, data), {})[number] = weight_sizes(eqn, side)
         if self._choice.named is None:
@@ -259,11 +259,11 @@ class ProductSearch:
         """The weight's side of a product that could be in float8; None for other equations."""
         if eqn.primitive.name != "dot_general" or not self._is_narrow(eqn):
             return None
-        weights = [side for side in (0, 1) if ins[side].laid_from]
-        if len(weights) != 1 or ins[1 - weights[0]].laid_from is not None:
+        weights = [side for side in (0, 1) if ins[side].rearranged_from]
+        if len(weights) != 1 or ins[1 - weights[0]].rearranged_from is not None:
             return None
         (side,) = weights
-        if not all(self._named[i] for i in ins[side].laid_from or ()):
+        if not all(self._named[i] for i in ins[side].rearranged_from or ()):
             return None
         if self._choice.named is None:
             inputs, outputs = weight_sizes(eqn, side)
@@ -279,7 +279,7 @@ class ProductSearch:
         avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         return (
             all(any(one is other for other in _NOT_ASKED) for one in asked)
-            and not is_placed(eqn, "out_sharding")
+            and not has_explicit_sharding(eqn, "out_sharding")
             and all(jnp.issubdtype(aval.dtype, jnp.floating) and aval.size for aval in avals)
             and all(aval.dtype.itemsize <= 4 for aval in avals)
             and all(aval.dtype.itemsize <= self._choice.itemsize for aval in avals[:2])
@@ -340,8 +340,8 @@ def replaced(jaxpr: Any, chosen: Chosen) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _replaced_eqn(eqn: Any, chosen: Form | tuple[Chosen, ...]) -> Any:
-    if isinstance(chosen, Form):
+def _replaced_eqn(eqn: Any, chosen: ProductSpec | tuple[Chosen, ...]) -> Any:
+    if isinstance(chosen, ProductSpec):
         shapes = [jx.shape_of(a.aval) for a in eqn.invars]
         with eqn.ctx.manager:
             traced = jx.trace(lambda left, right: product(chosen, left, right), *shapes)

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import answers, fires
+from megatrain_jax._src.program.effects import has_read_callback, has_side_effects
 from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.loss import crowded_lookups
+from megatrain_jax._src.program.loss import contended_lookups
 from megatrain_jax._src.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.program.loss.stages import Program, Stage
 
@@ -50,7 +50,7 @@ def differentiated(
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
         leaf_vars, input_vars = invars[: len(leaves)], invars[len(leaves) :]
         own = *jx.split(stage.is_trainable, leaf_vars)[0], *jx.split(stage.active, input_vars)[0]
-        outputs = crowded_lookups.evaluate(stage.jaxpr, values, own)
+        outputs = contended_lookups.evaluate(stage.jaxpr, values, own)
         # Outputs without a cotangent are returned as auxiliary values, so no zeros are made for
         # them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
@@ -163,11 +163,11 @@ def traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) 
     return jx.trace(pulled, cotangents, leaves, inputs)
 
 
-def refuse_answers(flow: Dataflow) -> None:
+def refuse_read_callbacks(flow: Dataflow) -> None:
     """Refuses callbacks with results that a stage reads: its backward would call them again."""
     for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
         direct = not jx.inner_jaxprs(eqn)
-        if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
+        if kind == MAIN and has_side_effects(eqn) and (direct or has_read_callback(eqn)):
             raise ValueError(
                 "loss_fn reads the result of a callback with side effects (io_callback) on "
                 "values that depend on parameters: backward recomputes stages and would call it "

@@ -29,14 +29,14 @@ class OperandTraits:
     """The traits of a value in a stage.
 
     Attributes:
-        laid_from: The leaves that it is a rearrangement of, none for a constant; None for a value
-            that is computed in any other way.
+        rearranged_from: The leaves that it is a rearrangement of, none for a constant; None for a
+            value that is computed in any other way.
         of_batch: Whether it depends on the batch.
         varies: Whether it depends on a parameter.
         is_perturbed: Whether it depends on a trained parameter.
     """
 
-    laid_from: frozenset[int] | None
+    rearranged_from: frozenset[int] | None
     of_batch: bool
     varies: bool
     is_perturbed: bool
@@ -47,7 +47,9 @@ class OperandTraits:
         return self.varies and not self.of_batch
 
 
-CONSTANT = OperandTraits(laid_from=frozenset(), of_batch=False, varies=False, is_perturbed=False)
+CONSTANT = OperandTraits(
+    rearranged_from=frozenset(), of_batch=False, varies=False, is_perturbed=False
+)
 
 
 def leaf_traits(leaf: int, is_trainable: bool) -> OperandTraits:
@@ -58,13 +60,15 @@ def leaf_traits(leaf: int, is_trainable: bool) -> OperandTraits:
         is_trainable: Whether it gets a gradient.
     """
     return OperandTraits(
-        laid_from=frozenset((leaf,)), of_batch=False, varies=True, is_perturbed=is_trainable
+        rearranged_from=frozenset((leaf,)), of_batch=False, varies=True, is_perturbed=is_trainable
     )
 
 
 def input_traits(varies: bool, is_perturbed: bool) -> OperandTraits:
     """The traits of a value that arrives at a stage; see `OperandTraits`."""
-    return OperandTraits(laid_from=None, of_batch=True, varies=varies, is_perturbed=is_perturbed)
+    return OperandTraits(
+        rearranged_from=None, of_batch=True, varies=varies, is_perturbed=is_perturbed
+    )
 
 
 def traits_of(env: Mapping[Any, OperandTraits], atoms: Sequence[Any]) -> list[OperandTraits]:
@@ -99,10 +103,10 @@ def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandT
     return env
 
 
-def _joined(ins: Sequence[OperandTraits], laid_from: frozenset[int] | None) -> OperandTraits:
+def _joined(ins: Sequence[OperandTraits], rearranged_from: frozenset[int] | None) -> OperandTraits:
     """The traits of a value computed from values with these traits."""
     return OperandTraits(
-        laid_from=laid_from,
+        rearranged_from=rearranged_from,
         of_batch=any(t.of_batch for t in ins),
         varies=any(t.varies for t in ins),
         is_perturbed=any(t.is_perturbed for t in ins),
@@ -111,13 +115,13 @@ def _joined(ins: Sequence[OperandTraits], laid_from: frozenset[int] | None) -> O
 
 def _of_result(eqn: Any, ins: Sequence[OperandTraits]) -> OperandTraits:
     """The traits of an equation's results."""
-    origins = [t.laid_from for t in ins]
-    laid_from = None
+    origins = [t.rearranged_from for t in ins]
+    rearranged_from = None
     if not ins:
-        laid_from = frozenset()  # a counter
+        rearranged_from = frozenset()  # a counter
     elif eqn.primitive.name in _LAID_OUT and None not in origins:
-        laid_from = frozenset().union(*(o for o in origins if o is not None))
-    return _joined(ins, laid_from)
+        rearranged_from = frozenset().union(*(o for o in origins if o is not None))
+    return _joined(ins, rearranged_from)
 
 
 Searched = tuple[Any, list[OperandTraits]]

@@ -109,7 +109,7 @@ class Dataflow:
         # If parameters and data have not met, the largest kind is the right one.
         kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
         reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
-        if effects.fires(eqn):
+        if effects.has_side_effects(eqn):
             kind = self._kind_of_effect(i, eqn, kind, reads)
         elif kind == PARAM and self._is_regulariser(eqn, ins, reads):
             # A scalar made from one block's parameters (an L2 term) is a value of that block's

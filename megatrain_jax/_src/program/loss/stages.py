@@ -13,8 +13,8 @@ import jax
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.examples import Examples
-from megatrain_jax._src.program.loss.state import StateUse
-from megatrain_jax._src.program.wide_attention import attention_shapes
+from megatrain_jax._src.program.loss.variable_use import StateUse
+from megatrain_jax._src.program.oversized_attention import attention_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

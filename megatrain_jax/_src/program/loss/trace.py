@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import ModelPath
-from megatrain_jax._src.common.sharing import shared_by
+from megatrain_jax._src.common.sharing import traced_for_devices
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import ordered_callbacks
 from megatrain_jax._src.program.layers.blocks import Leaf, assemble, find_leaves
 from megatrain_jax._src.program.layers.inline import Inliner
-from megatrain_jax._src.program.layers.pieces import Value, constant, stack
+from megatrain_jax._src.program.layers.sliced_values import Value, constant, stack
 from megatrain_jax._src.program.layers.stacks import Stack, Stacks, find_stacks
 from megatrain_jax._src.program.loss.builder import cut
 from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.program.loss.uncut import uncut_stacks
+from megatrain_jax._src.program.loss.uncut_stack_warnings import uncut_stack_warnings
 from megatrain_jax._src.program.loss.upstream import find_upstream
 
 
@@ -77,9 +77,9 @@ def trace_loss(
     rng = jax.eval_shape(lambda: jax.random.key(0))
     # The loss may ask how many devices share it (`losses.next_token`), so it is traced for that
     # number.
-    with shared_by(num_devices):
+    with traced_for_devices(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
-    if (kept := jx.outlived(traced.consts)) is not None:
+    if (kept := jx.leaked_tracer(traced.consts)) is not None:
         raise ValueError(
             f"loss_fn, or the model that it calls, reads an array ({kept}) that was made while it "
             "was traced before, and so has no values: a cache (`functools.cache`, an attribute, a "
@@ -174,7 +174,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
-    found = uncut_stacks(traced.stacks, leaves)
+    found = uncut_stack_warnings(traced.stacks, leaves)
     warnings = *program.warnings, *found
     return dataclasses.replace(program, metrics=traced.metrics, warnings=warnings)
 

@@ -29,7 +29,7 @@ class _NotElementwise(Exception):
     """Raised for an equation that mixes elements, or depends on their position."""
 
 
-def line_up(
+def find_elementwise_functions(
     jaxpr: Any,
     shapes: Sequence[tuple[int, ...]],
     wide_inputs: Sequence[Sequence[int]],

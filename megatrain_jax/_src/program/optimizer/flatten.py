@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.inline import Inliner
 from megatrain_jax._src.program.layers.open_calls import with_open_calls
-from megatrain_jax._src.program.layers.pieces import Value, constant
+from megatrain_jax._src.program.layers.sliced_values import Value, constant
 from megatrain_jax._src.program.optimizer.slicing import TINY
 from megatrain_jax._src.program.optimizer.trace_optimizer import LeafMap
 

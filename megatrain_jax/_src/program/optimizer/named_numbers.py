@@ -38,7 +38,7 @@ def named_numbers(function: Any) -> list[tuple[str, float]]:
     return [row for row, _ in zip(found, range(_MOST), strict=False)]
 
 
-def other_numbers(before: Numbers, now: Numbers) -> str:
+def changed_numbers(before: Numbers, now: Numbers) -> str:
     """A clause on the numbers that differ, such as `learning_rate 0.001 -> 0.002`.
 
     Args:

@@ -19,8 +19,8 @@ import jax
 from jax.interpreters import partial_eval
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.layers.pieces import FOLDS
-from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.layers.sliced_values import FOLDS
+from megatrain_jax._src.program.optimizer.elementwise import find_elementwise_functions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
             continue
         if len({large[i] for i in arrays}) > 1:
             continue
-        lined_up = line_up(behind, [shape], [(i,) for i in arrays], [(0,)])
+        lined_up = find_elementwise_functions(behind, [shape], [(i,) for i in arrays], [(0,)])
         if lined_up is not None:
             found.append(Reduction(eqn=eqn, arrays=arrays, function=lined_up[1][0]))
     taken = {id(reduction.eqn) for reduction in found}

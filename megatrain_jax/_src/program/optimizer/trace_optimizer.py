@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.program.layers.blocks import Leaf, assemble
 from megatrain_jax._src.program.layers.index import (
     Index,
@@ -35,7 +35,7 @@ from megatrain_jax._src.program.layers.index import (
     shown,
     sliced_axes,
 )
-from megatrain_jax._src.program.layers.pieces import Pieces, Value, part_at, stacked
+from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Value, part_at, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -140,7 +140,7 @@ def trace_optimizer(
     # cast them.
     traced = _explained(lambda: jx.trace(update, *args))
     _check_results(traced, shapes, init.out_tree, state_shapes)
-    if fires(traced.jaxpr) or fires(init.jaxpr):
+    if has_side_effects(traced.jaxpr) or has_side_effects(init.jaxpr):
         raise ValueError(
             "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
             "kept where its update is cut by group: take it out, or print from loss_fn"
@@ -277,22 +277,22 @@ class LeafMap:
             for leaf in self.leaves
         ]
 
-    def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+    def params(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole parameters, from one array per leaf."""
         return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
 
-    def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
+    def leaf_values(self, params: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per leaf, from whole parameters: the inverse of `params`."""
         return [part_at(params[leaf.parameter], leaf.index) for leaf in self.leaves]
 
-    def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+    def state(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole flat state, from one array per token."""
         values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
         for token, array in zip(self.tokens, arrays, strict=True):
             values[token.leaf][token.index] = Value(array)
         return [stacked(slices) for slices in values]
 
-    def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
+    def token_values(self, state: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per token, from whole flat state: the inverse of `state`."""
         return [part_at(state[token.leaf], token.index) for token in self.tokens]
 

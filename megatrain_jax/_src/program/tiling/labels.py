@@ -42,7 +42,7 @@ class Labels:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Carried:
+class PropagatedLabels:
     """The divisions and labels that follow from the label of one value.
 
     Attributes:
@@ -54,7 +54,7 @@ class Carried:
     labels: Collection[tuple[int, Label]]
 
 
-class Carrier:
+class LabelPropagator:
     """Propagates labels through a flow, between the maker and the readers of each value."""
 
     def __init__(self, flow: Flow) -> None:
@@ -65,7 +65,7 @@ class Carrier:
             for at, v in enumerate((*op.reads, *op.makes)):
                 self._places.setdefault(v, []).append((number, at))
 
-    def carry(self, value: int, label: Label, num_tiles: int) -> Carried:
+    def carry(self, value: int, label: Label, num_tiles: int) -> PropagatedLabels:
         """Propagates one value's label to all values that must be divided with it."""
         ways: dict[int, dict[Division, None]] = {}
         seen, todo = {(value, label)}, [(value, label)]
@@ -85,10 +85,10 @@ class Carrier:
                         continue
                     seen.add((v, other))
                     todo.append((v, other))
-        return Carried(ways={n: tuple(w) for n, w in ways.items() if w}, labels=seen)
+        return PropagatedLabels(ways={n: tuple(w) for n, w in ways.items() if w}, labels=seen)
 
 
-def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
+def chosen(flow: Flow, carried: PropagatedLabels, *, last: bool) -> Labels:
     """Chooses one division for each operation that has some.
 
     Args:

@@ -14,7 +14,7 @@ from jax import lax
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axes import ADDED_INTO, Division, Label, params_of_part
-from megatrain_jax._src.program.layers.pieces import FOLDS
+from megatrain_jax._src.program.layers.sliced_values import FOLDS
 from megatrain_jax._src.program.primitives import PRODUCTS
 from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
 

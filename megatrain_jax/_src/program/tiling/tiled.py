@@ -15,7 +15,12 @@ from typing import Any
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axes import Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
-from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
+from megatrain_jax._src.program.tiling.labels import (
+    LabelPropagator,
+    Labels,
+    PropagatedLabels,
+    chosen,
+)
 from megatrain_jax._src.program.tiling.loop_order import TileLoop, ordered
 from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
 from megatrain_jax._src.program.tiling.tile_loop import run_loop
@@ -138,16 +143,16 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
 class _Way:
     """A way to divide a flow: its labels, its steps, and the memory it needs with many tiles."""
 
-    def __init__(self, flow: Flow, carried: Carried, num_parts: int, last: bool) -> None:
+    def __init__(self, flow: Flow, carried: PropagatedLabels, num_parts: int, last: bool) -> None:
         self.labels = chosen(flow, carried, last=last)
         self.steps = ordered(flow, self.labels)
         self.num_rows = math.gcd(*(x.inner for x in self.labels.all())) * num_parts
         self.peak = peak_bytes(flow, self.steps, min(self.num_rows, _COMPARED))
 
 
-def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
+def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[PropagatedLabels]:
     """The ways to divide a flow that cover the most bytes."""
-    carrier, found = Carrier(flow), []
+    carrier, found = LabelPropagator(flow), []
     for v in _seeds(flow):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
             # `outer` is the number of devices, so a tile has rows from each device's part, and no
@@ -158,7 +163,7 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
                 continue
             found.append(carrier.carry(v, label, num_tiles))
 
-    def reached(carried: Carried) -> int:
+    def reached(carried: PropagatedLabels) -> int:
         return sum(map(flow.num_bytes, {v for v, _ in carried.labels}))
 
     return sorted(found, key=reached, reverse=True)[:_TRIED]

@@ -34,7 +34,9 @@ _COSTLY = 2.0
 _HANDS_ON = ("copy", "name", "reduce_precision")
 
 
-def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) -> Residuals | None:
+def selective_residuals(
+    stage: Stage, every: Residuals | None, hardware: Hardware
+) -> Residuals | None:
     """The residuals of a stage that saves only its costliest results; None if none stand out.
 
     Args:
@@ -51,7 +53,7 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
         return is_kept(primitive, *avals, **params) and _kind(primitive, avals) in costly
 
-    return find_residuals(stage, keeps, lean=True)
+    return find_residuals(stage, keeps, selective=True)
 
 
 def seconds_per_byte(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-class Maker:
+class ParameterMaker:
     """Makes parameters; shared by all layers of a model."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, std: float):

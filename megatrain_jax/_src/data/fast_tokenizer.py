@@ -14,7 +14,7 @@ from megatrain_jax._src.data.tokenizer import load_tokenizer
 from megatrain_jax._src.data.vocabulary import Vocabulary
 
 
-class Tokens:
+class FastTokenizer:
     """A fast Transformers tokenizer, with helpers for its special tokens.
 
     Attributes:
@@ -125,7 +125,7 @@ class Tokens:
         return self._is_space[token]
 
 
-def load_tokens(tokenizer: Any) -> Tokens:
+def load_fast_tokenizer(tokenizer: Any) -> FastTokenizer:
     """Takes or loads a tokenizer, and warns of tokens beyond the vocabulary of its model.
 
     Raises:
@@ -133,6 +133,6 @@ def load_tokens(tokenizer: Any) -> Tokens:
         FileNotFoundError: See `load_tokenizer`.
         ValueError: See `load_tokenizer`.
     """
-    tokens = Tokens(tokenizer)
+    tokens = FastTokenizer(tokenizer)
     tokens.vocabulary.warn(stacklevel=3)
     return tokens

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import PASSING, Key
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.schedule.tasks import Task, TaskLists, Use
 from megatrain_jax._src.schedule.workload import Workload
 
@@ -28,7 +28,9 @@ _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The minimum limit with which no task has to wait for the memory of the task before it."""
     # The demands of tasks don't depend on residents, and the search asks for many residents.
-    steps = remembered("steps' demands", lambda: Same(lists), lambda: _StepsDemands(lists), 16)
+    steps = remembered(
+        "steps' demands", lambda: IdentityKey(lists), lambda: _StepsDemands(lists), 16
+    )
     return steps.least_bytes(resident)
 
 

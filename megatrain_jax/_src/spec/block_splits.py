@@ -14,7 +14,7 @@ from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
 
-class Way(NamedTuple):
+class BlockSplit(NamedTuple):
     """A way to cut blocks.
 
     Attributes:
@@ -26,17 +26,17 @@ class Way(NamedTuple):
     num_groups: int = 1
 
 
-WAYS = (
-    *map(Way, NUMBERS_OF_PARTS),
-    *(Way(num_groups + 1, num_groups) for num_groups in NUMBERS_OF_GROUPS),
+BLOCK_SPLITS = (
+    *map(BlockSplit, NUMBERS_OF_PARTS),
+    *(BlockSplit(num_groups + 1, num_groups) for num_groups in NUMBERS_OF_GROUPS),
 )
 """All ways, in the order in which they are tried. A group of experts is a part; the rest of its
 block is one more."""
 
 
-def ways_after(
-    way: Way, left: Sequence[Way], leaves: Sequence[Leaf], has_smaller_parts: bool
-) -> tuple[Way, ...]:
+def finer_splits(
+    way: BlockSplit, left: Sequence[BlockSplit], leaves: Sequence[Leaf], has_smaller_parts: bool
+) -> tuple[BlockSplit, ...]:
     """The ways still to be tried that may need fewer bytes.
 
     Args:

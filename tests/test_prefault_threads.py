@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_jax._src.state.page_threads import MappingLister, finding_pages, parts_of
+from megatrain_jax._src.state.prefault_threads import MappingLister, parts_of, prefaulting
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def test_threads_find_the_pages_of_large_new_mappings():
     unrelated = set(lister.shared())
     old = mmap.mmap(-1, 12 * MIB)  # memory that the process shares, as the driver maps it
     before = set(lister.shared())
-    with finding_pages(2, least_bytes=12 * MIB):
+    with prefaulting(2, least_bytes=12 * MIB):
         small = mmap.mmap(-1, 8 * MIB)
         large = mmap.mmap(-1, 12 * MIB)
         (first,) = (m for m in set(lister.shared()) - before if m[1] - m[0] == 12 * MIB)
@@ -41,7 +41,7 @@ def test_threads_find_the_pages_of_large_new_mappings():
 @pytest.mark.parametrize("raised", [MemoryError, KeyboardInterrupt])
 def test_threads_end_with_their_context(raised):
     before = threading.active_count()
-    with pytest.raises(raised), finding_pages(3):
+    with pytest.raises(raised), prefaulting(3):
         assert threading.active_count() == before + 4
         raise raised
     assert threading.active_count() == before

@@ -20,7 +20,7 @@ from megatrain_jax._src.state.groups import GroupLayout
 _LARGE = 0.1
 
 
-def kept_together(cut: Cut, layouts: Sequence[GroupLayout]) -> str:
+def indivisible_arrays(cut: Cut, layouts: Sequence[GroupLayout]) -> str:
     """A clause on the largest part of a block, if it can't be cut; otherwise "".
 
     Args:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.wide_products import is_open
+from megatrain_jax._src.program.fp32_products import is_open
 
 # A product takes over from so many indices per row on, if the table has at most so many rows for
 # each number of a row. Its zeros and ones then take at most a few times the cotangents' memory.
@@ -37,14 +37,14 @@ def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -
         args: Values of its constants and inputs.
         differentiated: The inputs that it will be differentiated by.
     """
-    if not any(jx.contains(eqn, is_crowded) for eqn in jaxpr.eqns):
+    if not any(jx.contains(eqn, is_contended) for eqn in jaxpr.eqns):
         return jx.evaluate(jaxpr, args)
     active = jx.dependent(jaxpr, differentiated)
 
     def compute(_: int, eqn: Any, value: Any) -> list[Any]:
-        if is_crowded(eqn) and eqn.invars[0] in active:
+        if is_contended(eqn) and eqn.invars[0] in active:
             return [_looked_up(eqn, *map(value, eqn.invars))]
-        if is_open(eqn) and jx.contains(eqn, is_crowded):
+        if is_open(eqn) and jx.contains(eqn, is_contended):
             inner = jx.called(eqn)
             assert inner is not None
             pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
@@ -55,7 +55,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -
     return jx.evaluate_by(jaxpr, args, compute)
 
 
-def is_crowded(eqn: Any) -> bool:
+def is_contended(eqn: Any) -> bool:
     """Whether an equation looks up whole rows of a small table, each by many indices."""
     if eqn.primitive.name != "gather":
         return False

@@ -10,7 +10,7 @@ from megatrain_jax._src.startup.allocator import CUDA_POOL, PREALLOCATE, VARIABL
 
 
 @contextmanager
-def advised() -> Iterator[None]:
+def with_memory_advice() -> Iterator[None]:
     """Adds a note with advice to JAX's error if the body runs out of memory."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Kernels with more elements in attention than cuDNN can index; see `program/wide_attention.py`.
+"""Kernels with more attention elements than cuDNN can index; see `program/oversized_attention.py`.
 
 Attention is split after tracing, because only then is its gradient an equation. A kernel keeps its
 key, because its results stay the same. Example: the forward of a block of 1,048,576 tokens with 28
@@ -11,10 +11,10 @@ from typing import Any
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.wide_attention import in_pieces
+from megatrain_jax._src.program.oversized_attention import in_pieces
 
 
-def with_narrow_attention(kernel: Kernel, num_devices: int) -> Kernel:
+def with_split_attention(kernel: Kernel, num_devices: int) -> Kernel:
     """The kernel with attention computed for as few heads at a time as cuDNN needs.
 
     Args:

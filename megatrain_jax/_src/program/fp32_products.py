@@ -24,7 +24,7 @@ _WIDE = jnp.dtype("float32")
 _REORDERING = ("reshape", "transpose")
 
 
-def with_wide_products(
+def with_fp32_products(
     function: Callable, are_wide: Sequence[bool], *, casts_operands: bool = False
 ) -> Callable:
     """A function with some of its results in fp32, if they come from narrower products.
@@ -47,7 +47,7 @@ def with_wide_products(
 def _evaluate(
     jaxpr: Any, args: Sequence[Any], are_wide: Sequence[bool], casts_operands: bool
 ) -> list[Any]:
-    """Evaluates an open jaxpr, with the flagged results in fp32 where `with_wide_products` can."""
+    """Evaluates an open jaxpr, with the flagged results in fp32 where `with_fp32_products` can."""
     sources = _sources(jaxpr, are_wide)
 
     def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:

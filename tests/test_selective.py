@@ -12,7 +12,7 @@ from megatrain_jax._src.kernels.residuals import find_residuals
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.spec.lean import lean_residuals, seconds_per_byte
+from megatrain_jax._src.spec.selective import seconds_per_byte, selective_residuals
 from megatrain_jax._src.spec.step_kernels import stage_kernel
 from optimizers import OPTIMIZERS
 from oracle import train_plain
@@ -89,15 +89,21 @@ def test_any_kind_of_result_alone_gives_the_same_gradients(name, monkeypatch):
         for kind in list(costs)[:2]:
             only = {other: (1.0, other == kind) for other in costs}
             monkeypatch.setattr(
-                "megatrain_jax._src.spec.lean.seconds_per_byte", lambda *a, only=only: only
+                "megatrain_jax._src.spec.selective.seconds_per_byte", lambda *a, only=only: only
             )
-            lean = lean_residuals(stage, every, SLOW)
+            selective = selective_residuals(stage, every, SLOW)
             if len(costs) == 1:
-                assert lean is None  # all of them are no choice
+                assert selective is None  # all of them are no choice
                 continue
-            assert lean is not None and lean.lean and 0 < lean.num_bytes < every.num_bytes
-            assert 0 < lean.saved.total < every.saved.total
-            found = jax.jit(lambda v, c, s=stage, r=lean: gradients(s, v, c, r))(values, cotangents)
+            assert (
+                selective is not None
+                and selective.selective
+                and 0 < selective.num_bytes < every.num_bytes
+            )
+            assert 0 < selective.saved.total < every.saved.total
+            found = jax.jit(lambda v, c, s=stage, r=selective: gradients(s, v, c, r))(
+                values, cotangents
+            )
             check_close(found, expected, 2e-6, "gradient")
             tried += 1
     assert tried
@@ -117,13 +123,13 @@ def test_the_costliest_results_are_told_by_their_seconds_a_byte():
         (pytest.approx(seconds / up), False),
         (pytest.approx(seconds / down), True),
     ]
-    lean = lean_residuals(stage, every, SLOW)
-    assert lean is not None
-    assert (every.num_bytes, lean.num_bytes) == (up + down, down)
-    assert lean.saved.total * 2 == every.saved.total
+    selective = selective_residuals(stage, every, SLOW)
+    assert selective is not None
+    assert (every.num_bytes, selective.num_bytes) == (up + down, down)
+    assert selective.saved.total * 2 == every.saved.total
     # Products that take as long for their bytes as all do are no costly ones.
     towers = make_spec(CASES["two_towers"], OPTIMIZERS["adam"]).first.stages
-    assert all(b.lean is None for b in towers)
+    assert all(b.selective is None for b in towers)
     assert find_residuals(stage, lambda *a, **k: False) is None
 
 
@@ -137,8 +143,8 @@ def test_lean_runs_agree_with_plain_jax_and_with_each_other(microbatches):
     first = spec_of(smallest).first
     low, high = first.schedule.smallest_bytes, all_resident_bytes(first.workload)
     every = first.workload.residuals[1]
-    assert first.lean is not None
-    room = sum(first.lean.residuals)  # the second products' results of all stages
+    assert first.selective is not None
+    room = sum(first.selective.residuals)  # the second products' results of all stages
     assert room < every
     runs = []
     for budget in (low + room, high + room, high + LAYERS * every):
@@ -149,10 +155,10 @@ def test_lean_runs_agree_with_plain_jax_and_with_each_other(microbatches):
             budget=budget,
             hardware=dataclasses.replace(SLOW, link_bytes_per_s=1e12, host_bytes_per_s=1e13),
         )
-        lean = budget < high + LAYERS * every
-        assert trainer.schedule.lean == trainer.plan.keeps_costliest == lean
+        selective = budget < high + LAYERS * every
+        assert trainer.schedule.selective == trainer.plan.keeps_costliest == selective
         assert len(trainer.schedule.kept) == LAYERS - 1  # the last one's forward is its backward's
-        assert ("costliest products kept in" in str(trainer.plan)) == lean
+        assert ("costliest products kept in" in str(trainer.plan)) == selective
         assert trainer.schedule.peak_bytes <= budget
         runs.append(train(trainer, batches, gradients=False))
         check_close(runs[-1].params, plain.params, 2e-6, "parameter")

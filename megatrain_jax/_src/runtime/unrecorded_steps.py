@@ -10,7 +10,7 @@ import jax
 from megatrain_jax._src.runtime.training import StepMetrics
 
 
-class StepsByHand:
+class UnrecordedSteps:
     """The steps of `Trainer.step` that have no record yet, in order.
 
     Example: steps 7 and 8 were dispatched, and 9 is next. `records(keep=1)` waits for 7 alone and

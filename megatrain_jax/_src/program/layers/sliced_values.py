@@ -62,7 +62,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class SlicedValue:
     """A stacked value as its slices.
 
     Attributes:
@@ -87,16 +87,16 @@ def constant(value: Any) -> Value:
     return Value(value, integers=known.constant(value))
 
 
-def join(values: Sequence["Value | Pieces"] | Any) -> frozenset | None:
+def join(values: Sequence["Value | SlicedValue"] | Any) -> frozenset | None:
     """The blocks that values depend on together, or None if one depends on data."""
     blocks = [v.blocks for v in values]
     known_blocks = [b for b in blocks if b is not None]
     return NOTHING.union(*known_blocks) if len(known_blocks) == len(blocks) else None
 
 
-def rows(values: Sequence[Value]) -> Pieces:
+def rows(values: Sequence[Value]) -> SlicedValue:
     """The stacked value with these slices along axis 0."""
-    return Pieces(grid_of((len(values),), values), (0,))
+    return SlicedValue(grid_of((len(values),), values), (0,))
 
 
 def grid_of(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
@@ -107,14 +107,14 @@ def grid_of(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
     return grid.reshape(shape)
 
 
-def value_of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
+def value_of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | SlicedValue:
     """The value of a grid: its only slice if it has no sliced axis."""
-    return Pieces(grid, axes) if axes else grid.item()
+    return SlicedValue(grid, axes) if axes else grid.item()
 
 
-def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> Value:
+def piece(value: Value | SlicedValue, axes: tuple[int, ...], at: tuple[int, ...]) -> Value:
     """The slice of a value at these positions of these axes, which are ascending."""
-    if isinstance(value, Pieces):
+    if isinstance(value, SlicedValue):
         own = dict(zip(axes, at, strict=True))
         # A slice across pieces needs several of them.
         if not own.keys() >= set(value.axes):
@@ -135,21 +135,23 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
     return Value(array, value.blocks, integers=integers)
 
 
-def first(value: Value | Pieces, i: int) -> Value | Pieces:
+def first(value: Value | SlicedValue, i: int) -> Value | SlicedValue:
     """Slice `i` of a value along axis 0; it may itself be a stacked value."""
-    if isinstance(value, Pieces) and value.run and value.axes[0] == 0:
+    if isinstance(value, SlicedValue) and value.run and value.axes[0] == 0:
         return piece(value, (0,), (i,))
-    if isinstance(value, Pieces) and value.axes[0] == 0:
+    if isinstance(value, SlicedValue) and value.axes[0] == 0:
         grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
         return value_of(grid, tuple(a - 1 for a in value.axes[1:]))
-    if isinstance(value, Pieces):
+    if isinstance(value, SlicedValue):
         # Axis 0 lies within each slice, so every slice contributes a row.
         cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
-        return Pieces(grid_of(value.grid.shape, cells), tuple(a - 1 for a in value.axes), value.run)
+        return SlicedValue(
+            grid_of(value.grid.shape, cells), tuple(a - 1 for a in value.axes), value.run
+        )
     return piece(value, (0,), (i,))
 
 
-def stack(value: Value | Pieces) -> Value:
+def stack(value: Value | SlicedValue) -> Value:
     """The whole array of a stacked value."""
     if isinstance(value, Value):
         return value
@@ -182,7 +184,7 @@ class Slicing:
     run: int = 0
 
     @classmethod
-    def of(cls, value: Value | Pieces) -> "Slicing":
+    def of(cls, value: Value | SlicedValue) -> "Slicing":
         """The slicing of a value."""
         if isinstance(value, Value):
             return cls()
@@ -203,11 +205,11 @@ class Slicing:
             return tuple(self.run if d == self.axes[0] else n for d, n in enumerate(whole))
         return remaining(whole, self.axes)
 
-    def cell(self, value: Value | Pieces, p: int) -> Value:
+    def cell(self, value: Value | SlicedValue, p: int) -> Value:
         """Slice number `p` of a value, in the order of the grid's elements."""
         if not self.axes:
             return stack(value)
-        if isinstance(value, Pieces) and self == Slicing.of(value):
+        if isinstance(value, SlicedValue) and self == Slicing.of(value):
             return value.grid.flat[p]
         if not self.run:
             return piece(value, self.axes, tuple(map(int, np.unravel_index(p, self.lengths))))
@@ -216,19 +218,19 @@ class Slicing:
         part = jax.lax.slice_in_dim(array, p * self.run, (p + 1) * self.run, axis=self.axes[0])
         return Value(part, value.blocks)
 
-    def whole(self, cells: Sequence[Value]) -> Value | Pieces:
+    def whole(self, cells: Sequence[Value]) -> Value | SlicedValue:
         """The value with these slices."""
         if not self.axes:
             return cells[0]
-        return Pieces(grid_of(self.lengths, cells), self.axes, self.run)
+        return SlicedValue(grid_of(self.lengths, cells), self.axes, self.run)
 
 
-def common_slicing(values: Sequence[Value | Pieces], shape: Sequence[int]) -> Slicing:
+def common_slicing(values: Sequence[Value | SlicedValue], shape: Sequence[int]) -> Slicing:
     """The slicing in which several values of one shape are computed together.
 
     It is whole if their slices don't match.
     """
-    found = {Slicing.of(v) for v in values if isinstance(v, Pieces)}
+    found = {Slicing.of(v) for v in values if isinstance(v, SlicedValue)}
     if len(found) < 2:
         return next(iter(found), Slicing())
     if any(one.run for one in found):
@@ -237,12 +239,12 @@ def common_slicing(values: Sequence[Value | Pieces], shape: Sequence[int]) -> Sl
     return Slicing(axes, tuple(shape[a] for a in axes))
 
 
-def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> Pieces:
+def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> SlicedValue:
     """The stacked value of this shape with these slices at all positions of some axes."""
-    return Pieces(grid_of([shape[a] for a in axes], cells), axes)
+    return SlicedValue(grid_of([shape[a] for a in axes], cells), axes)
 
 
-def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
+def stacked(slices: Mapping[Index, Value]) -> Value | SlicedValue:
     """The value with these slices, by index; a slice with index `()` is the value itself."""
     if () in slices:
         return slices[()]
@@ -250,19 +252,19 @@ def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
     rows = sorted(((numbers(i), v) for i, v in slices.items()), key=lambda row: row[0])
     if (part := range_of(one)) is not None:
         cells = [value for _, value in rows]
-        return Pieces(grid_of((len(cells),), cells), (0,), part.stop - part.start)
+        return SlicedValue(grid_of((len(cells),), cells), (0,), part.stop - part.start)
     axes = sliced_axes(one)
     shape = [n + 1 for n in rows[-1][0]]
-    return Pieces(grid_of(shape, [value for _, value in rows]), axes)
+    return SlicedValue(grid_of(shape, [value for _, value in rows]), axes)
 
 
-def part_at(value: Value | Pieces, index: Index) -> Any:
+def part_at(value: Value | SlicedValue, index: Index) -> Any:
     """The part of a value at an index, as an array."""
     if not index:
         return stack(value).array
     if (part := range_of(index)) is None:
         return piece(value, sliced_axes(index), numbers(index)).array
     run = part.stop - part.start
-    if isinstance(value, Pieces) and (value.axes, value.run) == ((0,), run):
+    if isinstance(value, SlicedValue) and (value.axes, value.run) == ((0,), run):
         return value.grid[part.start // run].array
     return jax.lax.slice_in_dim(jax.numpy.asarray(stack(value).array), *part)

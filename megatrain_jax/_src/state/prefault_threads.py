@@ -47,7 +47,7 @@ def num_threads() -> int:
 
 
 @contextmanager
-def finding_pages(
+def prefaulting(
     threads: int, num_mappings: int = 1, least_bytes: int = _LEAST_BYTES
 ) -> Iterator[None]:
     """A context in which threads prefault the pages of new mappings of shared memory.
@@ -72,7 +72,7 @@ def finding_pages(
                         parts.put(part)
 
     # Daemons, so that a process can exit without waiting for them.
-    targets = [watch, *[lambda: _find_pages(parts)] * threads]
+    targets = [watch, *[lambda: _prefault(parts)] * threads]
     started = [threading.Thread(target=run, name="pages found", daemon=True) for run in targets]
     for thread in started:
         thread.start()
@@ -126,7 +126,7 @@ def parts_of(mapping: Mapping, number: int) -> list[Mapping]:
     return [(at, min(at + size, end)) for at in range(first, end, size)]
 
 
-def _find_pages(parts: "SimpleQueue[Mapping | None]") -> None:
+def _prefault(parts: "SimpleQueue[Mapping | None]") -> None:
     """Prefaults the pages of parts of mappings until the queue gives None."""
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -27,7 +27,7 @@ from megatrain_jax._src.program.structural_key import form, value_key
 Position = tuple[int, int]  # row of an equation in its body, column of an operand
 
 
-class Alike:
+class StageComparer:
     """Compares bodies, the lists of equations of stages, given the values of their constants."""
 
     def __init__(self, consts: Mapping[Any, Any]):
@@ -100,7 +100,7 @@ class Alike:
         return value_key(self.consts[atom]) if atom in self.consts else id(atom)
 
 
-def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
+def hoist_remat_literals(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     """Turns literals in which like remats differ into operands of the remats.
 
     Args:
@@ -112,8 +112,8 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     if eqns[0].primitive.name not in REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
-    rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]
-    slots = Alike({}).slots(rows, [lambda v: False] * len(eqns))
+    rows = [hoist_remat_literals(row) for row in zip(*(b.eqns for b in bodies), strict=True)]
+    slots = StageComparer({}).slots(rows, [lambda v: False] * len(eqns))
     changed = []
     for m, (eqn, body) in enumerate(zip(eqns, bodies, strict=True)):
         inner = [row[m] for row in rows]

@@ -15,13 +15,17 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key
-from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
+from megatrain_jax._src.schedule.memory_demand import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.room import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.tasks import TaskLists
+from megatrain_jax._src.schedule.transient_host_bytes import (
+    TransientHostBytes,
+    find_waiting,
+    in_flight_bytes,
+)
 from megatrain_jax._src.schedule.workload import Workload
 
 # The minimum number of steps until the clock's times repeat. With waves, the first waves of a step
@@ -59,12 +63,12 @@ class Steps:
     @functools.cached_property
     def flush(self) -> Residency:
         """The state after bringing everything to rest, with the instructions for it."""
-        flush = self.end.next_step(0, self.end.reach)
+        flush = self.end.next_step(0, self.end.prefetch_distance)
         flush.run_to_rest(self.lists.flush, self.limit - least_of(self.workload, self.lists.flush))
         return flush
 
     @functools.cached_property
-    def passing(self) -> Passing:
+    def passing(self) -> TransientHostBytes:
         """Host bytes in addition to the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
@@ -100,16 +104,16 @@ class Steps:
         return self.lists.workload
 
 
-def lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
+def write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     """The steps of one limit and one set of resident parts."""
 
-    def key() -> tuple[Same, int, frozenset[Key]]:
-        return Same(lists), limit, resident
+    def key() -> tuple[IdentityKey, int, frozenset[Key]]:
+        return IdentityKey(lists), limit, resident
 
-    return remembered("steps", key, lambda: _laid_down(lists, limit, resident), _MOST_REMEMBERED)
+    return remembered("steps", key, lambda: _write_steps(lists, limit, resident), _MOST_REMEMBERED)
 
 
-def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
+def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
     num_tasks = len(lists.steady)
     boundary = next_uses_that_fit(lists, limit, resident)
     cold = at_rest(lists, limit, resident)
@@ -127,7 +131,7 @@ def _laid_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Steps:
         # The wait for a step's batch is part of the step before it.
         seconds = end.clock.device - begin.clock.device + _left_out(lists, steady)
         most = begin.joined(end)
-        covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
+        covered, num_steps = most.is_covered_by(begin), num_steps + 1
         begin = most
     return Steps(
         lists=lists,
@@ -154,7 +158,7 @@ def seconds_if_slower(steps: Steps) -> float:
     rates = {name: factor * getattr(link, name) for name in ("inward", "outward", "shared")}
     costs = replace(workload.costs, link=replace(link, **rates))
     lists = replace(steps.lists, workload=replace(workload, costs=costs))
-    return lay_down(lists, steps.limit, steps.resident).seconds
+    return write_steps(lists, steps.limit, steps.resident).seconds
 
 
 def at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:

@@ -18,7 +18,7 @@ _WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_sta
 
 
 @dataclass(frozen=True)
-class JaxSpeaker:
+class JaxChatModel:
     """A model in JAX that answers on the terminal, some words at a time.
 
     Attributes:
@@ -97,7 +97,7 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
     }
 
 
-def open_jax_speaker(settings: ChatSettings, folder: Path, tokenizer: Any) -> JaxSpeaker:
+def open_jax_chat_model(settings: ChatSettings, folder: Path, tokenizer: Any) -> JaxChatModel:
     """Opens a model in JAX.
 
     Raises:
@@ -106,6 +106,6 @@ def open_jax_speaker(settings: ChatSettings, folder: Path, tokenizer: Any) -> Ja
     options = sampling_of(folder, settings)
     pretrained = models.load_pretrained(folder)
     longest = read_json(folder / "config.json").get("max_position_embeddings")
-    return JaxSpeaker(
+    return JaxChatModel(
         models.Generator(pretrained, tokenizer=tokenizer), tokenizer, longest, options
     )

@@ -1,8 +1,8 @@
 """A run's settings as saved in its checkpoints, and their comparison on resuming.
 
 A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
-optimizer, the precision and the data. `made_of` describes these as JSON, with fingerprints in place
-of functions:
+optimizer, the precision and the data. `saved_settings` describes these as JSON, with fingerprints
+in place of functions:
 
     call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
     state     settings that are arrays in the checkpoint, so the checkpoint's values are used:
@@ -31,11 +31,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
-from megatrain_jax._src.program.optimizer.named_numbers import other_numbers
+from megatrain_jax._src.program.optimizer.named_numbers import changed_numbers
 from megatrain_jax._src.spec.run_spec import RunSpec
 
 
-def made_of(spec: RunSpec) -> dict[str, Any]:
+def saved_settings(spec: RunSpec) -> dict[str, Any]:
     """The settings of a run, as JSON."""
     loss, precision = spec.traced.traced, spec.precision
     inputs = loss.jaxpr.invars[len(loss.consts) + spec.traced.num_parameters :]
@@ -126,7 +126,7 @@ def converted(number: int) -> str:
     return f"holds {forms}; they were converted"
 
 
-def upgraded(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def version_remark(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A remark that functions were not compared, because library versions differ.
 
     Args:
@@ -167,7 +167,7 @@ def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A clause on the optimizer, with the names of the numbers that changed where known."""
     made = before["numbers"]["optimizer"]
-    named = other_numbers(made, now["numbers"]["optimizer"])
+    named = changed_numbers(made, now["numbers"]["optimizer"])
     if not named:
         return clause
     same_form = before["call"]["optimizer"]["form"] == now["call"]["optimizer"]["form"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.program.wide_products import with_wide_products
+from megatrain_jax._src.program.fp32_products import with_fp32_products
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 
@@ -30,10 +30,10 @@ def gradients(function):
 def test_a_gradient_is_not_rounded_before_it_is_added(wrap):
     pulled = gradients(wrap(lambda w, x: x @ w))
     narrow, plain = jax.jit(pulled)(W, X, DY)
-    wide, back = jax.jit(with_wide_products(pulled, [True]))(W, X, DY)
+    wide, back = jax.jit(with_fp32_products(pulled, [True]))(W, X, DY)
     assert (wide.dtype, back.dtype) == (FP32, BF16)
     np.testing.assert_array_equal(back, plain)
-    cast = jax.jit(with_wide_products(pulled, [True], casts_operands=True))(W, X, DY)
+    cast = jax.jit(with_fp32_products(pulled, [True], casts_operands=True))(W, X, DY)
     np.testing.assert_allclose(cast[0], wide, rtol=1e-6, atol=1e-6)
     # Oracle: the same operands, with a product in fp32.
     exact = X.astype(FP32).T @ DY.astype(FP32)
@@ -52,7 +52,7 @@ def test_a_gradient_is_not_rounded_before_it_is_added(wrap):
 )
 def test_other_gradients_stay_as_they_are(function):
     pulled = gradients(function)
-    found = with_wide_products(pulled, [True])(W, X, DY)
+    found = with_fp32_products(pulled, [True])(W, X, DY)
     jax.tree.map(np.testing.assert_array_equal, found, pulled(W, X, DY))
     assert all(x.dtype == BF16 for x in found)
 
@@ -62,6 +62,6 @@ def test_a_result_that_others_read_keeps_its_dtype():
         z = (x @ y).T
         return z, jnp.sin(z)
 
-    found = with_wide_products(function, [True])(X, W)
+    found = with_fp32_products(function, [True])(X, W)
     assert [x.dtype for x in found] == [BF16, BF16]
     jax.tree.map(np.testing.assert_array_equal, found, function(X, W))

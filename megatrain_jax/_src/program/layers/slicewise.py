@@ -27,9 +27,9 @@ from megatrain_jax._src.program.axes import (
     params_of_slice,
 )
 from megatrain_jax._src.program.layers.grid import moved, segments
-from megatrain_jax._src.program.layers.pieces import (
+from megatrain_jax._src.program.layers.sliced_values import (
     FOLDS,
-    Pieces,
+    SlicedValue,
     Slicing,
     Value,
     grid_of,
@@ -42,7 +42,7 @@ from megatrain_jax._src.program.layers.pieces import (
 from megatrain_jax._src.program.primitives import is_elementwise
 
 
-def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
+def slicewise(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
     """Applies an equation slice by slice; None if it mixes slices.
 
     Args:
@@ -50,8 +50,8 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
         ins: Its operands, at least one of them stacked.
     """
     name, operand = eqn.primitive.name, ins[0]
-    if any(isinstance(v, Pieces) and v.run for v in ins):
-        if name == "reshape" and isinstance(operand, Pieces):
+    if any(isinstance(v, SlicedValue) and v.run for v in ins):
+        if name == "reshape" and isinstance(operand, SlicedValue):
             found = _regrouped(eqn, operand)
             return None if found is None else [found]
         if name == "slice" and (found := _runs_within(eqn, operand)) is not None:
@@ -60,7 +60,7 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
     if is_elementwise(eqn):
         return _map(eqn, ins)
     others = [v for v in ins[1:] if isinstance(v, Value)]
-    if not isinstance(operand, Pieces) or len(others) < len(ins) - 1:
+    if not isinstance(operand, SlicedValue) or len(others) < len(ins) - 1:
         return _apart(eqn, ins)
     if name in FOLDS and not set(eqn.params["axes"]).isdisjoint(operand.axes):
         return [_fold(eqn, operand)]
@@ -91,9 +91,9 @@ def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
     return [Value(a, blocks) for a in jx.bind(eqn, [v.array for v in ins])]
 
 
-def _map(eqn, ins) -> list[Pieces]:
+def _map(eqn, ins) -> list[SlicedValue]:
     """Binds the equation once per slice; operands that aren't stacked are sliced or shared."""
-    axes = tuple(sorted({a for v in ins if isinstance(v, Pieces) for a in v.axes}))
+    axes = tuple(sorted({a for v in ins if isinstance(v, SlicedValue) for a in v.axes}))
     shape, cells = eqn.outvars[0].aval.shape, []
     for at in np.ndindex(*(shape[a] for a in axes)):
         row = [
@@ -109,7 +109,7 @@ def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]
     return tuple(min(i, atom.aval.shape[axis] - 1) for axis, i in zip(axes, at, strict=True))
 
 
-def _fold(eqn, operand: Pieces) -> Value | Pieces:
+def _fold(eqn, operand: SlicedValue) -> Value | SlicedValue:
     """A reduction along sliced axes (and maybe more): within each slice, then between slices."""
     reduced, axes = tuple(eqn.params["axes"]), operand.axes
     parts = list(operand.grid.flat)
@@ -148,10 +148,10 @@ class _Group:
     run: int
 
 
-def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
+def _groups(eqn, ins: Sequence[Value | SlicedValue]) -> list[_Group] | None:
     """The groups of axes along which operands are sliced; None if slices mix."""
     rules = Axes(eqn)
-    stacks = {at: v for at, v in enumerate(ins) if isinstance(v, Pieces)}
+    stacks = {at: v for at, v in enumerate(ins) if isinstance(v, SlicedValue)}
     found: dict[tuple[tuple[int, int], ...], _Group] = {}
     for at, value in stacks.items():
         for axis, count in zip(value.axes, value.grid.shape, strict=True):
@@ -175,7 +175,7 @@ def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
     return groups if kinds == {FOLDED} and not eqn.outvars[0].aval.shape else None
 
 
-def _apart(eqn, ins: Sequence[Value | Pieces]) -> list | None:
+def _apart(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
     """Applies an equation slice by slice if its rule keeps the operands' sliced axes separate.
 
     One example is a product of stacked matrices with the layers as batch axis. Slices that lack
@@ -206,7 +206,7 @@ def _apart(eqn, ins: Sequence[Value | Pieces]) -> list | None:
     ]
 
 
-def _part(value: Value | Pieces, at: int, groups: Sequence[_Group], position) -> Value:
+def _part(value: Value | SlicedValue, at: int, groups: Sequence[_Group], position) -> Value:
     """The part of an operand that one slice of each group needs."""
     pairs = [(g, p) for g, p in zip(groups, position, strict=True) if at in g.axes]
     if not pairs:
@@ -218,16 +218,18 @@ def _part(value: Value | Pieces, at: int, groups: Sequence[_Group], position) ->
     return Value(jax.lax.expand_dims(value.array, axes), value.blocks)
 
 
-def _result(cells: Sequence[Value], at: int, groups: Sequence[_Group], lengths) -> Value | Pieces:
+def _result(
+    cells: Sequence[Value], at: int, groups: Sequence[_Group], lengths
+) -> Value | SlicedValue:
     """A result, assembled from its slices in the order of the groups' positions."""
     axes = [group.axes[at] for group in groups]
     if groups[0].run:
         return Slicing(tuple(axes), lengths, groups[0].run).whole(cells)
     parts = [Value(jax.lax.squeeze(v.array, sorted(axes)), v.blocks) for v in cells]
-    return Pieces(grid_of(lengths, parts).transpose(np.argsort(axes)), tuple(sorted(axes)))
+    return SlicedValue(grid_of(lengths, parts).transpose(np.argsort(axes)), tuple(sorted(axes)))
 
 
-def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
+def _regrouped(eqn, operand: SlicedValue) -> Value | SlicedValue | None:
     """A reshape that merges the sliced axes with following axes, or splits them again.
 
     Returns None if the entries of a slice are not contiguous afterwards.
@@ -258,9 +260,9 @@ def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
     return after.whole([_bound(within, [cell])[0] for cell in operand.grid.flat])
 
 
-def _runs_within(eqn, operand: Value | Pieces) -> Value | Pieces | None:
+def _runs_within(eqn, operand: Value | SlicedValue) -> Value | SlicedValue | None:
     """The runs that a slice takes whole, if it begins and ends between runs."""
-    assert isinstance(operand, Pieces)
+    assert isinstance(operand, SlicedValue)
     axis, run, params = operand.axes[0], operand.run, eqn.params
     start, stop = params["start_indices"][axis], params["limit_indices"][axis]
     if start % run or stop % run or set(params["strides"] or (1,)) != {1}:
@@ -275,7 +277,7 @@ def _runs_within(eqn, operand: Value | Pieces) -> Value | Pieces | None:
     shape[axis] = run
     is_whole = stops == shape and not any(starts)
     cells = [cell if is_whole else _bound(within, [cell])[0] for cell in taken]
-    return cells[0] if len(cells) == 1 else Pieces(grid_of((len(cells),), cells), (axis,), run)
+    return cells[0] if len(cells) == 1 else SlicedValue(grid_of((len(cells),), cells), (axis,), run)
 
 
 def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:

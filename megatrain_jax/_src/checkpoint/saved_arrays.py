@@ -12,6 +12,7 @@ import numpy as np
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.contents import TreePath, pointer
+from megatrain_jax._src.checkpoint.encodings import decoded, part_names
 from megatrain_jax._src.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
@@ -20,7 +21,6 @@ from megatrain_jax._src.checkpoint.folder import (
     local_path,
     steps,
 )
-from megatrain_jax._src.checkpoint.forms import decoded, part_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

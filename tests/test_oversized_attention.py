@@ -18,9 +18,9 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program import wide_attention
+from megatrain_jax._src.program import oversized_attention
 from megatrain_jax._src.program.attention import is_attention
-from megatrain_jax._src.program.wide_attention import in_pieces, is_wide
+from megatrain_jax._src.program.oversized_attention import in_pieces, is_wide
 from runs import check_close
 
 WIDTH = 8
@@ -108,7 +108,7 @@ def test_a_step_is_that_of_whole_attention(
         return (model(batch["x"], remat=budget is None) ** 2).mean()
 
     def run(limit):
-        monkeypatch.setattr(wide_attention, "_MOST_ELEMENTS", limit)
+        monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", limit)
         calls.clear()
         trainer = mt.Trainer(
             lambda: Model(heads, kv_heads, nnx.Rngs(0)),
@@ -136,7 +136,7 @@ def sizes(jaxpr):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch, wrap):
-    monkeypatch.setattr(wide_attention, "_MOST_ELEMENTS", 256 * 4 * 8)
+    monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", 256 * 4 * 8)
     q, k = (jax.ShapeDtypeStruct((1, 256, n, 8), jnp.bfloat16) for n in (8, 4))
 
     def loss(q, k, v):
@@ -163,7 +163,7 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
     ],
 )
 def test_what_cannot_be_divided_is_refused(cudnn, monkeypatch, options, message):
-    monkeypatch.setattr(wide_attention, "_MOST_ELEMENTS", 300)
+    monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", 300)
     kv_heads = options.pop("kv_heads", 4)
     q, k = (jax.ShapeDtypeStruct((1, 16, n, 8), jnp.bfloat16) for n in (4, kv_heads))
     bias = jax.ShapeDtypeStruct((1, 4, 16, 16), jnp.bfloat16) if options.pop("bias", 0) else None

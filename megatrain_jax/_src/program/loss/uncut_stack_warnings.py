@@ -11,7 +11,7 @@ from megatrain_jax._src.program.layers.stacks import Stacks
 _WORTH = 1 / 4  # fraction of a model's parameters from which on a reason is reported
 
 
-def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
+def uncut_stack_warnings(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
     """Writes a warning for each reason why stacks stay whole, with advice how to change the model.
 
     Only reasons that affect more than a quarter of the model's parameters are reported.

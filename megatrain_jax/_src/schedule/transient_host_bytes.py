@@ -23,7 +23,7 @@ _TASKS_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passing:
+class TransientHostBytes:
     """The host bytes in addition to the state at rest, by part, at their peak.
 
     Attributes:
@@ -46,7 +46,7 @@ class Passing:
 
 def find_waiting(
     workload: Workload, lists: Iterable[tuple[Sequence[Task], Sequence[Instruction]]]
-) -> Passing:
+) -> TransientHostBytes:
     """Finds the peak bytes of gradients, activations and residuals that wait in the host.
 
     Args:
@@ -76,7 +76,7 @@ def find_waiting(
                 for gone in (*computation.kills, *computation.dirties):
                     less = waiting.pop(gone, 0)
                     now, by_kind[gone.kind] = now - less, by_kind[gone.kind] - less
-    return Passing(
+    return TransientHostBytes(
         gradients=found[Kind.GRADIENT],
         activations=found[Kind.ACTIVATION],
         residuals=found[Kind.RESIDUALS],
@@ -99,7 +99,7 @@ def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
     return sum(sorted(moving.values(), reverse=True)[:_TASKS_IN_FLIGHT])
 
 
-def least_passing_bytes(lists: TaskLists, limit: int) -> int:
+def least_transient_host_bytes(lists: TaskLists, limit: int) -> int:
     """Returns a lower bound of the host bytes, beside the state at rest, of any schedule.
 
     It takes one pass over the tasks; finding a schedule takes thousands. Example: eight blocks have

@@ -47,7 +47,7 @@ def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[st
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OtherForm:
+class ConvertedArray:
     """An array that a checkpoint stores in a different form than the run.
 
     Attributes:
@@ -99,12 +99,12 @@ def decoded(coding: Mapping[str, Any], codes: np.ndarray, *scales: np.ndarray) -
     return np.moveaxis(whole.reshape(moved), front, axes)
 
 
-def other_forms(
+def arrays_to_convert(
     entries: Sequence[ArrayEntry],
     here: Mapping[str, Mapping[str, Any]],
     there: Mapping[TreePath, Any],
     coded: Mapping[str, Mapping[str, Any]],
-) -> dict[TreePath, OtherForm]:
+) -> dict[TreePath, ConvertedArray]:
     """Finds the arrays that a checkpoint stores in a different, but readable form.
 
     Args:
@@ -132,7 +132,7 @@ def other_forms(
         sources = tuple(_source(path, there[path], rows[0]) for path in paths if path in there)
         if coding is None and sources[0].shape != rows[0].whole:
             continue
-        found[array] = OtherForm(sources=sources, coding=coding)
+        found[array] = ConvertedArray(sources=sources, coding=coding)
     return found
 
 

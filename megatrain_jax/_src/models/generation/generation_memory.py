@@ -42,7 +42,7 @@ class DecodeForm(NamedTuple):
     pages: frozenset[int] = frozenset()
 
 
-class DeviceRoom:
+class GenerationMemory:
     """The bytes of the device that generation may use.
 
     Attributes:
@@ -78,7 +78,7 @@ class DeviceRoom:
             i for i, layer in enumerate(layers) if layer.borrows is None and i not in lenders
         ]
 
-    def on(self, hardware: Hardware) -> "DeviceRoom":
+    def on(self, hardware: Hardware) -> "GenerationMemory":
         """Returns the memory of a different machine, where it is known; a budget stays."""
         other = copy.copy(self)
         if self._budget is None and hardware.usable_bytes is not None:

@@ -20,20 +20,20 @@ from typing import Any
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axes import Axes, Label, has_rule
 
-Divided = Mapping[Any, int]
+ShardedAxes = Mapping[Any, int]
 """The divided axis of each divided variable of a jaxpr; missing variables are whole."""
 
 
-def divided_axes(jaxpr: Any, given: Divided, num_devices: int) -> dict[Any, int]:
+def sharded_axes(jaxpr: Any, given: ShardedAxes, num_devices: int) -> dict[Any, int]:
     """Finds the divided arrays of an open jaxpr, given its divided inputs."""
     axes = dict(given)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
             # The library writes two constraints: whole, and divided along the first axis.
-            if not makes_whole(eqn):
+            if not replicates(eqn):
                 axes[eqn.outvars[0]] = 0
             continue
-        if inner := divided_within(eqn, axes, num_devices):
+        if inner := sharded_axes_within(eqn, axes, num_devices):
             for body, within in inner:
                 axes |= _around(eqn, body, within)
             continue
@@ -44,7 +44,9 @@ def divided_axes(jaxpr: Any, given: Divided, num_devices: int) -> dict[Any, int]
     return axes
 
 
-def divided_within(eqn: Any, axes: Divided, num_devices: int) -> list[tuple[Any, dict[Any, int]]]:
+def sharded_axes_within(
+    eqn: Any, axes: ShardedAxes, num_devices: int
+) -> list[tuple[Any, dict[Any, int]]]:
     """The inner jaxprs of an equation, each with its divided arrays."""
     if eqn.primitive.name == "scan":
         return [_divided_in_scan(eqn, axes, num_devices)]
@@ -55,18 +57,18 @@ def divided_within(eqn: Any, axes: Divided, num_devices: int) -> list[tuple[Any,
             for inner, v in zip(body.invars, _operands(eqn, body), strict=False)
             if _is_in(v, axes)
         }
-        found.append((body, divided_axes(body, given, num_devices)))
+        found.append((body, sharded_axes(body, given, num_devices)))
     return found
 
 
-def makes_whole(eqn: Any) -> bool:
+def replicates(eqn: Any) -> bool:
     """Whether an equation is a constraint that its result is whole on every device."""
     if eqn.primitive.name != "sharding_constraint":
         return False
     return eqn.params["sharding"].is_fully_replicated
 
 
-def gathered_operands(eqn: Any, axes: Divided) -> list[Any]:
+def gathered_operands(eqn: Any, axes: ShardedAxes) -> list[Any]:
     """The arrays that a loop reads along their divided axis: each device needs them whole."""
     if eqn.primitive.name != "scan":
         return []
@@ -74,7 +76,7 @@ def gathered_operands(eqn: Any, axes: Divided) -> list[Any]:
     return [v for v in dict.fromkeys(jx.variables(rows)) if axes.get(v) == 0]
 
 
-def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, dict[Any, int]]:
+def _divided_in_scan(eqn: Any, axes: ShardedAxes, num_devices: int) -> tuple[Any, dict[Any, int]]:
     """The body of a loop, and its divided arrays.
 
     An array that is read row by row loses its first axis. A carry is divided if any iteration
@@ -92,7 +94,7 @@ def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, di
     # A carry that one iteration divides may divide further carries in the next. Each pass adds a
     # carry, so this ends.
     while True:
-        found = divided_axes(body, given, num_devices)
+        found = sharded_axes(body, given, num_devices)
         carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)
         new = {v: found[r] for v, r in carry if v not in found and _is_in(r, found)}
         if not new:
@@ -100,7 +102,7 @@ def _divided_in_scan(eqn: Any, axes: Divided, num_devices: int) -> tuple[Any, di
         given |= new
 
 
-def _around(eqn: Any, body: Any, within: Divided) -> dict[Any, int]:
+def _around(eqn: Any, body: Any, within: ShardedAxes) -> dict[Any, int]:
     """The divided operands and results of an equation, given its divided inner arrays."""
     pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
     if eqn.primitive.name != "scan":
@@ -114,7 +116,7 @@ def _around(eqn: Any, body: Any, within: Divided) -> dict[Any, int]:
     return results | {v: within[r] for v, r in starts if not jx.is_literal(v) and r in within}
 
 
-def _is_in(atom: Any, axes: Divided) -> bool:
+def _is_in(atom: Any, axes: ShardedAxes) -> bool:
     return not jx.is_literal(atom) and atom in axes
 
 
@@ -131,7 +133,7 @@ def _operands(eqn: Any, body: Any) -> Sequence[Any]:
     return eqn.invars if len(body.invars) == len(eqn.invars) else ()
 
 
-def _axis_of_result(eqn: Any, number: int, axes: Divided, num_devices: int) -> int | None:
+def _axis_of_result(eqn: Any, number: int, axes: ShardedAxes, num_devices: int) -> int | None:
     """The axis along which a result is divided; None if it is whole."""
     shape = eqn.outvars[number].aval.shape
     # The first divided operand that determines an axis decides; the partitioner moves the

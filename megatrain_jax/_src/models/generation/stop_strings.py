@@ -8,7 +8,7 @@ from megatrain_jax._src.common.prompts import shown_answer
 from megatrain_jax._src.models.generation.batching import OpenText
 
 
-class TextEnds:
+class StopStrings:
     """Stop texts. They may contain special tokens, which completions don't show."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[str]):
