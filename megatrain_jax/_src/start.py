@@ -8,8 +8,8 @@ On a GPU, two threads work in parallel:
     pins host memory, shown in a bar    reads
     fills the store                     -
 
-While memory is pinned, only threads that prefault its pages run (see `page_threads.py`): the kernel
-makes threads that need more memory wait, such as a compiler's.
+While memory is pinned, only threads that prefault its pages run (see `prefault_threads.py`): the
+kernel makes threads that need more memory wait, such as a compiler's.
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
 """

@@ -37,8 +37,8 @@ class InitialValues:
         variables: `variables()` returns the untrained state, in the order of
             `AdaptedModel.variable_paths`, as fresh arrays.
         files: The files that the parameters' values are read from, in the same order.
-        leaked_tracer: Shape and dtype of an array in the model that an earlier trace created and that
-            therefore has no values (a leaked tracer); None if there is none.
+        leaked_tracer: Shape and dtype of an array in the model that an earlier trace created and
+            that therefore has no values (a leaked tracer); None if there is none.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]

@@ -1,8 +1,8 @@
 """A run's settings as saved in its checkpoints, and their comparison on resuming.
 
 A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
-optimizer, the precision and the data. `saved_settings` describes these as JSON, with fingerprints in place
-of functions:
+optimizer, the precision and the data. `saved_settings` describes these as JSON, with fingerprints
+in place of functions:
 
     call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
     state     settings that are arrays in the checkpoint, so the checkpoint's values are used:

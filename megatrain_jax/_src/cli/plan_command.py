@@ -14,11 +14,11 @@ import jax
 import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice, advice_on_process
 from megatrain_jax._src.cli.catalogue import known_models
-from megatrain_jax._src.cli.errors import in_options
+from megatrain_jax._src.cli.errors import with_cli_options
 from megatrain_jax._src.cli.largest import fits, largest_size, least_host_bytes, with_few_layers
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
-from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax.models import DecoderConfig
 
@@ -35,7 +35,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     planner, config = Planner(settings), config_of(model)
     plan = planner.plan(config, tokens // settings.length, settings.length)
     print(f"{model}, {settings.batch}, on {planner.where}\n")
-    print(in_options(str(plan)))
+    print(with_cli_options(str(plan)))
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if remark := planner.remark(config, plan):
@@ -146,5 +146,5 @@ def _planning_cache() -> Iterator[None]:
 
     The garbage is half a GiB at most, and collecting it would take a sixth of the time.
     """
-    with leaving_garbage(), remembering():
+    with gc_paused(), remembering():
         yield

@@ -1,4 +1,4 @@
-"""Kernels with more elements in attention than cuDNN can index; see `program/wide_attention.py`.
+"""Kernels with more attention elements than cuDNN can index; see `program/oversized_attention.py`.
 
 Attention is split after tracing, because only then is its gradient an equation. A kernel keeps its
 key, because its results stay the same. Example: the forward of a block of 1,048,576 tokens with 28

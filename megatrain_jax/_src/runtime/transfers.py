@@ -68,7 +68,7 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
-        # The source is kept until `wait_for_offload`, because the schedule counts its bytes until then.
+        # The schedule counts the source's bytes until `wait_for_offload`.
         def land(slabs: Slabs) -> None:
             self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs

@@ -29,8 +29,8 @@ class OperandTraits:
     """The traits of a value in a stage.
 
     Attributes:
-        rearranged_from: The leaves that it is a rearrangement of, none for a constant; None for a value
-            that is computed in any other way.
+        rearranged_from: The leaves that it is a rearrangement of, none for a constant; None for a
+            value that is computed in any other way.
         of_batch: Whether it depends on the batch.
         varies: Whether it depends on a parameter.
         is_perturbed: Whether it depends on a trained parameter.
