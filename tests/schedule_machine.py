@@ -284,7 +284,7 @@ def run_everything(workload: Workload, schedule: Schedule) -> None:
     machine.run("steady", schedule, exact=False)
     machine.run("flush", schedule, exact=False)
     in_flight = in_flight_bytes(workload, schedule.steady)
-    parts = schedule.passing
+    parts = schedule.transient
     assert parts.in_flight == in_flight
     assert (parts.gradients, parts.activations, parts.residuals) in machine.most_waited
     assert machine.waited[False] + in_flight == schedule.transient_bytes

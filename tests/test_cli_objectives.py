@@ -97,9 +97,9 @@ EXACT: dict[str, Any] = {
 
 def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
     """Loss, metrics and gradients of a step, as means over microbatches."""
-    comparison = LossContext(microbatches=microbatches, is_stored=True)
+    context = LossContext(microbatches=microbatches, is_stored=True)
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    loss = make(comparison)
+    loss = make(context)
 
     def plain(params, batch):
         return loss(nnx.merge(graph, params), batch)

@@ -84,7 +84,7 @@ def count(function: str, argument: str, number: int) -> At:
 
 def counted(objective: str) -> At:
     """The number of microbatches by which an objective multiplies its sums."""
-    return At(place=f"{objective}.comparison", of=lambda comparison: comparison.microbatches)
+    return At(place=f"{objective}.context", of=lambda context: context.microbatches)
 
 
 def shape(at: int) -> Callable[[Any], int]:
@@ -254,7 +254,7 @@ FINETUNE = [
         "other-model",
         "load_pretrained.folder",
         "chat.tokenizer",
-        At(place="Samples.tokenizer", of=lambda asking: asking.tokenizer.folder),
+        At(place="Samples.tokenizer", of=lambda templated: templated.tokenizer.folder),
         **SAMPLED,
     ),
     option("ignore", ["rope"], "load_pretrained.ignore"),
@@ -316,14 +316,14 @@ FINETUNE = [
         "{{ messages }}",
         "chat.chat_template",
         "save_pretrained.chat_template",
-        At(place="Samples.tokenizer", of=lambda asking: asking.template),
+        At(place="Samples.tokenizer", of=lambda templated: templated.template),
         **SAMPLED,
     ),
     option(
         "template_variables",
         {"thinks": True},
         "chat.template_variables",
-        At(place="Samples.tokenizer", of=lambda asking: asking.variables),
+        At(place="Samples.tokenizer", of=lambda templated: templated.variables),
         **SAMPLED,
     ),
     option("merge", " and ", "chat.merge"),

@@ -386,7 +386,8 @@ def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
             f._cache_size() for f in (programs.reading(form), programs.writing(form, sampling_kind))
         ]
 
-    models.generate(model, PROMPTS, max_tokens=30, max_batch=2)
+    # The last prompt is read alone: programs for two prompts and for one, whatever ran before.
+    models.generate(model, [*PROMPTS, [6]], max_tokens=30, max_batch=2)
     before = programs_of(model)
     # Other texts, lengths, stops and a later call: the same programs.
     models.generate(model, [[1] * 5, [4], [2, 2]], max_tokens=29, stop=[7], max_batch=2)

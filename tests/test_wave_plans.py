@@ -212,7 +212,7 @@ def test_larger_and_smaller_microbatches_than_by_memory_are_tried(
 
         def _divided(self, number):
             _, waves, seconds, *_ = table[number]
-            step = {"microbatches": number, "waves": waves, "workload": None, "lean": None}
+            step = {"microbatches": number, "waves": waves, "workload": None, "selective": None}
             first = SimpleNamespace(schedule=SimpleNamespace(seconds=seconds), **step)
             return SimpleNamespace(first=first, fits_host=True, host_room=math.inf)
 

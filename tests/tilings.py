@@ -38,13 +38,13 @@ def check_same(jaxpr, num_tiles, args, whole=None):
 def all_divisions(jaxpr, num_tiles):
     """All ways to divide a jaxpr along one axis, whatever they spare."""
     flow = flow_of(jaxpr)
-    carrier, seen = LabelPropagator(flow), set()
+    propagator, seen = LabelPropagator(flow), set()
     for v in (v for op in flow.ops for v in op.makes):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
             label = Label(axis, 1, size // num_tiles)
             if size % num_tiles or (v, label) in seen:
                 continue
-            carried = carrier.carry(v, label, num_tiles)
+            carried = propagator.carry(v, label, num_tiles)
             seen.update(carried.labels)
             for last in (False, True):
                 labels = chosen(flow, carried, last=last)

@@ -32,7 +32,7 @@ from timing import MIN_STEPS, Work, time_steps
 import megatrain_jax as mt
 
 _WARM_UP_STEPS = 3
-_BATCHES = 16
+_BATCHES = 4
 Params = Any
 
 

@@ -1,9 +1,11 @@
-"""How far a plan's seconds are off for models of others: a T5, a UNet and a Vision Transformer.
+"""How far a plan's seconds are off for a T5, a UNet, a Vision Transformer and a Mamba 2.
 
 Records the seconds of a step as planned from operations and bytes, as planned after a run has timed
-its functions, and as measured.
+its functions, and as measured. The Mamba 2 is that of https://github.com/jax-ml/bonsai in its
+published size of 1.3B; its source is one file, and not in this repository:
 
     python experiments/throughput/planned_times.py t5
+    python experiments/throughput/planned_times.py mamba2 --source bonsai/models/mamba2/modeling.py
 """
 
 import argparse
@@ -16,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import t5_model
 import unet_model
 import vit
 from flax import nnx
+from foreign_qwen3 import imported
 from machine import hardware, peak_device_gib, versions
 from measure import figures_of_plan
 from record import add_origin_options, find_origin, write
@@ -32,29 +36,50 @@ import megatrain_jax as mt
 _WARM_UP_STEPS = 3
 
 
-def _t5(*, tiny: bool) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
+def _t5(_source: Path | None, *, tiny: bool) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
     sizes = t5_model.TINY if tiny else t5_model.Sizes()
     batch = t5_model.random_batch(sizes, *((4, 16) if tiny else (32, 512)))
     return lambda: t5_model.T5(sizes, nnx.Rngs(0)), t5_model.loss_fn, batch, {}
 
 
-def _unet(*, tiny: bool) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
+def _unet(
+    _source: Path | None, *, tiny: bool
+) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
     sizes = unet_model.TINY if tiny else unet_model.Sizes()
     batch = unet_model.random_batch(sizes, *((2, 16) if tiny else (48, 64)))
     return lambda: unet_model.UNet(sizes, nnx.Rngs(0)), unet_model.loss_fn, batch, {}
 
 
-def _vit(*, tiny: bool) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
+def _vit(_source: Path | None, *, tiny: bool) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
     shape = SHAPES["vit-tiny"] if tiny else dataclasses.replace(SHAPES["vit-g"], num_layers=12)
     return vit.builder(shape), vit.loss_fn, vit.random_batch(shape, 0), {"microbatches": 4}
 
 
-MODELS = {"t5": _t5, "unet": _unet, "vit": _vit}
+def _mamba2(
+    source: Path | None, *, tiny: bool
+) -> tuple[Callable[[], Any], Any, Any, dict[str, Any]]:
+    assert source is not None, "--source names the file of the model"
+    module = imported(source)
+    sizes = module.ModelConfig(hidden_size=2048, num_hidden_layers=48)
+    config = module.ModelConfig.tiny() if tiny else sizes
+    shape = (2, 64) if tiny else (8, 1024)
+    tokens = np.random.default_rng(0).integers(1, config.vocab_size, shape).astype(np.int32)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch["tokens"], labels=batch["tokens"])["loss"]
+
+    def build() -> Any:
+        return module.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
+
+    return build, loss_fn, {"tokens": tokens}, {}
 
 
-def measured(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
+MODELS = {"t5": _t5, "unet": _unet, "vit": _vit, "mamba2": _mamba2}
+
+
+def measured(name: str, source: Path | None, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     """Plans and trains a model for a few steps, clipping to 1, and returns the figures."""
-    build, loss_fn, batch, options = MODELS[name](tiny=tiny)
+    build, loss_fn, batch, options = MODELS[name](source, tiny=tiny)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     machine = mt.this_machine() or mt.H100
@@ -86,6 +111,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--source", type=Path, help="the file of mamba2")
     parser.add_argument("--tiny", action="store_true", help="tries the script without a GPU")
     parser.add_argument("--steps", type=int, default=MIN_STEPS)
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/planned_times.json"))
@@ -96,7 +122,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hardware": hardware(),
         "versions": versions(),
-        **measured(args.model, tiny=args.tiny, num_steps=args.steps),
+        **measured(args.model, args.source, tiny=args.tiny, num_steps=args.steps),
     }
     found = write(args.out, figures, origin)
     seconds = found["mean_seconds_per_step"]

@@ -28,17 +28,17 @@ def run(settings: ChatSettings) -> int:
         CommandError: If the model can't be loaded, or has no chat template for `system`.
     """
     with as_command_errors():
-        speaker = open_chat_model(settings)
+        chat_model = open_chat_model(settings)
     system = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     if settings.prompt is not None:
         with as_command_errors():
-            speaker.answer([*system, {"role": "user", "content": settings.prompt}])
+            chat_model.answer([*system, {"role": "user", "content": settings.prompt}])
         return 0
-    _converse(speaker, system)
+    _converse(chat_model, system)
     return 0
 
 
-def _converse(speaker: "TransformersChatModel | JaxChatModel", messages: Messages) -> None:
+def _converse(chat_model: "TransformersChatModel | JaxChatModel", messages: Messages) -> None:
     """Answers questions until the input ends; an interrupted answer leaves no trace."""
     while True:
         try:
@@ -49,14 +49,14 @@ def _converse(speaker: "TransformersChatModel | JaxChatModel", messages: Message
             continue
         asked = [*messages, {"role": "user", "content": question}]
         try:
-            answer = speaker.answer(asked)
+            answer = chat_model.answer(asked)
         except KeyboardInterrupt:
             print("\n(interrupted)", flush=True)
             continue
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
-        if speaker.has_turns:
+        if chat_model.has_turns:
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 

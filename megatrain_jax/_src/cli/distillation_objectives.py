@@ -7,7 +7,7 @@ from megatrain_jax._src.cli.answers import Batch, Loss, LossContext, num_tokens
 
 
 def distill(
-    comparison: LossContext, *, distill_alpha: float, temperature: float, tail: bool, topk: int
+    context: LossContext, *, distill_alpha: float, temperature: float, tail: bool, topk: int
 ) -> Loss:
     """Distillation mixed with the next token's loss; see `losses.distillation`."""
     del topk  # the reader has cut or filled the entries
@@ -28,6 +28,6 @@ def distill(
             count=count,
             softcap=model.config.final_softcap,
         )
-        return loss, {"weight": count, "tokens": num_tokens(batch, comparison.microbatches)}
+        return loss, {"weight": count, "tokens": num_tokens(batch, context.microbatches)}
 
     return loss_fn

@@ -45,7 +45,7 @@ def with_cli_options(text: str) -> str:
     """A message of the library, with command-line options in place of arguments in Python.
 
     Examples:
-        >>> in_options('pass Precision(frozen="int8") and a larger `device_budget`')
+        >>> with_cli_options('pass Precision(frozen="int8") and a larger `device_budget`')
         'pass --frozen int8 and a larger --device-budget'
     """
     for pattern, option in _ADVICE:

@@ -121,8 +121,8 @@ def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
     if settings.format == "text":
         return tokenizer, str
     template, variables = chat_template(settings.chat_template), settings.template_variables or {}
-    asking = TemplatedTokenizer(tokenizer, template, variables)
-    return asking, lambda prompt: [{"role": "user", "content": prompt}]
+    templated = TemplatedTokenizer(tokenizer, template, variables)
+    return templated, lambda prompt: [{"role": "user", "content": prompt}]
 
 
 def _check_exports(settings: FinetuneSettings, config: models.DecoderConfig) -> None:

@@ -49,12 +49,12 @@ def run(settings: GrpoSettings) -> int:
         if folder.is_done(settings):
             print(f"{folder.path} is done. See {folder.path}")
             return 0
-        beginning = _StartCallback(settings, folder)
-        arguments = _arguments(settings, folder, beginning)
+        start_callback = _StartCallback(settings, folder)
+        arguments = _arguments(settings, folder, start_callback)
     try:
         result = models.grpo(arguments.pop("model"), **arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        if beginning.is_past:
+        if start_callback.is_past:
             raise
         raise CommandError(error_text(error)) from error
     steps = result.trainer.num_steps
@@ -68,7 +68,7 @@ def run(settings: GrpoSettings) -> int:
 
 
 def _arguments(
-    settings: GrpoSettings, folder: RunFolder, beginning: "_StartCallback"
+    settings: GrpoSettings, folder: RunFolder, start_callback: "_StartCallback"
 ) -> dict[str, Any]:
     """The arguments of `models.grpo`."""
     options = _options(settings)
@@ -85,7 +85,7 @@ def _arguments(
     fingerprint = _fingerprint(rows)
     folder.check_data(fingerprint)
     # External logs recognise a resumed run by its identity.
-    beginning.notes = {"identity": identity, "data": fingerprint}
+    start_callback.notes = {"identity": identity, "data": fingerprint}
     print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
     lines = ProgressLines(settings.steps, schedule, settings.log_every, folder.begin_at)
     return {
@@ -96,7 +96,7 @@ def _arguments(
         "tokenizer": tokenizer,
         "options": options,
         **_saving(settings, folder),
-        "callbacks": [beginning, lines, *logs],
+        "callbacks": [start_callback, lines, *logs],
         "progress": sys.stderr.isatty(),
         "microbatches": settings.microbatches,
         "device_budget": settings.device_budget,

@@ -15,17 +15,17 @@ from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 
 
-def next_token(comparison: LossContext) -> Loss:
+def next_token(context: LossContext) -> Loss:
     """`models.next_token_loss` for packed batches, with the number of tokens as a metric."""
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> Any:
         loss, metrics = models.next_token_loss(model, batch)
-        return loss, {**metrics, "tokens": num_tokens(batch, comparison.microbatches)}
+        return loss, {**metrics, "tokens": num_tokens(batch, context.microbatches)}
 
     return loss_fn
 
 
-# Functions of a comparison and of the settings that `OBJECTIVE_KINDS` names.
+# Functions of a run's context and of the settings that `OBJECTIVE_KINDS` names.
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": next_token,
     "dpo": pair_objectives.dpo,
@@ -46,6 +46,6 @@ def loss_of(settings: FinetuneSettings, microbatches: int) -> Loss:
         microbatches: Parts that a batch is cut into.
     """
     kind = OBJECTIVE_KINDS[settings.objective]
-    comparison = LossContext(microbatches=microbatches, is_stored=settings.stores_reference)
+    context = LossContext(microbatches=microbatches, is_stored=settings.stores_reference)
     options = {name: getattr(settings, name) for name in kind.options}
-    return LOSSES[settings.objective](comparison, **options)
+    return LOSSES[settings.objective](context, **options)

@@ -25,33 +25,33 @@ from megatrain_jax._src.cli.answers import (
 _Metrics = dict[str, Array]
 
 
-def dpo(comparison: LossContext, *, beta: float) -> Loss:
+def dpo(context: LossContext, *, beta: float) -> Loss:
     """Direct preference optimisation; see `losses.dpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
-        reference = comparison.reference(model, batch)
+        reference = context.reference(model, batch)
         ours = answers(model, batch)
         loss = losses.dpo(*sides(ours), *sides(reference), beta=beta, **_counted(batch))
-        return loss, _metrics(comparison, batch, beta * (ours - reference))
+        return loss, _metrics(context, batch, beta * (ours - reference))
 
     return loss_fn
 
 
-def ipo(comparison: LossContext, *, beta: float) -> Loss:
+def ipo(context: LossContext, *, beta: float) -> Loss:
     """Identity preference optimisation; see `losses.ipo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
-        reference = comparison.reference(model, batch)
+        reference = context.reference(model, batch)
         ours, sizes = answers(model, batch), answer_sizes(batch)
         loss = losses.ipo(
             *sides(ours), *sides(reference), *sides(sizes), beta=beta, **_counted(batch)
         )
-        return loss, _metrics(comparison, batch, beta * (ours - reference))
+        return loss, _metrics(context, batch, beta * (ours - reference))
 
     return loss_fn
 
 
-def simpo(comparison: LossContext, *, beta: float, simpo_gamma: float, cpo_alpha: float) -> Loss:
+def simpo(context: LossContext, *, beta: float, simpo_gamma: float, cpo_alpha: float) -> Loss:
     """SimPO, with the cross-entropy of the chosen answers; see `losses.simpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
@@ -68,12 +68,12 @@ def simpo(comparison: LossContext, *, beta: float, simpo_gamma: float, cpo_alpha
             **_counted(batch),
         )
         rewards = beta * ours / jnp.maximum(sizes, 1)
-        return loss, _metrics(comparison, batch, rewards) | {"nll_loss": nll}
+        return loss, _metrics(context, batch, rewards) | {"nll_loss": nll}
 
     return loss_fn
 
 
-def orpo(comparison: LossContext, *, beta: float) -> Loss:
+def orpo(context: LossContext, *, beta: float) -> Loss:
     """ORPO, with the cross-entropy of the chosen conversations; see `losses.orpo`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, _Metrics]:
@@ -85,7 +85,7 @@ def orpo(comparison: LossContext, *, beta: float) -> Loss:
         nll = -mean_where(logs, of_chosen, batch["chosen_tokens_per_row"].sum())
         loss = losses.orpo(*sides(ours), *sides(sizes), nll, beta=beta, **_counted(batch))
         rewards = beta * ours / jnp.maximum(sizes, 1)
-        return loss, _metrics(comparison, batch, rewards) | {"nll_loss": nll}
+        return loss, _metrics(context, batch, rewards) | {"nll_loss": nll}
 
     return loss_fn
 
@@ -94,7 +94,7 @@ def _counted(batch: Batch) -> dict[str, Array]:
     return {"mask": batch["pairs"], "count": batch["pairs_per_row"].sum()}
 
 
-def _metrics(comparison: LossContext, batch: Batch, rewards: Array) -> _Metrics:
+def _metrics(context: LossContext, batch: Batch, rewards: Array) -> _Metrics:
     """The metrics of all pairs, from the reward of each answer."""
     chosen, rejected = sides(jax.lax.stop_gradient(rewards))
     pairs, count = batch["pairs"], batch["pairs_per_row"].sum()
@@ -108,5 +108,5 @@ def _metrics(comparison: LossContext, batch: Batch, rewards: Array) -> _Metrics:
     return found | {
         "weight": count,
         "accuracy": found["rewards/accuracies"],
-        "tokens": num_tokens(batch, comparison.microbatches),
+        "tokens": num_tokens(batch, context.microbatches),
     }

@@ -87,7 +87,7 @@ def _normalized_arguments(
         ValueError: If there are two arguments without a name, or one follows a flag and is no file.
 
     Examples:
-        >>> _spelled(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})
+        >>> _normalized_arguments(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})
         ['--model', 'Qwen3-8B', '--gpu_name', 'H100', '--quiet=true']
     """
     bare: list[str] = []

@@ -7,7 +7,7 @@ from megatrain_jax import losses, models
 from megatrain_jax._src.cli.answers import Batch, Loss, LossContext, mean_where, num_tokens, sides
 
 
-def reward(comparison: LossContext, *, center_rewards_coefficient: float | None) -> Loss:
+def reward(context: LossContext, *, center_rewards_coefficient: float | None) -> Loss:
     """Scores of conversations, learned from pairs; see `losses.reward`."""
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, dict[str, Array]]:
@@ -27,7 +27,7 @@ def reward(comparison: LossContext, *, center_rewards_coefficient: float | None)
         return loss, {
             **{name: mean_where(values, pairs, count) for name, values in means.items()},
             "weight": count,
-            "tokens": num_tokens(batch, comparison.microbatches),
+            "tokens": num_tokens(batch, context.microbatches),
         }
 
     return loss_fn

@@ -52,7 +52,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    laps = PhaseTimer()
+    timer = PhaseTimer()
     with as_command_errors():
         folder.check(settings)
         check_push(settings)
@@ -75,21 +75,21 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
         print(with_cli_options(str(plan)), flush=True)
         _check_memory(plan, settings)
-        laps.lap("plan")
+        timer.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
         folder.check_data(batches.fingerprint)
         folder.begin(settings)
         for name, value in _notes(settings, identity, batches, options).items():
             folder.take_note(name, value)
-    laps.lap("data")
+    timer.lap("data")
     with as_command_errors():
         schedule = schedule_of_run(settings, batches.steps)
         reference = load_or_compute_reference(folder, batches.datasets, job, options)
     if reference is not None:
-        laps.lap("reference")
+        timer.lap("reference")
     result = _train(settings, folder, job, options, batches, schedule, logs, reference)
-    laps.lap("training")
+    timer.lap("training")
     steps = result.trainer.num_steps
     if result.interrupted:
         if settings.export == "always":
@@ -106,8 +106,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
     result.history.plot().savefig(folder.path / "loss.png")
     if settings.export != "never":
         report["exported_step"] = _export_finished(settings, job, result.trainer, batches, folder)
-        laps.lap("export")
-    folder.finish({**report, "seconds": laps.seconds, "history": list(result.history)})
+        timer.lap("export")
+    folder.finish({**report, "seconds": timer.seconds, "history": list(result.history)})
     print(f"finished after {_how(ending)}: {folder.path}")
     return push(settings, folder)
 

@@ -16,7 +16,7 @@ from megatrain_jax._src.cli.answers import (
 
 
 def kto(
-    comparison: LossContext, *, beta: float, desirable_weight: float, undesirable_weight: float
+    context: LossContext, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Loss:
     """Kahneman-Tversky optimisation; see `losses.kto`.
 
@@ -25,7 +25,7 @@ def kto(
     """
 
     def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        reference = comparison.reference(model, batch)
+        reference = context.reference(model, batch)
         ours, there, count = answers(model, batch), batch["pairs"], batch["pairs_per_row"].sum()
         logs, mismatched = sides(ours)
         before, mismatched_before = sides(reference)
@@ -51,7 +51,7 @@ def kto(
             "rewards/margins": chosen - rejected,
             "kl": baseline,
             "weight": count,
-            "tokens": num_tokens(batch, comparison.microbatches),
+            "tokens": num_tokens(batch, context.microbatches),
         }
 
     return loss_fn

@@ -27,7 +27,6 @@ from megatrain_jax._src.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool_limit import beside_bytes
 
 
 def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
@@ -57,9 +56,9 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         groups=_group_rows(spec, num_parameters, state, templates),
         host_bytes=sum(state),
         host_peak_bytes=peak_bytes(step),
-        host_gradient_bytes=devices * schedule.passing.gradients,
-        host_activation_bytes=devices * schedule.passing.activations,
-        host_residual_bytes=devices * schedule.passing.residuals,
+        host_gradient_bytes=devices * schedule.transient.gradients,
+        host_activation_bytes=devices * schedule.transient.activations,
+        host_residual_bytes=devices * schedule.transient.residuals,
         host_process_bytes=taken,
         host_pool_bytes=pools,
         host_budget=spec.options.host_bytes,
@@ -109,8 +108,8 @@ def _process_bytes(
     if spec.options.machine is None:
         return None, None
     process = host_process(spec, num_processes, processes_per_host)
-    pools = process.pool_bytes(peak_bytes(spec.first) // num_processes)
-    return pools, pools + beside_bytes(pools, process.list_bytes)
+    peak = peak_bytes(spec.first) // num_processes
+    return process.pool_bytes(peak), process.needed(peak)
 
 
 def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:

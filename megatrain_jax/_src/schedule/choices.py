@@ -63,8 +63,8 @@ class Choice:
     @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
         """Units that may stay, best first; the parts of a unit stay together or not at all."""
-        travelling = [(key,) for key in self._residuals[self._num_staying :]]
-        units = [*_units(self.lists, self.masters_first, self.spread), *travelling]
+        offloadable = [(key,) for key in self._residuals[self._num_staying :]]
+        units = [*_units(self.lists, self.masters_first, self.spread), *offloadable]
         return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:

@@ -43,13 +43,11 @@ def least_seconds(
     forward = sum(costs.forward[: len(stages) - workload.fused_last])
     backward = sum(costs.backward[s] for s in stages if workload.backward[s])
     again = sum(seconds for seconds, num_bytes in inputs if num_bytes)
-    kinds = (
-        [(workload, False)]
-        if selective is None
-        else [(workload, False), (selective, selective.may_offload_residuals)]
-    )
-    # All residuals stay on the device; only the costliest ones may travel.
-    rooms = [(of, device_bytes + (host_room if travels else 0)) for of, travels in kinds]
+    # All residuals stay on the device; only the costliest ones may be offloaded.
+    rooms = [(workload, device_bytes)]
+    if selective is not None:
+        offloaded = host_room if selective.may_offload_residuals else 0
+        rooms.append((selective, device_bytes + offloaded))
 
     # From the second wave on, the sums of all gradients exist, too. All waves store the same parts.
     used = set(workload.trained_groups).difference(workload.unused_groups)

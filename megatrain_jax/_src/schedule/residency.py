@@ -270,7 +270,7 @@ class Residency:
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.prefetch_distance = next(here, len(uses))
         # Gradients are kept first, because an evicted gradient takes additional memory in the host.
-        # Before a task has to wait for memory, earlier tasks have used the parts within reach.
+        # Before a task has to wait for memory, earlier tasks have used the parts already fetched.
         leave = self.present.difference(uses[: self.prefetch_distance])
         beyond = [key for key in dict.fromkeys(uses[self.prefetch_distance :]) if key in leave]
         for key in sorted(beyond, key=lambda key: key.kind in LASTING):

@@ -28,7 +28,7 @@ class Schedule:
             task. Since steady steps and flushes have to be valid after any step, they may hold less
             than that, offload unchanged parts, and wait for tasks that left nothing.
         peak_bytes: The maximum of the ledgers.
-        passing: Host bytes of training steps in addition to the state at rest, by part.
+        transient: Host bytes of training steps in addition to the state at rest, by part.
         evaluation_bytes: Host bytes of an evaluation in addition to the state at rest.
         resident: Parts that stay on the device: state between steps, and passing parts from their
             creation to their last use.
@@ -49,7 +49,7 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
-    passing: TransientHostBytes
+    transient: TransientHostBytes
     evaluation_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
@@ -63,7 +63,7 @@ class Schedule:
     @property
     def transient_bytes(self) -> int:
         """Host bytes of training steps in addition to the state at rest."""
-        return self.passing.total
+        return self.transient.total
 
     def __repr__(self) -> str:
         """Returns a line of totals: a deep model's step has thousands of instructions."""

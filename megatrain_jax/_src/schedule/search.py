@@ -128,12 +128,12 @@ def reschedule(
     lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept), few_waves=True)
     room = _Room(
         device=schedule.smallest_bytes if budget is None else budget,
-        host=max(host_room, schedule.passing.total),
+        host=max(host_room, schedule.transient.total),
     )
     now = write_steps(lists, schedule.limit, schedule.resident)
     residuals = {Key(Kind.RESIDUALS, stage) for stage in schedule.kept}
-    travelling = len(residuals - schedule.resident)
-    choice = Choice(lists=lists, num_offloadable=travelling)
+    num_offloadable = len(residuals - schedule.resident)
+    choice = Choice(lists=lists, num_offloadable=num_offloadable)
     choices = [choice, dataclasses.replace(choice, spares_host=True)]
     tried = [now, *(_with_residents(choice, room, sure=True) for choice in choices)]
     steps = _best(tried, room, sure=True)
@@ -251,7 +251,7 @@ def _best(candidates: Sequence[Steps], room: _Room, *, sure: bool = False) -> St
     """
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
-        return min(candidates, key=lambda steps: steps.passing.total)
+        return min(candidates, key=lambda steps: steps.transient.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = fastest.copied
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
@@ -303,7 +303,7 @@ def _finished(steps: Steps, smallest: int) -> Schedule:
         num_tasks=len(lists.steady),
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
-        passing=steps.passing,
+        transient=steps.transient,
         evaluation_bytes=find_waiting(
             lists.workload, [(lists.evaluation, evaluation.instructions)]
         ).total,

@@ -68,7 +68,7 @@ class Steps:
         return flush
 
     @functools.cached_property
-    def passing(self) -> TransientHostBytes:
+    def transient(self) -> TransientHostBytes:
         """Host bytes in addition to the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
@@ -96,7 +96,7 @@ class Steps:
 
     def fits_host(self, room: float) -> bool:
         """Whether `room` host bytes suffice in addition to the state at rest."""
-        return math.isinf(room) or self.passing.total <= room
+        return math.isinf(room) or self.transient.total <= room
 
     @property
     def workload(self) -> Workload:

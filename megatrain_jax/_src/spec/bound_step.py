@@ -118,7 +118,7 @@ class BoundStep:
 
     @functools.cached_property
     def keeping(self) -> tuple[BoundStage, ...]:
-        """The stages with all residuals, or only the costliest if the schedule is lean."""
+        """The stages with all residuals, or only the costliest if the schedule is selective."""
         if not self.schedule.selective:
             return self.stages
         return tuple(dataclasses.replace(bound, residuals=bound.selective) for bound in self.stages)

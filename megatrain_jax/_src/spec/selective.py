@@ -1,4 +1,4 @@
-"""Lean residuals: the results of a stage that are the most expensive to recompute per byte.
+"""Selective residuals: the results of a stage that are the most expensive to recompute per byte.
 
 On long sequences, recomputing attention's output takes far longer per byte than recomputing a
 product of an MLP. If memory can't hold all residuals of all stages, saving the costliest results of
@@ -7,13 +7,14 @@ many stages may save more time than saving all results of a few; the clock decid
 Example: a layer of Qwen2.5-7B on 131,072 tokens in bfloat16, with an H200's rates::
 
     result                 GiB        ms to recompute    ms a GiB
-    attention with its    0.89                    232         260    lean
+    attention with its    0.89                    232         260    selective
       statistics
     queries               0.87                    4.6         5.3
     gate, up              9.25                     49         5.3
     all residuals         12.1                    292          24
 
-Only attention's results are lean: a GiB of them saves more than twice the time of an average GiB.
+Only attention's results are saved then: a GiB of them saves more than twice the time of an average
+GiB.
 """
 
 from collections import Counter

@@ -110,7 +110,7 @@ class Generator:
         """
         check_prompts([], tokenizer)
         self._source = open_source(source, dtype)
-        self._room = GenerationMemory(self._source, device_budget)
+        self._memory = GenerationMemory(self._source, device_budget)
         self._tokenizer = tokenizer
         self._decoding: ResidentDecoding | StreamedDecoding | None = None
 
@@ -147,7 +147,7 @@ class Generator:
             MemoryError: If not even one text fits on the device.
         """
         length = checks.integer("length", length)
-        return plan_of(self._room, hardware, length, checks.integer("num_texts", num_texts))
+        return plan_of(self._memory, hardware, length, checks.integer("num_texts", num_texts))
 
     @_hinted
     def generate(
@@ -188,7 +188,7 @@ class Generator:
             for sample in range(num_samples)
         ]
         size = bucket(max(map(len, rows)) + max_tokens)
-        form = self._room.choose(size, min(len(texts), max_batch))
+        form = self._memory.choose(size, min(len(texts), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
             sampling_kind=sampling_kind,
@@ -205,7 +205,7 @@ class Generator:
         if not isinstance(self._decoding, kind):
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)
-        Batch(source.form, self._decoding, task, self._room.shapes).write(texts)
+        Batch(source.form, self._decoding, task, self._memory.shapes).write(texts)
         return [self._completion(text, shown.words(text)) for text in texts]
 
     def _completion(self, text: OpenText, words: str) -> Completion:

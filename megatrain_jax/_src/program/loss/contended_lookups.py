@@ -30,7 +30,7 @@ _SHORT = 4
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], differentiated: Collection[Any]) -> list[Any]:
-    """Evaluates an open jaxpr, for derivatives with products in place of crowded scatters.
+    """Evaluates an open jaxpr, for derivatives with products in place of contended scatters.
 
     Args:
         jaxpr: The jaxpr.

@@ -152,7 +152,7 @@ class _Way:
 
 def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[PropagatedLabels]:
     """The ways to divide a flow that cover the most bytes."""
-    carrier, found = LabelPropagator(flow), []
+    propagator, found = LabelPropagator(flow), []
     for v in _seeds(flow):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
             # `outer` is the number of devices, so a tile has rows from each device's part, and no
@@ -161,7 +161,7 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Propagated
             fits = size and size % (num_tiles * num_devices) == 0
             if not fits or any((v, label) in x.labels for x in found):
                 continue
-            found.append(carrier.carry(v, label, num_tiles))
+            found.append(propagator.carry(v, label, num_tiles))
 
     def reached(carried: PropagatedLabels) -> int:
         return sum(map(flow.num_bytes, {v for v, _ in carried.labels}))
