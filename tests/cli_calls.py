@@ -192,6 +192,7 @@ class _Library:
             attention_flops_per_step=1,
             hardware=None,
             host_bytes=1,
+            host_fixed_bytes=None,
             host_process_limit=None,
         )
 

@@ -44,12 +44,13 @@ class LogTrainer:
         self.log.append(("evaluate", self.num_steps))
         return {"loss": float(len(list(batches)))}
 
-    def check_batch(self, batch: Any, *, training: bool = True) -> None:
-        if not training:
-            return
+    def check_batch(self, batch: Any) -> None:
         check_batch(batch)
         self.first = self.first or batch
         check_like(batch, self.first)
+
+    def check_eval_batch(self, batch: Any) -> None:
+        """Accepts all, since `evaluate` only counts batches."""
 
     def flush(self) -> None:
         self.log.append(("flush", self.num_steps))

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.spec.run_spec import RunSpec
 
 DIM, ROWS = 4, 6
 
@@ -63,7 +64,7 @@ FORMS: dict[str, Callable[[list[Any]], Any]] = {
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (without_y, "batch['y'] is in the first batch, and missing here"),
+        (without_y, "batch['y'] is missing, but is in the first batch"),
         (
             lambda: make_batch(9) | {"ids": np.zeros(4, np.float32)},
             "batch['ids'] has dtype float32, and int32 in the first batch",
@@ -80,7 +81,7 @@ def test_a_batch_that_can_not_be_evaluated_is_told_before_the_first_step(make, n
         fitted(eval_data=FORMS[form]([make()]))
     error: Any = caught.value
     told = " ".join([str(error), *error.__notes__])
-    assert named in told and "the first batch of `eval_data`" in told
+    assert named in told and "The first batch of `eval_data` is checked" in told
     assert error.result.trainer.num_steps == 0 and not error.result.history
     # `train` looks at it, too.
     trainer = fitted(steps=1).trainer
@@ -116,6 +117,22 @@ def test_a_function_that_goes_on_in_its_data_loses_no_batch(as_list):
     expected = [result.trainer.evaluate(pair)["loss"] for pair in pairs]
     assert [record["eval_loss"] for record in result.history] == expected
     assert len(calls) == 3
+
+
+def test_an_evaluation_is_traced_before_the_first_step_and_bound_when_it_begins(monkeypatch):
+    real, order = RunSpec.bound_step, []
+
+    def bound_step(self: RunSpec, *args: Any, **options: Any) -> Any:
+        order.append("bound")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(RunSpec, "bound_step", bound_step)
+    fitted(
+        eval_data=[make_batch(7, rows=8)],
+        eval_every=2,
+        callbacks=[lambda trainer, record: order.append("step")],
+    )
+    assert order == ["step", "bound", "step", "step"]
 
 
 def test_an_evaluation_without_batches_is_told_before_the_first_step():

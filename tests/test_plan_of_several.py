@@ -27,7 +27,7 @@ from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.spec.costs import find_costs
 from megatrain_jax._src.spec.host import COMMUNICATION_BYTES
 from megatrain_jax._src.spec.step_kernels import stage_kernel, step_kernels
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool, pool_limit
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
@@ -220,6 +220,7 @@ def test_a_process_s_host_has_its_devices_shares(compiled, together):
     array, half = spec.largest_slab_bytes, alone.host_peak_bytes // 2
     own = pool.process_bytes(half, array, 10**9, 2)
     assert shared.host_process_bytes == own + COMMUNICATION_BYTES > own
+    assert shared.host_fixed_bytes == pool_limit.beside_bytes(0) + COMMUNICATION_BYTES
     quarter = make_plan(spec, 4, 1), pool.process_bytes(alone.host_peak_bytes // 4, array, 10**9)
     assert quarter[0].host_process_bytes == quarter[1] + COMMUNICATION_BYTES
     moved = shared.bytes_in + shared.bytes_out

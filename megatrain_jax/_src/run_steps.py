@@ -42,17 +42,22 @@ class RunSteps:
         first = state.spec.first
         self.bound: dict[Hashable, BoundStep] = {first.key: first}
 
-    def check(self, batch: Any, *, training: bool) -> None:
-        """Checks a batch to train on, or to evaluate; see `Trainer.check_batch`."""
+    def check(self, batch: Any) -> None:
+        """Checks a batch to train on; see `Trainer.check_batch`."""
         state = self._state
-        if not training:
-            self._bind_evaluation(batch, state.spec.loss_fn)
-            return
         num_devices = len(state.store.placement.local_devices)
         of = f"the batch of training step {state.training.num_steps + 1}"
         check_batch(batch, state.spec.microbatches, num_devices=num_devices, of=of)
         check_like(batch, self._sample)
         state.spec.adapted.check_batch(batch)
+
+    def check_evaluation(self, batch: Any) -> None:
+        """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
+        self._check_values(batch)
+        spec, placement = self._state.spec, self._state.store.placement
+        shapes = joined_shapes(batch, placement.processes.count)
+        with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
+            spec.trace(shapes, train=False, loss_fn=spec.loss_fn)
 
     def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
         """Dispatches a training step; see `Trainer.step`.
@@ -63,7 +68,7 @@ class RunSteps:
         """
         state, began = self._state, time.perf_counter()
         state.training.check_whole()
-        self.check(batch, training=True)
+        self.check(batch)
         step = self._bind(batch, train=True, loss_fn=state.spec.loss_fn)
         # Otherwise steps would queue on the device without bound, each with its batch.
         state.training.limit_steps_in_flight()
@@ -103,18 +108,18 @@ class RunSteps:
         state.flush()
 
         def bind(batch: Any) -> BoundStep:
-            return self._bind_evaluation(batch, loss_fn or state.spec.loss_fn)
+            self._check_values(batch)
+            return self._bind(batch, train=False, loss_fn=loss_fn or state.spec.loss_fn)
 
         rows, sizes = evaluate_batches(state.engine, batches, bind)
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
         return weighted_means(jax.device_get(rows), sizes)
 
-    def _bind_evaluation(self, batch: Any, loss_fn: Callable[..., Any]) -> BoundStep:
-        """The evaluation step of a batch, which need not be like the first one."""
+    def _check_values(self, batch: Any) -> None:
+        """Checks a batch to evaluate, which need not be like the first one to train on."""
         check_batch(batch)
         self._state.spec.adapted.check_batch(batch)
-        return self._bind(batch, train=False, loss_fn=loss_fn)
 
     def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""
@@ -125,7 +130,7 @@ class RunSteps:
         key = (batch_key(shapes), train, loss_fn)
         if key not in self.bound:
             where = f"training step {state.training.num_steps + 1}" if train else "an evaluation"
-            with placement.outside_meshes(), _noting_shapes(where, batch, self._sample):
+            with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):
                 step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
                 step = fit_new_shape_to_host(
                     step, spec, *placement.processes.spread, training=train
@@ -138,14 +143,14 @@ class RunSteps:
 
 
 @contextlib.contextmanager
-def _noting_shapes(where: str, batch: Any, sample: Any) -> Iterator[None]:
-    """Adds to a step's error the arrays whose shapes differ from those of the first batch.
+def _noting_arrays(where: str, batch: Any, sample: Any) -> Iterator[None]:
+    """Adds to a step's error the arrays that differ from those of the first batch.
 
     The error may be JAX's own, about two shapes in the middle of the model, or the user's.
     """
     try:
         yield
     except Exception as error:
-        if said := other_arrays(batch, sample):
-            error.add_note(f"This came with the batch of {where}: {said}.")
+        if others := other_arrays(batch, sample):
+            error.add_note(f"This came with the batch of {where}: {others}.")
         raise

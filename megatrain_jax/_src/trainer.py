@@ -204,19 +204,24 @@ class Trainer(ExplainedAttributes):
         """Dispatches one training step like `step`, but leaves its record to the caller."""
         return self._steps.train(batch, by_hand=False)
 
-    def check_batch(self, batch: Any, *, training: bool = True) -> None:
-        """Checks a batch like `step`, preferably while it is on the host, or like `evaluate`.
-
-        Args:
-            batch: The batch.
-            training: Whether it is to be trained on, not evaluated; then the loss is traced.
+    def check_batch(self, batch: Any) -> None:
+        """Checks a batch like `step`, preferably while it is on the host.
 
         Raises:
             TypeError: If it is not a pytree of arrays.
             ValueError: If it differs from the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        self._steps.check(batch, training=training)
+        self._steps.check(batch)
+
+    def check_eval_batch(self, batch: Any) -> None:
+        """Checks a batch like `evaluate`, by tracing the loss with it; compiles nothing.
+
+        Raises:
+            Exception: If it is not a pytree of arrays, the loss can't compute with it, or it fails
+                the model's own `check_batch`.
+        """
+        self._steps.check_evaluation(batch)
 
     @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:

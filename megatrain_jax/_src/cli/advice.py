@@ -7,7 +7,6 @@ from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax._src.cli.plan_settings import PlanSettings
-from megatrain_jax._src.cli.planner import Planner
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import sized
 
@@ -51,8 +50,7 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
     text = f"not enough {' and '.join(lacking)}."
     chosen = _chosen(list(_options(settings, *lacking)), settings, is_enough)
     if not chosen:
-        limit = "--host-budget" if plan.host_budget == plan.host_process_limit else "--host"
-        larger = {"host memory": f"a larger {limit}", "GPU memory": "a --gpu with more memory"}
+        larger = {"host memory": _larger_host(plan), "GPU memory": "a --gpu with more memory"}
         needed = " and ".join(larger[memory] for memory in lacking)
         return f"{text} No option of this command is enough: it needs {needed}, or a smaller model."
     options = " ".join(option.text for option in chosen)
@@ -60,20 +58,22 @@ def advice(plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSetti
     return f"{text} It fits with {options}. The cost: {costs}. docs/fitting.md has more."
 
 
-def advice_on_process(planner: Planner) -> str | None:
-    """The advice if the host's memory is too small for any run; None if it is not.
-
-    A process needs memory of its own before it has any state.
-    """
-    least, most = planner.machine.process_bytes(planner.settings.gpus), planner.host_limit
-    if most is None or least < most:
+def advice_on_process(plan: mt.Plan) -> str | None:
+    """The advice if the host is too small for a process without any state; None if it is not."""
+    least, most = plan.host_fixed_bytes, plan.host_process_limit
+    if least is None or most is None or least < most:
         return None
-    larger = "--host-budget" if planner.host_budget == most else "--host"
     return (
         f"not enough host memory. A process may take {sized(most)} and needs {sized(least)} for "
-        "itself, before it has any model. No smaller model and no other option would help: it "
-        f"needs a larger {larger}."
+        f"itself, before it has any state. It needs {_larger_host(plan)}; no smaller model and no "
+        "other option would help."
     )
+
+
+def _larger_host(plan: mt.Plan) -> str:
+    """The option that limits a plan's host memory, for a sentence on what it needs."""
+    limit = "--host-budget" if plan.host_budget == plan.host_process_limit else "--host"
+    return f"a larger {limit}"
 
 
 def _chosen(

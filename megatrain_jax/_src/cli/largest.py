@@ -127,11 +127,13 @@ def _largest_of(
 
 def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
     """Whether a model's state alone exceeds the host's memory, so that no batch fits."""
-    host, few = planner.host_limit or math.inf, with_few_layers(config)
+    few = with_few_layers(config)
     try:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
         # layer counts a part of the model's ends too, so this overestimates.
-        most = planner.smallest(few).host_bytes * config.num_layers / few.num_layers
+        small = planner.smallest(few)
+        host = small.host_process_limit or math.inf
+        most = small.host_bytes * config.num_layers / few.num_layers
         return most > host and planner.smallest(config).host_bytes > host
     except ValueError:  # an error that the search meets as well
         return False
@@ -146,7 +148,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     """
     few = with_few_layers(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
-    host = planner.host_limit or math.inf
+    host = small.host_process_limit or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= most)

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -50,16 +50,13 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
             # Planning a whole model takes seconds. A few of its layers give lower bounds of its GPU
             # memory, and of the host memory of its state.
-            small, host = with_few_layers(config), other.host_limit or math.inf
+            small = with_few_layers(config)
             few = planned(small)
+            host = few.host_process_limit or math.inf
             may_fit = bool(few.fits_device) and least_host_bytes(few, config) <= host
             return may_fit and fits(few if small == config else planned(config))
 
-        advised = advice_on_process(planner)
-        if advised is None:
-            _announce_search()
-            advised = advice(plan, settings, fits_with)
-        print(f"It does not fit: {advised}")
+        print(f"It does not fit: {_advise(plan, settings, fits_with)}")
         return 1
     return 0
 
@@ -70,9 +67,6 @@ def _print_largest(settings: PlanSettings) -> int:
         config_of(settings.model)  # reports a bad model here, in one line
     unmeasured = f" ({planner.machine.source})" if planner.machine.is_unmeasured else ""
     print(f"The largest on {planner.where}; rates are estimates{unmeasured}.\n", flush=True)
-    if advised := advice_on_process(planner):
-        print(f"Nothing fits: {advised}")
-        return 1
     found = []
     # Each size is printed as soon as it and the earlier ones are found.
     for line in _lines(settings, planner):
@@ -80,29 +74,34 @@ def _print_largest(settings: PlanSettings) -> int:
         if line is not None:
             print(line, flush=True)
     if not any(found):
-        print(f"Nothing fits: {_advice(planner)}")
+        print(f"Nothing fits: {_advise_smallest(planner)}")
     elif settings.model is not None and not any(found[:-1]):  # the last one is for any model
-        print(f"{settings.model} doesn't fit: {_advice(planner)}")
+        print(f"{settings.model} doesn't fit: {_advise_smallest(planner)}")
     else:
         return 0
     return 1
 
 
-def _announce_search() -> None:
-    """Explains on standard error why there may be no output for a minute."""
+def _advise(
+    plan: mt.Plan, settings: PlanSettings, fits_with: Callable[[PlanSettings], bool]
+) -> str:
+    """The advice for a plan that doesn't fit; see `advice`."""
+    if advised := advice_on_process(plan):
+        return advised
+    # Explains why there may be no output for a minute.
     print("Looking for options with which it fits ...", file=sys.stderr, flush=True)
+    return advice(plan, settings, fits_with)
 
 
-def _advice(planner: Planner) -> str:
+def _advise_smallest(planner: Planner) -> str:
     """The advice for the fewest rows of the settings' model, or of the smallest known one."""
     smallest = min(known_models(), key=lambda name: known_models()[name].num_parameters)
     config = config_of(planner.settings.model or smallest)
-    _announce_search()
 
     def fits_with(changed: PlanSettings) -> bool:
         return fits(Planner(changed, planner.machine).smallest(config))
 
-    return advice(planner.smallest(config), planner.settings, fits_with)
+    return _advise(planner.smallest(config), planner.settings, fits_with)
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:

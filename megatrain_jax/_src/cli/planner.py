@@ -31,7 +31,6 @@ class Planner:
     Attributes:
         settings: The settings.
         machine: The machine, with the host memory given in the settings.
-        host_budget: Maximum host memory of a run's process; None for its share of the machine's.
     """
 
     def __init__(self, settings: PlanSettings, machine: mt.Hardware | None = None):
@@ -46,13 +45,12 @@ class Planner:
         """
         self.settings = settings
         self.machine = machine or _machine(settings)
-        self.host_budget: Any = checks.num_bytes("host_budget", settings.host_budget)
         self._options: dict[str, Any] = {
             "hardware": self.machine,
             "num_gpus": settings.gpus,
             "microbatches": settings.microbatches,
             "device_budget": checks.device_budget(settings.device_budget),
-            "host_budget": self.host_budget,
+            "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
         # No plan depends on the learning rate. Plans share results computed for the same objects.
         name, clip, given = settings.optimizer, settings.clip, settings.optimizer_options
@@ -127,12 +125,6 @@ class Planner:
     def host_bytes(self) -> int | None:
         """Host memory of the machine, or of a typical one; None if unknown."""
         return self.machine.times(self.settings.gpus).assumed_host_bytes
-
-    @property
-    def host_limit(self) -> int | None:
-        """Host memory that a run's process may take; None if unknown."""
-        machine, gpus = self.machine.times(self.settings.gpus), self.settings.gpus
-        return machine.process_limit(self.host_budget, gpus)
 
     def remark(self, config: models.DecoderConfig, plan: mt.Plan) -> str | None:
         """Remarks on kernels that a plan lacks, and the reason; None if there are none."""

@@ -30,7 +30,6 @@ from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.host_memory import resident_bytes
 from megatrain_jax._src.common.sizes import sized
 
 # As in a shell: 128 plus the number of SIGINT.
@@ -168,22 +167,23 @@ def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> m
 
 
 def _check_memory(plan: mt.Plan, settings: TrainingSettings) -> None:
-    """Refuses a run that is certain not to fit; its start compares all figures, after reading.
+    """Refuses a run that is certain not to fit, before its data is read.
+
+    Its start compares all figures, after reading.
 
     Raises:
         MemoryError: If state alone exceeds the host, or a given budget the GPU.
     """
-    here, state, most = plan.hardware, plan.host_bytes, plan.host_process_limit
-    # Without a GPU, state comes on top of all that this process has taken by now.
-    itself = resident_bytes() if here is None else here.process_bytes(plan.num_devices)
-    if most is not None and most < state + itself:
+    state, process, most = plan.host_bytes, plan.host_fixed_bytes, plan.host_process_limit
+    if process is not None and most is not None and most < state + process:
         raise MemoryError(
-            f"Training needs at least {sized(state + itself)} of host memory: {sized(state)} for "
-            f"state, {sized(itself)} for the process itself. It may take {sized(most)} "
+            f"Training needs at least {sized(state + process)} of host memory: {sized(state)} for "
+            f"state, {sized(process)} for the process itself. It may take {sized(most)} "
             "(`host_budget`, or this machine's memory). No data was read. Use a larger "
             "`host_budget`, or for less state Precision.compact(), another optimizer or adapters."
         )
-    budget, most = checks.device_budget(settings.device_budget), here and here.usable_bytes
+    budget = checks.device_budget(settings.device_budget)
+    most = plan.hardware and plan.hardware.usable_bytes
     if isinstance(budget, int) and most is not None and most < plan.device_state_bytes:
         raise MemoryError(
             f"`device_budget`={settings.device_budget} is too large: state and activations would "

@@ -119,21 +119,20 @@ def other_arrays(batch: Any, sample: Any) -> str:
         batch: A batch that has passed `check_batch`.
         sample: The first batch, or its shapes.
     """
-    now, first = (
+    ours, theirs = (
         {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (batch, sample)
     )
-    said = [f"{name} is in the first batch, and missing here" for name in first if name not in now]
-    for name, leaf in now.items():
-        if name not in first:
-            said.append(f"{name} is not in the first batch")
+    found = [f"{name} is missing, but is in the first batch" for name in theirs if name not in ours]
+    for name, leaf in ours.items():
+        if (other := theirs.get(name)) is None:
+            found.append(f"{name} is not in the first batch")
             continue
-        other = first[name]
         if leaf.shape != other.shape:
-            said.append(f"{name} has shape {leaf.shape}, and {other.shape} in the first batch")
+            found.append(f"{name} has shape {leaf.shape}, and {other.shape} in the first batch")
         if (dtype := _dtype(leaf)) != (wanted := _dtype(other)):
-            said.append(f"{name} has dtype {dtype}, and {wanted} in the first batch")
-    return "; ".join(said)
+            found.append(f"{name} has dtype {dtype}, and {wanted} in the first batch")
+    return "; ".join(found)
 
 
 @contextlib.contextmanager

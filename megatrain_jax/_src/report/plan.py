@@ -16,6 +16,7 @@ from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +83,7 @@ class Plan:
         host_process_bytes: Total host memory of a process for its devices' shares, with the pool's
             unused ends; None without a GPU.
         host_pool_bytes: Pinned memory in it, including the pool's unused ends; None without a GPU.
+        host_fixed_bytes: Host memory that a process takes before it has state; None without a GPU.
         host_budget: Maximum host memory of a process; None for its share of the machine's.
         device_budget: Bytes per device for state and activations; None for the minimum.
         device_state_bytes: Peak bytes per device that the schedule uses for them.
@@ -178,6 +180,7 @@ class Plan:
     host_activation_bytes: int = 0
     host_residual_bytes: int = 0
     host_pool_bytes: int | None = None
+    host_fixed_bytes: int | None = None
     host_budget: int | None = None
     device_budget: int | None = None
     device_excess: str = ""
@@ -339,10 +342,10 @@ class Plan:
     @property
     def host_process_limit(self) -> int | None:
         """Host memory that one process may take: its budget or its share; `None` if unknown."""
-        if self.hardware is None:
-            return self.host_budget
+        total = self.hardware and self.hardware.assumed_host_bytes
         own = self.devices_per_host // self.processes_per_host
-        return self.hardware.process_limit(self.host_budget, own, self.processes_per_host)
+        lists = own * self.hardware.list_bytes if self.hardware else 0
+        return usable_bytes(self.host_budget, total, own, self.processes_per_host, lists)
 
     @property
     def fits_host(self) -> bool | None:

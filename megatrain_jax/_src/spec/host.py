@@ -75,6 +75,11 @@ class HostProcess:
     list_bytes: int
     communication_bytes: int
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the process before it has state: interpreter, CUDA, XLA, communication."""
+        return beside_bytes(0, self.list_bytes) + self.communication_bytes
+
     def needed(self, peak: int) -> int:
         """Bytes of the process if its state and waiting parts take `peak` bytes."""
         what = self.total_bytes, self.num_devices, self.list_bytes
@@ -200,7 +205,7 @@ def check_host(
     most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
     if temporary_bytes is None:
         needed = process.needed(peak)
-        beside, fixed = "", beside_bytes(0, process.list_bytes) + process.communication_bytes
+        beside, fixed = "", process.fixed_bytes
     else:
         here = pool.available_process_bytes(processes_per_host)
         most = _least(most, here)

@@ -116,6 +116,24 @@ class RunSpec:
         slabs = (slab for layout in self.layouts for slab in layout.slabs)
         return max(slab.num_bytes // slab.num_shards for slab in slabs)
 
+    def trace(
+        self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]
+    ) -> tuple[TracedLoss, int]:
+        """Traces a loss on one microbatch; see `bound_step`.
+
+        Returns:
+            The traced loss, and the number of microbatches.
+        """
+        microbatches = self.microbatches
+        # Training batches must be divisible by the microbatches; evaluation batches need not.
+        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
+            microbatches = 1
+        with experts_in_groups(self.num_groups):
+            traced = trace_microbatch(
+                self.adapted, loss_fn, self.options, batch, microbatches, train
+            )
+        return traced, microbatches
+
     def bound_step(
         self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
     ) -> BoundStep:
@@ -127,16 +145,10 @@ class RunSpec:
             loss_fn: The loss; None for the run's own.
         """
         loss_fn = loss_fn or self.loss_fn
-        microbatches, waves = self.microbatches, self.waves
-        # Training batches must be divisible by the microbatches; evaluation batches need not.
-        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
-            microbatches = waves = 1
+        traced, microbatches = self.trace(batch, train=train, loss_fn=loss_fn)
+        waves = min(self.waves, microbatches)
         # The store has the run's own leaves and groups, so they are used even if this loss would
         # suggest different ones.
-        with experts_in_groups(self.num_groups):
-            traced = trace_microbatch(
-                self.adapted, loss_fn, self.options, batch, microbatches, train
-            )
         cut = Cut(
             leaves=self.leaves,
             program=cut_program(traced, self.leaves, self.precision),

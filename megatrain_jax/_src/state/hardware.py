@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import suggesting
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state.pool import usable_bytes
-from megatrain_jax._src.state.pool_limit import POOL_BYTES_PER_LIST_BYTE, beside_bytes
+from megatrain_jax._src.state.pool_limit import POOL_BYTES_PER_LIST_BYTE
 
 
 @suggesting()
@@ -136,26 +135,6 @@ class Hardware:
         """The same machine with `num_devices` accelerators and a host of typical size for them."""
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
-
-    def process_limit(
-        self, budget: int | None, num_devices: int = 1, num_processes: int = 1
-    ) -> int | None:
-        """Host memory that a process may take: the lesser of its budget and its share of the host.
-
-        Args:
-            budget: Maximum bytes of the process; None if there is none.
-            num_devices: Number of the process's accelerators.
-            num_processes: Number of processes that share the host.
-
-        Returns:
-            Bytes; None if there is no budget and the host's memory is unknown.
-        """
-        run = num_devices, num_processes, num_devices * self.list_bytes
-        return usable_bytes(budget, self.assumed_host_bytes, *run)
-
-    def process_bytes(self, num_devices: int = 1) -> int:
-        """Host memory that a process with `num_devices` accelerators takes before it has state."""
-        return beside_bytes(0, num_devices * self.list_bytes)
 
     def compute_seconds(
         self,

@@ -30,11 +30,6 @@ from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
 
 _END = object()
-_OF_FIRST = (
-    "This was the first batch of `eval_data`, checked before the first step. Its batches need "
-    "every array that `loss_fn` reads, in a dtype and with axes that it can compute with, as in "
-    "batches of `data`; the number of examples may differ."
-)
 
 
 @dataclass(frozen=True)
@@ -181,9 +176,9 @@ class Loop:
                 first = next(iterator, _END)
             if first is _END:
                 raise ValueError("`eval_data` gave no batch to evaluate")
-            self.trainer.check_batch(first, training=False)
+            self.trainer.check_eval_batch(first)
         except Exception as error:
-            error.add_note(_OF_FIRST)
+            error.add_note("The first batch of `eval_data` is checked before the first step.")
             raise
         # An iterator's first batch can't be drawn again.
         self.first_evaluation = chain([first], iterator) if iterator is batches else batches
