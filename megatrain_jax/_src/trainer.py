@@ -215,12 +215,7 @@ class Trainer(ExplainedAttributes):
         self._steps.check(batch)
 
     def check_eval_batch(self, batch: Any) -> None:
-        """Checks a batch like `evaluate`, by tracing the loss with it; compiles nothing.
-
-        Raises:
-            Exception: If it is not a pytree of arrays, the loss can't compute with it, or it fails
-                the model's own `check_batch`.
-        """
+        """Checks a batch like `evaluate`, by tracing the loss with it; compiles nothing."""
         self._steps.check_evaluation(batch)
 
     @with_memory_advice()

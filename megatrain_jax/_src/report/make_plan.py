@@ -46,7 +46,6 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     hardware = machine and machine.times(per_host)
     moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
-    pools, fixed, taken = _process_bytes(spec, num_processes, processes_per_host)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     return Plan(
@@ -59,9 +58,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         host_gradient_bytes=devices * schedule.transient.gradients,
         host_activation_bytes=devices * schedule.transient.activations,
         host_residual_bytes=devices * schedule.transient.residuals,
-        host_process_bytes=taken,
-        host_pool_bytes=pools,
-        host_fixed_bytes=fixed,
+        **_process_bytes(spec, num_processes, processes_per_host),
         host_budget=spec.options.host_bytes,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
@@ -102,15 +99,17 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     )
 
 
-def _process_bytes(
-    spec: RunSpec, num_processes: int, processes_per_host: int
-) -> tuple[int, int, int] | tuple[None, None, None]:
-    """Host memory of a process: pinned, before it has state, and in all; None without hardware."""
+def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> dict[str, int]:
+    """A plan's figures for the host memory of a process; empty without hardware."""
     if spec.options.machine is None:
-        return None, None, None
+        return {}
     process = host_process(spec, num_processes, processes_per_host)
     peak = peak_bytes(spec.first) // num_processes
-    return process.pool_bytes(peak), process.fixed_bytes, process.needed(peak)
+    return {
+        "host_process_bytes": process.needed(peak),
+        "host_pool_bytes": process.pool_bytes(peak),
+        "host_fixed_bytes": process.fixed_bytes,
+    }
 
 
 def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:

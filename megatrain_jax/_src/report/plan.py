@@ -138,8 +138,7 @@ class Plan:
         warnings: Sentences about parts of the run that perform badly.
         hardware: The machine that times and limits refer to.
         workload: The computation, bytes and rates of a step, from which it is scheduled.
-        schedule: The transfers and computations of a step in order; None, like the workload, for a
-            plan made by hand.
+        schedule: Its transfers and computations in order; like the workload, None if made by hand.
     """
 
     num_parameters: int
@@ -148,7 +147,7 @@ class Plan:
     groups: tuple[GroupRow, ...]
     host_bytes: int
     host_peak_bytes: int
-    host_process_bytes: int | None
+    host_process_bytes: int | None = None
     device_state_bytes: int
     device_other_bytes: int
     device_temporary_bytes: int | None
