@@ -105,7 +105,8 @@ class Formula:
         )
 
     def smallest(self, config):
-        return SimpleNamespace(host_bytes=10**9, host_process_limit=self.host_limit)
+        host = {"host_process_limit": self.host_limit, "host_fixed_bytes": 10**8}
+        return SimpleNamespace(host_bytes=10**9, **host)
 
 
 @pytest.mark.parametrize("what", ["batch", "context"])
@@ -129,7 +130,7 @@ def test_nothing_is_searched_where_the_state_alone_fills_the_host(tmp_path, what
             pytest.fail("a size was planned")
 
     planner: Any = Full(random.Random(0))
-    planner.host_limit = 10**9 - 1
+    planner.host_limit = 10**9 + 10**8 - 1
     assert largest_size(planner, what, "wide", variants(tmp_path)["wide"]) is None
 
 
@@ -280,6 +281,7 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
                     num_parameters=size,
                     host_bytes=4 * size,
                     host_process_limit=host,
+                    host_fixed_bytes=0,
                     fits_host=6 * size <= host,
                     fits_device=not wide.get(size),
                 )

@@ -132,11 +132,16 @@ def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
         # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
         # layer counts a part of the model's ends too, so this overestimates.
         small = planner.smallest(few)
-        host = small.host_process_limit or math.inf
+        host = _most_state_bytes(small)
         most = small.host_bytes * config.num_layers / few.num_layers
         return most > host and planner.smallest(config).host_bytes > host
     except ValueError:  # an error that the search meets as well
         return False
+
+
+def _most_state_bytes(plan: Plan) -> float:
+    """The host memory of a plan's process without what it needs for itself; infinite if unknown."""
+    return (plan.host_process_limit or math.inf) - (plan.host_fixed_bytes or 0)
 
 
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
@@ -148,7 +153,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     """
     few = with_few_layers(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
-    host = small.host_process_limit or math.inf
+    host = _most_state_bytes(small)
     most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= most)
