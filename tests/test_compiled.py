@@ -195,6 +195,30 @@ def test_temporaries_have_parts_of_the_largest_array_and_functions_are_traced_on
     assert parts == [None, 256 * 256 * 4, None, 10**6, None, LARGEST_PART] and len(traced) == 1
 
 
+def test_temporaries_with_an_array_larger_than_a_part_are_undivided(monkeypatch):
+    """Divided, those of an MLP's gradient take more, because each array has its own part."""
+    rows, dim, wide = 512, 56, 296
+
+    def gradient(y, x, gate, up, down):
+        def block(x, gate, up, down):
+            normal = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+            return x + (jax.nn.silu(normal @ gate) * (normal @ up)) @ down
+
+        return jax.vjp(block, x, gate, up, down)[1](y)
+
+    shapes = (rows, dim), (rows, dim), (dim, wide), (dim, wide), (wide, dim)
+    takes = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
+    kernel = Kernel(name="test", build=lambda: gradient, takes=takes)
+    options = {PART: str(rows * wide)}
+    whole = KernelCache().compile([kernel])
+    with warnings.catch_warnings():  # JAX can't store a program for the CPU with pieces
+        warnings.simplefilter("ignore")
+        divided = jax.jit(kernel.build(), compiler_options=options).lower(*takes).compile()
+    assert divided.memory_analysis().temp_size_in_bytes > whole
+    monkeypatch.setattr(cache, "LARGEST_PART", rows * wide)
+    assert KernelCache(options).compile([kernel]) == whole
+
+
 def product(rows, summands, columns, dtype=jnp.bfloat16, *, batch=()):
     shapes = (*batch, rows, summands), (*batch, summands, columns)
     takes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)

@@ -240,7 +240,7 @@ class FakeCall:
         self.now += times * self.seconds + self.wait
 
 
-@pytest.mark.parametrize("seconds", [1e-6, 1e-4, 3e-3, 0.06, 5.0])
+@pytest.mark.parametrize("seconds", [1e-6, 1e-4, 3e-3, 0.06, 0.5, 5.0])
 def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
     call = FakeCall(seconds)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: call.now))
@@ -248,9 +248,9 @@ def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
     found = timing.measured_seconds(call, lambda s: agreed.append(s) or s)  # type: ignore
     assert found == pytest.approx(seconds + call.wait / call.runs[-1])
     assert found <= 1.01 * max(seconds, 2e-4)
-    assert call.runs[:2] == [1, 1] and len(set(call.runs[2:])) <= 1
-    assert len(agreed) == 1 + (len(call.runs) > 2), "the number of calls, and the time"
-    assert call.now <= 0.3 or len(call.runs) == 2, "a long call is timed once"
+    assert call.runs[:2] == [1, 1][: len(call.runs)] and len(set(call.runs[2:])) <= 1
+    assert len(agreed) == min(3, len(call.runs)), "the number of calls, and the time"
+    assert call.now <= 0.3 or len(call.runs) == (1 if seconds >= 2 else 2), "a long call runs once"
 
 
 class HotCall(FakeCall):
@@ -270,7 +270,7 @@ class HotCall(FakeCall):
 
 @pytest.mark.parametrize("sustained", [True, False])
 def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(sustained, monkeypatch):
-    seconds = {"forward": 5e-3, "backward": 1e-2, "small": 1e-5, "update": 4e-3}
+    seconds = {"forward": 5e-3, "backward": 1e-2, "small": 1e-5, "update": 4e-3, "long": 30.0}
     device = SimpleNamespace(now=0.0, hot=0.0)
     calls = {}
 
@@ -286,7 +286,9 @@ def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(sustained,
     found = timing.time_kernels(KernelCache(), kernels, sustained=sustained)
     for name, least in seconds.items():
         slower = 1.1 if sustained and name in ("forward", "backward") else 1.0
+        slower = 1.1 if name == "long" else slower  # it heats the device by itself
         assert found[name, ()] == pytest.approx(slower * least, rel=0.03, abs=2e-6)
+    assert calls["long"].runs == [1]
 
 
 def printing(params: Any, batch: Any) -> jax.Array:

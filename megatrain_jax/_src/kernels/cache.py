@@ -81,7 +81,7 @@ class KernelCache:
         options, tries_triton = self._options, False
         if PART in options and kernel.takes is not None:
             jaxpr = jx.opened(jax.jit(function, **placed).trace(*kernel.takes).jaxpr)
-            options = {**options, PART: self._part(kernel, jaxpr)}
+            options = self._in_parts(kernel, jaxpr)
             in_float8 = any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns)
             tries_triton = not has_only_large_products(jaxpr)
             if tries_triton and in_float8:
@@ -95,13 +95,18 @@ class KernelCache:
             function, donate_argnums=kernel.donated, compiler_options=options or None, **placed
         )
 
-    def _part(self, kernel: Kernel, jaxpr: Any) -> str:
-        """The bytes of the parts into which XLA divides a kernel's temporaries, as an option."""
-        # XLA warns of each array that is larger than a part.
+    def _in_parts(self, kernel: Kernel, jaxpr: Any) -> dict[str, str | bool]:
+        """The options with the largest part of the kernel's temporaries, or undivided."""
         largest = _largest_bytes(jaxpr)
+        others = {name: value for name, value in self._options.items() if name != PART}
+        # Parts of single arrays fit together badly: a decoder's block with 262,144 tokens would
+        # take 72 GiB instead of 49.
+        if largest > LARGEST_PART:
+            return others
+        # XLA warns of each array that is larger than a part.
         part = min(max(int(self._options[PART]), largest), LARGEST_PART)
-        self._pieces[kernel.name, kernel.key] = max(part, largest)
-        return str(part)
+        self._pieces[kernel.name, kernel.key] = part
+        return {**others, PART: str(part)}
 
     def __len__(self) -> int:
         """The number of different functions."""

@@ -11,7 +11,8 @@ Example: a function takes about 4 ms.
     3. the median is 20.2 ms, so a call takes 4.04 ms
 
 A function that takes 60 ms is called twice more, one call at a time, and one that takes 100 ms or
-more not again.
+more not again. Of a function that takes two seconds or more, the first call counts, because loading
+it takes a few hundredths of that: a block with a million tokens computes for half a minute.
 
 A GPU lowers its clock when products have taken its full power for a while: within a second, an H100
 went from 1,980 to about 1,450 MHz, and a layer's backward from 12.1 to 13.1 ms. For a long step,
@@ -38,6 +39,8 @@ _MOST_CALLS = 50
 # Seconds of calls before the first function is timed, and before each later one, to heat the GPU;
 # functions shorter than `_HEATING` draw too little power for that.
 _FIRST_HEAT, _HEAT, _HEATING = 0.8, 0.4, 1e-3
+# Seconds from which a function's first call counts.
+_LONG = 2.0
 # The largest absolute value of a random number.
 _SCALE = 0.03
 
@@ -85,7 +88,9 @@ def measured_seconds(call: RepeatedCall, agree: Agree) -> float:
         agree: See `Agree`. All processes have to make equally many calls, because they exchange
             values in them.
     """
-    call.run(1)
+    first = agree(_timed(call, 1))
+    if first >= _LONG:
+        return first
     about = max(agree(_timed(call, 1)), 1e-6)
     if about >= _ALL:
         return about
@@ -131,8 +136,11 @@ def time_kernels(
         found[name] = measured_seconds(call, agree)
         # Updates wait for the memory and take less power.
         if sustained and kernel.name != "update" and found[name] >= _HEATING:
-            call.run(math.ceil(heat / found[name]))
-            found[name], heat = measured_seconds(call, agree), _HEAT
+            # A long function has heated the GPU by itself.
+            if found[name] < heat:
+                call.run(math.ceil(heat / found[name]))
+                found[name] = measured_seconds(call, agree)
+            heat = _HEAT
     return found
 
 

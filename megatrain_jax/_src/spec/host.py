@@ -51,8 +51,9 @@ _MIB_BITS = 20
 _RETURNED_BYTES = 2**25
 # The compiler's memory on a CPU: 120 MiB for a small model.
 _COMPILING = 2**28
-# NCCL's memory in a process of a run on several GPUs: measured 0.2 to 1.4 GiB on two H200s.
-COMMUNICATION_BYTES = 7 * 2**30 // 8
+# Memory for communication in each process of a run on several GPUs. Measured on two H200s: 0.2 to
+# 1.3 GiB where one process has both, and 1.4 and 2.2 GiB where two processes have one each.
+COMMUNICATION_BYTES, BETWEEN_PROCESSES_BYTES = 7 * 2**30 // 8, 7 * 2**30 // 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class HostProcess:
 def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
     """The host memory of each process of a run; see `fit_to_host`."""
     own, options = spec.first.num_devices // num_processes, spec.options
+    communication = COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
     # The devices of a host share its memory.
     machine = options.machine and options.machine.times(own * processes_per_host)
     total = machine and machine.assumed_host_bytes
@@ -104,7 +106,7 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
         usable_bytes=pool.usable_bytes(options.host_bytes, total, own, processes_per_host, lists),
         array_bytes=spec.largest_slab_bytes,
         list_bytes=lists,
-        communication_bytes=COMMUNICATION_BYTES if spec.first.num_devices > 1 else 0,
+        communication_bytes=communication if spec.first.num_devices > 1 else 0,
     )
 
 
