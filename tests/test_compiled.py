@@ -214,7 +214,8 @@ def test_temporaries_with_an_array_larger_than_a_part_are_undivided(monkeypatch)
     with warnings.catch_warnings():  # JAX can't store a program for the CPU with pieces
         warnings.simplefilter("ignore")
         divided = jax.jit(kernel.build(), compiler_options=options).lower(*takes).compile()
-    assert divided.memory_analysis().temp_size_in_bytes > whole
+    stats = divided.memory_analysis()
+    assert stats is not None and stats.temp_size_in_bytes > whole
     monkeypatch.setattr(cache, "LARGEST_PART", rows * wide)
     assert KernelCache(options).compile([kernel]) == whole
 

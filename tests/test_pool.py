@@ -347,7 +347,7 @@ def test_reserved_room_can_be_filled_and_replaced():
         ("small_gpu/10-gib-auto-clip-1", 64),
         ("held/clip-1-60-gib-compact-14b", 96),
         ("long/131072", 115),
-        ("long/262144", 184),
+        ("long/262144", 180),
         ("long/524288", 219),
         ("waves/14b-compact-524288-tokens", 90),
         ("start/14b-fp32-page-threads-empty-cache", 208),
