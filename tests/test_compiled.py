@@ -195,7 +195,7 @@ def test_temporaries_have_parts_of_the_largest_array_and_functions_are_traced_on
     assert parts == [None, 256 * 256 * 4, None, 10**6, None, LARGEST_PART] and len(traced) == 1
 
 
-def test_temporaries_with_an_array_larger_than_a_part_are_undivided(monkeypatch):
+def test_temporaries_with_a_very_large_array_are_undivided(monkeypatch):
     """Divided, those of an MLP's gradient take more, because each array has its own part."""
     rows, dim, wide = 512, 56, 296
 
@@ -216,7 +216,7 @@ def test_temporaries_with_an_array_larger_than_a_part_are_undivided(monkeypatch)
         divided = jax.jit(kernel.build(), compiler_options=options).lower(*takes).compile()
     stats = divided.memory_analysis()
     assert stats is not None and stats.temp_size_in_bytes > whole
-    monkeypatch.setattr(cache, "LARGEST_PART", rows * wide)
+    monkeypatch.setattr(cache, "_LARGE_TEMPORARIES", rows * wide)
     assert KernelCache(options).compile([kernel]) == whole
 
 
