@@ -98,15 +98,14 @@ class KernelCache:
     def _in_parts(self, kernel: Kernel, jaxpr: Any) -> dict[str, str | bool]:
         """The options with the largest part of the kernel's temporaries, or undivided."""
         largest = _largest_bytes(jaxpr)
-        others = {name: value for name, value in self._options.items() if name != PART}
         # Such a kernel is dispatched alone anyway, and parts with one large array each fit together
         # badly: a decoder's block with 262,144 tokens would take 72 GiB instead of 49.
         if largest >= _LARGE_TEMPORARIES:
-            return others
+            return {name: value for name, value in self._options.items() if name != PART}
         # XLA warns of each array that is larger than a part.
         part = min(max(int(self._options[PART]), largest), LARGEST_PART)
         self._pieces[kernel.name, kernel.key] = max(part, largest)
-        return {**others, PART: str(part)}
+        return {**self._options, PART: str(part)}
 
     def __len__(self) -> int:
         """The number of different functions."""

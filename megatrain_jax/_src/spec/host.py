@@ -95,11 +95,11 @@ class HostProcess:
 def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
     """The host memory of each process of a run; see `fit_to_host`."""
     own, options = spec.first.num_devices // num_processes, spec.options
-    communication = COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
     # The devices of a host share its memory.
     machine = options.machine and options.machine.times(own * processes_per_host)
     total = machine and machine.assumed_host_bytes
     lists = own * machine.list_bytes if machine else 0
+    communication = COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
     return HostProcess(
         num_devices=own,
         total_bytes=total,
