@@ -216,7 +216,7 @@ def test_a_host_too_small_for_the_process_is_told_without_a_search(
     given = ["--gpu", "H100", "--gpus", "2", "--length", "512", larger, "1GiB"]
     assert main(["plan", str(tmp_path), *tokens, *given]) == 1
     printed = capsys.readouterr()
-    needed = sized(5 * 2**29 + COMMUNICATION_BYTES)
+    needed = sized(15 * 2**27 + COMMUNICATION_BYTES)
     assert f" and needs {needed} for itself, before it has any state. " in printed.out
     assert f" It needs a larger {larger}; no smaller model " in printed.out
     assert not printed.err

@@ -346,6 +346,7 @@ def test_reserved_room_can_be_filled_and_replaced():
         ("updates/clip-1-auto", 44),
         ("small_gpu/10-gib-auto-clip-1", 64),
         ("held/clip-1-60-gib-compact-14b", 96),
+        ("long/1048576-2-compact", 8),
         ("long/131072", 115),
         ("long/262144", 180),
         ("long/524288", 219),
@@ -408,9 +409,9 @@ def test_a_run_may_fill_its_pools_beside_jaxs_lists_of_gpus(
     assert machine is not None and machine <= total
     # Each device has a pool of its own; together they can't be larger than the machine.
     filled = min(pool_limit.limit_in_force(), pool_limit.limit_bytes(machine, lists) // gpus)
-    needed = pool.process_bytes(gpus * filled, 0, machine, gpus, lists)
-    by_pools = pool_limit.bytes_in_force(gpus, lists)
-    most = pool.usable_bytes(by_pools, machine, gpus, 1, lists)
+    batches = GIB // 64
+    needed = pool.process_bytes(gpus * filled, 0, machine, gpus, lists) + batches
+    most = pool.usable_bytes(None, machine, gpus, 1, lists, batches)
     assert most is not None and gpus * filled < needed <= most
     # All that a process can take, the driver's records and the system fit in the machine.
     assert most + pool_limit.driver_bytes(gpus * filled) <= total - 4 * GIB + GIB // 16

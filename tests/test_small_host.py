@@ -35,6 +35,12 @@ GIB = 2**30
 ADAM = optax.adam(1e-3)
 
 
+@pytest.fixture(autouse=True)
+def batches_take_nothing(monkeypatch):
+    """Batches here are as large as their hosts; what they take is in `test_plan_figures.py`."""
+    monkeypatch.setattr(host, "batch_bytes", lambda *_: 0)
+
+
 def least_host(gib: float) -> float:
     """The least memory of a host, in GiB, on which a process can have so much in its pool."""
     num_bytes, mib = int(gib * GIB), 2**20
@@ -311,7 +317,7 @@ def test_a_limit_of_pools_bounds_a_run_on_hardware_that_has_more_memory(monkeypa
     monkeypatch.setattr(pool, "available_process_bytes", lambda *of: 800 * GIB)
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
     trainer = mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, progress=False)
-    assert trainer.plan.host_budget == 3 * GIB + 5 * GIB // 2
+    assert trainer.plan.host_process_limit == 3 * GIB + 15 * GIB // 8
 
 
 def skipping(params, batch):

@@ -68,6 +68,7 @@ from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
 from megatrain_jax._src.state.placement import Placement, default_mesh, device_count_text, placed_on
+from megatrain_jax._src.state.pool_limit import machine_bytes
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
@@ -92,8 +93,9 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     placement = placed_on(mesh)
     hardware = run.machine or machine
     if hardware and machine:  # a named card is in this host, and this GPU computes
-        host, has_bfloat16 = hardware.host_bytes or machine.host_bytes, machine.has_bfloat16
-        hardware = replace(hardware, host_bytes=host, has_bfloat16=has_bfloat16)
+        own, host = len(placement.local_devices), hardware.host_bytes or machine.host_bytes
+        host = machine_bytes(host, own, own * hardware.list_bytes)
+        hardware = replace(hardware, host_bytes=host, has_bfloat16=machine.has_bfloat16)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))

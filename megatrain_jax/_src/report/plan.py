@@ -17,6 +17,7 @@ from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.pool import usable_bytes
+from megatrain_jax._src.state.pool_limit import beside_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -344,7 +345,8 @@ class Plan:
         total = self.hardware and self.hardware.assumed_host_bytes
         own = self.devices_per_host // self.processes_per_host
         lists = own * self.hardware.list_bytes if self.hardware else 0
-        return usable_bytes(self.host_budget, total, own, self.processes_per_host, lists)
+        unpinned = max(0, (self.host_fixed_bytes or 0) - beside_bytes(0, lists))
+        return usable_bytes(self.host_budget, total, own, self.processes_per_host, lists, unpinned)
 
     @property
     def fits_host(self) -> bool | None:
@@ -366,7 +368,6 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether the run fits host and device; `None` if unknown, as without hardware."""
         known = self.fits_host, self.fits_device
-        # If one memory is too small, the run doesn't fit, even if the second is unknown.
         return False if False in known else None if None in known else True
 
     def timeline(self) -> "Figure":
@@ -383,8 +384,7 @@ class Plan:
         """
         if self.workload is None or self.schedule is None:
             raise ValueError("this plan was made by hand: only those of `plan` have a schedule")
-        machine = (self.hardware or H200).name
-        title = title_of(self.schedule.seconds, machine)
+        title = title_of(self.schedule.seconds, (self.hardware or H200).name)
         what = self.workload, self.schedule
         return draw_timeline(timeline(*what), memory(*what), title)
 

@@ -51,12 +51,16 @@ _SECONDS_PER_CODE_BY_LEAF = 9e-12
 _BATCH_BYTES_PER_S = 3.8e9
 
 
-def batch_seconds(program: Program, microbatches: int, num_devices: int) -> float:
-    """Seconds in which a batch arrives on its devices, each by a thread of its own."""
+def batch_bytes(program: Program, microbatches: int) -> int:
+    """Bytes of a whole batch."""
     # The prologue takes constants, variables, the arrays of a microbatch and a key.
     first = len(program.prologue_consts) + len(program.state.of_batch)
-    avals = [v.aval for v in program.prologue.invars[first:-1]]
-    return microbatches * sum(map(jx.num_bytes, avals)) / num_devices / _BATCH_BYTES_PER_S
+    return microbatches * sum(jx.num_bytes(v.aval) for v in program.prologue.invars[first:-1])
+
+
+def batch_seconds(program: Program, microbatches: int, num_devices: int) -> float:
+    """Seconds in which a batch arrives on its devices, each by a thread of its own."""
+    return batch_bytes(program, microbatches) / num_devices / _BATCH_BYTES_PER_S
 
 
 def collective_bytes(

@@ -34,6 +34,7 @@ from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.transient_host_bytes import least_transient_host_bytes
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.costs import batch_bytes
 from megatrain_jax._src.spec.rescheduled import (
     with_recomputed_spans,
     workload_with_recomputed_spans,
@@ -41,7 +42,7 @@ from megatrain_jax._src.spec.rescheduled import (
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import Placement
-from megatrain_jax._src.state.pool_limit import beside_bytes, bytes_in_force
+from megatrain_jax._src.state.pool_limit import beside_bytes
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
@@ -54,6 +55,10 @@ _COMPILING = 2**28
 # Memory for communication in each process of a run on several GPUs. Measured on two H200s: 0.2 to
 # 1.3 GiB where one process has both, and 1.4 and 2.2 GiB where two processes have one each.
 COMMUNICATION_BYTES, BETWEEN_PROCESSES_BYTES = 7 * 2**30 // 8, 7 * 2**30 // 4
+# Number of batches that a process has in memory: the data's own, and copies on their way to a GPU,
+# for which JAX's pools grow by powers of two. A script on an H200 that made four batches of 77 MB
+# took as much as 11 of them beside its pool and what any process takes.
+_BATCHES = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,7 @@ class HostProcess:
         usable_bytes: Maximum bytes of the process; None if unknown.
         array_bytes: Bytes of the largest array of the store per device.
         list_bytes: See `beside_bytes`.
-        communication_bytes: Bytes for communication between the run's devices.
+        unpinned_bytes: Bytes for batches and for communication between the run's devices.
     """
 
     num_devices: int
@@ -74,17 +79,17 @@ class HostProcess:
     usable_bytes: int | None
     array_bytes: int
     list_bytes: int
-    communication_bytes: int
+    unpinned_bytes: int
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the process before it has state: interpreter, CUDA, XLA, communication."""
-        return beside_bytes(0, self.list_bytes) + self.communication_bytes
+        """Bytes of the process without state: interpreter, CUDA, XLA, batches, communication."""
+        return beside_bytes(0, self.list_bytes) + self.unpinned_bytes
 
     def needed(self, peak: int) -> int:
         """Bytes of the process if its state and waiting parts take `peak` bytes."""
         what = self.total_bytes, self.num_devices, self.list_bytes
-        return pool.process_bytes(peak, self.array_bytes, *what) + self.communication_bytes
+        return pool.process_bytes(peak, self.array_bytes, *what) + self.unpinned_bytes
 
     def pool_bytes(self, peak: int) -> int:
         """The pinned memory among them."""
@@ -99,14 +104,18 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
     machine = options.machine and options.machine.times(own * processes_per_host)
     total = machine and machine.assumed_host_bytes
     lists = own * machine.list_bytes if machine else 0
-    communication = COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
+    unpinned = _BATCHES * batch_bytes(spec.first.program, spec.first.microbatches) // num_processes
+    if spec.first.num_devices > 1:
+        unpinned += COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
     return HostProcess(
         num_devices=own,
         total_bytes=total,
-        usable_bytes=pool.usable_bytes(options.host_bytes, total, own, processes_per_host, lists),
+        usable_bytes=pool.usable_bytes(
+            options.host_bytes, total, own, processes_per_host, lists, unpinned
+        ),
         array_bytes=spec.largest_slab_bytes,
         list_bytes=lists,
-        communication_bytes=communication if spec.first.num_devices > 1 else 0,
+        unpinned_bytes=unpinned,
     )
 
 
@@ -166,17 +175,14 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     """The host memory that each of a run's processes may take now.
 
     Args:
-        options: The run's options; a host budget is an upper limit, as is the limit of JAX's pools.
+        options: The run's options; a host budget is an upper limit.
         placement: The run's devices and processes.
 
     Returns:
         Bytes, the same in all processes; None if unknown.
     """
     processes = placement.processes
-    own, machine = len(placement.local_devices), options.machine
-    by_pools = bytes_in_force(own, own * machine.list_bytes if machine else 0)
-    here = pool.available_process_bytes(processes.num_here)
-    least = _least(options.host_bytes, here, by_pools)
+    least = _least(options.host_bytes, pool.available_process_bytes(processes.num_here))
     return _least(*processes.gather("asking for available host memory", least))
 
 

@@ -191,7 +191,11 @@ def pool_bytes(
 
 
 def most_process_bytes(
-    total: int, num_devices: int = 1, num_processes: int = 1, list_bytes: int = 0
+    total: int,
+    num_devices: int = 1,
+    num_processes: int = 1,
+    list_bytes: int = 0,
+    unpinned_bytes: int = 0,
 ) -> int:
     """Returns the maximum of `process_bytes` on a machine with `total` bytes of host memory.
 
@@ -200,9 +204,11 @@ def most_process_bytes(
         num_devices: Number of the process's devices.
         num_processes: Number of processes that share the memory.
         list_bytes: See `beside_bytes`.
+        unpinned_bytes: Bytes of the process for batches and communication.
     """
-    most = num_devices * limit_bytes(total, list_bytes)
-    return min(process_budget(total) // num_processes, most + beside_bytes(most, list_bytes))
+    pools = num_devices * limit_bytes(total, list_bytes)
+    with_full_pools = pools + beside_bytes(pools, list_bytes) + unpinned_bytes
+    return min(process_budget(total) // num_processes, with_full_pools)
 
 
 def usable_bytes(
@@ -211,6 +217,7 @@ def usable_bytes(
     num_devices: int = 1,
     num_processes: int = 1,
     list_bytes: int = 0,
+    unpinned_bytes: int = 0,
 ) -> int | None:
     """Returns the host memory that a process may take: the lesser of its budget and its share.
 
@@ -220,11 +227,12 @@ def usable_bytes(
         num_devices: See `most_process_bytes`.
         num_processes: See `most_process_bytes`.
         list_bytes: See `beside_bytes`.
+        unpinned_bytes: See `most_process_bytes`.
 
     Returns:
         Bytes; None if there is no budget and the machine's memory is unknown.
     """
-    run = num_devices, num_processes, list_bytes
+    run = num_devices, num_processes, list_bytes, unpinned_bytes
     share = None if total is None else most_process_bytes(total, *run)
     return min((limit for limit in (budget, share) if limit is not None), default=None)
 

@@ -30,9 +30,9 @@ _GIB = 2**30
 # XLA's allocator keeps a number of 8 bytes for every 256 bytes of its pool (BFCAllocator,
 # kMinAllocationSize and ChunkHandle).
 POOL_BYTES_PER_LIST_BYTE = 32
-# Measured in processes of one and two H100s or H200s with CUDA's memory pool: 2.5 GiB beside pools
-# of 16 GiB, lists included, 3.0 at 60, 5.1 at 115, 8.6 at 218 and 9.0 at 234.
-_LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
+# Measured in processes of one and two H100s or H200s with CUDA's memory pool: 1.9 GiB beside pools
+# of 8 GiB, lists included, 2.1 at 16, 2.2 at 24, 3.0 at 60, 5.1 at 115, 8.6 at 218 and 9.0 at 234.
+_LEAST_BESIDE, _FIXED_BESIDE = 15 * _GIB // 8, 3 * _GIB // 2
 # Memory of the driver, outside of the process.
 _POOL_BYTES_PER_DRIVER_BYTE = 80
 # Memory that processes leave to the system. The system and the driver's fixed part take about
@@ -120,26 +120,12 @@ def machine_bytes(total: int | None, num_devices: int, list_bytes: int = 0) -> i
     """
     if total is None or limit_in_force() >= limit_bytes(total, list_bytes):
         return total
-    pools = num_devices * limit_in_force()
-    # The smallest machine that has room for these pools.
+    more = num_devices * limit_in_force() + _GIB
+    # The largest machine whose limit would be these pools, since limits are whole GiB.
     mib = bisect.bisect_left(
-        range(total >> 20), pools, key=lambda mib: _pools_of(mib << 20, list_bytes)
+        range(total >> 20), more, key=lambda mib: _pools_of(mib << 20, list_bytes)
     )
-    return min(total, mib << 20)
-
-
-def bytes_in_force(num_devices: int, list_bytes: int = 0) -> int | None:
-    """Returns the host memory of a process whose pools are as large as the limit in force allows.
-
-    Args:
-        num_devices: Number of the process's devices, each with a pool.
-        list_bytes: See `beside_bytes`.
-
-    Returns:
-        Bytes; None without a limit.
-    """
-    pools = num_devices * limit_in_force()
-    return pools + beside_bytes(pools, list_bytes) if limit_in_force() < sys.maxsize else None
+    return min(total, mib - 1 << 20)
 
 
 def _pools_of(total: int, list_bytes: int) -> int:
