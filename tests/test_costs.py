@@ -6,14 +6,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
+from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.flops import count_flops, is_float32_product
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.workload import Costs
 from megatrain_jax._src.spec.costs import batch_seconds, find_costs
+from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.cards import H100
@@ -186,6 +191,34 @@ def test_convolutions_of_few_channels_take_longer_than_their_operations():
     )
     both = extra_traffic_seconds(nothing, slow, H100, 2)
     assert both == pytest.approx(extra_traffic_seconds(nothing, slow, H100, 1) / 2)
+
+
+def test_depthwise_convolutions_take_longer_than_matrix_products():
+    # Only operations take time here.
+    machine = dataclasses.replace(H100, memory_bytes_per_s=1e30, float32_share=1.0)
+    batch = jnp.ones((2, 64, 128))
+
+    def costs(groups: int) -> Costs:
+        def loss_fn(model: list[jax.Array], x: jax.Array) -> jax.Array:
+            layout = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": groups}
+            for w in model:
+                x = jnp.sin(jax.lax.conv_general_dilated(x, w, (1,), "SAME", **layout))
+            return (x**2).mean()
+
+        model = [jnp.ones((4, 128 // groups, 128))] * 4
+        adapted, _ = adapt(model, loss_fn, batch, 0)
+        options = Options(hardware=machine, precision=mt.Precision(compute=jnp.float32))
+        spec = make_run_spec(adapted, loss_fn, optax.sgd(0.1), batch, options)
+        return spec.first.workload.costs
+
+    dense, depthwise, flops = costs(1), costs(128), 2 * batch.size * 4
+    for own, other in zip(depthwise.forward, dense.forward, strict=True):
+        # 128 times fewer operations, at less than a thousandth of the rate.
+        assert own > flops / (1e-3 * H100.flops_per_s) > 5 * other
+    # Saved results are not computed again.
+    # Saved results are not computed again; the last stage has none, since its forward is not alone.
+    saved = zip(depthwise.recompute[:-1], depthwise.forward[:-1], strict=True)
+    assert all(0.9 * forward <= again <= forward for again, forward in saved)
 
 
 def test_memory_traffic_takes_its_time_beside_products():

@@ -49,6 +49,30 @@ def test_products_of_heads_behind_the_tokens_copy_their_operands():
     assert more == 2 * 2 * ROWS * TOKENS * HEADS * WIDTH * 2
 
 
+def test_products_without_matrices_are_elementwise_operations():
+    x = jax.ShapeDtypeStruct((ROWS, TOKENS, HEADS, WIDTH), jnp.float32)
+    scale = jax.ShapeDtypeStruct((ROWS, HEADS, TOKENS), jnp.float32)
+
+    def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.einsum("bthd,bht->bthd", x, scale))
+
+    def multiplied(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jnp.sin(x * scale.transpose(0, 2, 1)[..., None])
+
+    def of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("bthd,bthd->bth", jnp.sin(x), jnp.cos(y))
+
+    def summed(x: jax.Array, y: jax.Array) -> jax.Array:
+        return (jnp.sin(x) * jnp.cos(y)).sum(-1)
+
+    assert traffic_of(scaled, x, scale) == traffic_of(multiplied, x, scale)
+    assert traffic_of(of_rows, x, x) == traffic_of(summed, x, x)
+    # Rows of one operand with a vector each are a product, which reads arrays.
+    row = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.float32)
+    product = traffic_of(lambda x, y: jnp.einsum("bthd,btd->bth", jnp.sin(x), y), x, row)
+    assert product.outside > 2.5 * ROWS * TOKENS * HEADS * WIDTH * 4
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -98,6 +122,26 @@ def test_convolutions_of_few_channels_are_counted_apart(examples, channels, dtyp
         return jax.lax.map(lambda x: convolved(x, w), jnp.stack([x, x]))
 
     assert traffic_of(looped, x, w).unaligned == 2 * flops
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_depthwise_convolutions_are_counted_apart(groups):
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        layout = jax.lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), [(3, 0)], dimension_numbers=layout, feature_group_count=groups
+        )
+
+    def gradients(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        return jax.vjp(convolved, x, w)[1](dy)
+
+    x = jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)
+    w = jax.ShapeDtypeStruct((4, 8 // groups, 8), jnp.float32)
+    flops = 2 * x.size * 4 if groups == 8 else 0
+    assert traffic_of(convolved, x, w).depthwise == flops
+    # The gradient of the inputs is such a convolution, of padded inputs.
+    found = traffic_of(gradients, x, w, x).depthwise
+    assert 1.3 * flops <= found <= 1.6 * flops
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ class GpuFunction:
             return eqn.outvars[0] in self._whole
         if eqn.name in _OVERWRITING:
             return v is eqn.invars[0]
-        return eqn.name not in _FUSING
+        return computed_as(eqn) not in _FUSING
 
     def _times_through(self, eqn: Equation) -> float:
         """The number of times that an equation has its operand read; a fraction for a part."""
@@ -220,7 +220,7 @@ class GpuFunction:
         found: set[Any] = set()
         taken: set[Any] = set()
         for eqn in self._eqns:
-            v = eqn.outvars[0] if eqn.name == "dot_general" else None
+            v = eqn.outvars[0] if computed_as(eqn) == "dot_general" else None
             while v is not None and len(readers := self._readers.get(v, ())) == 1:
                 reader, out = readers[0], readers[0].outvars[0]
                 if _renames(reader) and reader.name != BARRIER:
@@ -258,7 +258,8 @@ class GpuFunction:
                 makes.append(v)
             if is_node:
                 arguments_only = eqn.name in _FUSED and not waits
-                multiplies = eqn.name == "dot_general" or not products.isdisjoint(eqn.operands)
+                is_product = computed_as(eqn) == "dot_general"
+                multiplies = is_product or not products.isdisjoint(eqn.operands)
                 self.nodes.append(Node(eqn, behind, waits, makes, arguments_only, multiplies))
 
     def _behind(self, v: Any) -> frozenset[Any]:
@@ -275,10 +276,24 @@ class GpuFunction:
     def _is_fused(self, eqn: Equation, v: Any, read: int) -> bool:
         if v in self._summed:
             return True
-        if eqn.name not in _FUSED or v in self._whole or v in self._results:
+        if computed_as(eqn) not in _FUSED or v in self._whole or v in self._results:
             return False
         times, size = self._times[v], self._size(v)
         return size < _SMALL or times == 1 or times * read < read + size * (1 + times)
+
+
+def computed_as(eqn: Equation) -> str:
+    """The name of the operation that XLA computes an equation by.
+
+    A product without a sum is elementwise, and one whose axes are all summed or common to both
+    operands is a multiplication with a reduction.
+    """
+    if eqn.name != "dot_general":
+        return eqn.name
+    contracted, batch = eqn.params["dimension_numbers"]
+    summed, common = len(contracted[0]), len(batch[0])
+    ranks = {len(v.aval.shape) for v in eqn.invars[:2]}
+    return "mul" if not summed else "reduce_sum" if ranks == {summed + common} else eqn.name
 
 
 def _in_place(flat: FlatEquations, outputs: set[Any]) -> set[Any]:

@@ -71,17 +71,19 @@ class FlopsByKind(NamedTuple):
         attention: Operations in attention kernels.
         float8: Operations in float8 products.
         float32: Operations in float32 products.
+        depthwise: Operations in depthwise convolutions.
     """
 
     total: int
     attention: int
     float8: int
     float32: int
+    depthwise: int
 
 
 def flops_by_kind(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> FlopsByKind:
     """Counts like `count_flops`, in total and by kind."""
-    kinds = is_attention, is_float8_product, is_float32_product
+    kinds = is_attention, is_float8_product, is_float32_product, is_depthwise
     each = (count_flops(jaxpr, lambda e, kind=kind: counts(e) and kind(e)) for kind in kinds)
     return FlopsByKind(count_flops(jaxpr, counts), *each)
 
@@ -92,6 +94,17 @@ def is_float32_product(eqn: Any) -> bool:
         return False
     left, right = (v.aval.dtype for v in eqn.invars[:2])
     return jnp.promote_types(left, right) == jnp.float32
+
+
+def is_depthwise(eqn: Any) -> bool:
+    """Whether an equation is a convolution that filters each channel by itself."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    groups, channels = (
+        eqn.params["feature_group_count"],
+        eqn.params["dimension_numbers"].lhs_spec[1],
+    )
+    return 1 < groups == eqn.invars[0].aval.shape[channels]
 
 
 def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:

@@ -31,7 +31,7 @@ from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.schedule.workload import Costs, Link
-from megatrain_jax._src.spec.traffic import extra_traffic_seconds, stage_traffic
+from megatrain_jax._src.spec.traffic import depthwise_seconds, extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -279,6 +279,8 @@ def seconds_saved(
             return 0.0
         # Products run near the device's rate; saved results are written and read once more.
         moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
-        return max(0.0, saved_work(residuals).seconds(hardware) - moved)
+        computed = saved_work(residuals).seconds(hardware)
+        computed += depthwise_seconds(residuals.saved.depthwise, hardware)
+        return max(0.0, computed - moved)
 
     return tuple(factor * saved(residuals) for residuals in kept)
