@@ -23,7 +23,6 @@ from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, ex
 from site_pages import documented, parameters_had, parameters_said, rendered, shown_outputs
 
 pytestmark = [
-    pytest.mark.filterwarnings("error"),
     # The tiny model that stands for a real one writes nothing that its page's functions tell apart.
     pytest.mark.filterwarnings("ignore:the reward function"),
 ]
