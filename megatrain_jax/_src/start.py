@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.garbage import gc_paused
-from megatrain_jax._src.common.host_memory import available_bytes
+from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.common.sizes import sized
@@ -285,6 +285,10 @@ def _started(
             with phases.phase("timing"):
                 whole = run_with_all_waves(by_measured_times(spec, kernels, placement))
         spec = whole
+        if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
+            step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)
+            kernels.keep_only((*step, *initial_kernels(spec, placement, initial)))
+            return_freed_memory()
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count

@@ -10,6 +10,8 @@ After `ulimit -v 20971520` (20 GiB of addresses) in a process that has taken 3 G
 20 GiB, with 17 GiB available.
 """
 
+import ctypes
+import gc
 import os
 import resource
 import sys
@@ -165,3 +167,13 @@ def _kernel_bytes(table: Path, key: str) -> int | None:
         if name == key:
             return int(value.split()[0]) * 1024
     return None
+
+
+def return_freed_memory() -> None:
+    """Returns memory that was freed to the system, where the C library can.
+
+    The compiler's threads leave gaps that the library would keep.
+    """
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

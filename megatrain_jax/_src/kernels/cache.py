@@ -132,6 +132,11 @@ class KernelCache:
         self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
 
+    def keep_only(self, kernels: Iterable[Kernel]) -> None:
+        """Drops all other functions, with the memory of their programs."""
+        kept = {(kernel.name, kernel.key) for kernel in kernels}
+        self._functions = {key: f for key, f in self._functions.items() if key in kept}
+
     def has_large_temporaries(self, kernel: Kernel) -> bool:
         """Whether a kernel must wait for earlier large kernels before it is dispatched.
 
