@@ -1,6 +1,7 @@
 """Host memory as control groups and the kernel tell it, from files of made-up machines."""
 
 import dataclasses
+import platform
 import resource
 import sys
 
@@ -108,3 +109,13 @@ def test_a_process_s_own_limits_bind_beside_those_of_its_groups(tmp_path, monkey
         given |= limits
         assert host_memory.total_bytes(where) == total * GIB
         assert host_memory.available_bytes(where) == available * GIB
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only this C library can do it")
+def test_freed_memory_between_arrays_in_use_is_returned():
+    arrays = [bytearray(100_000) for _ in range(4000)]
+    full = host_memory.resident_bytes()
+    used = arrays[::50]
+    del arrays
+    host_memory.return_freed_memory()
+    assert host_memory.resident_bytes() < full - 300_000_000 and len(used) == 80

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 import megatrain_jax as mt
-from inside import on_one_device
+from inside import on_one_device, spec_of
 from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
@@ -31,6 +31,15 @@ from runs import check_same_bits, make_spec, make_trainer
 from zoo import CASES
 
 GIB = 2**30
+# A kernel of a schedule that is not taken.
+TRIED = {
+    "name": "forward",
+    "key": "tried",
+    "out_shardings": None,
+    "build": lambda: jnp.sin,
+    "takes": None,
+    "donated": (),
+}
 
 
 def test_files_are_read_ahead_in_their_order_as_far_as_there_is_room(tmp_path, monkeypatch):
@@ -119,6 +128,29 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatch):
+    case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
+    least = make_spec(case, make).first.schedule.smallest_bytes
+    machine = dataclasses.replace(H200, device_bytes=GIB, host_bytes=None)
+    monkeypatch.setattr(starts, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    fit, caches, returned = starts.fit_and_compile, [], []
+
+    def trying(spec, kernels, placement, **given):
+        kernels.get(SimpleNamespace(**TRIED))
+        caches.append(kernels)
+        return fit(spec, kernels, placement, **given)
+
+    monkeypatch.setattr(starts, "fit_and_compile", trying)
+    monkeypatch.setattr(starts, "return_freed_memory", lambda: returned.append(len(caches[0])))
+    trainer = make_trainer(case, make, budget=least - in_parts)
+    assert (spec_of(trainer).num_parts > 1) == in_parts == bool(returned)
+    built = len(caches[0])
+    caches[0].get(SimpleNamespace(**TRIED))
+    assert len(caches[0]) == built + in_parts, "it had been dropped"
 
 
 @pytest.mark.parametrize(("name", "given"), [("nnx_tied", jnp.bfloat16), ("nnx_scan", None)])
