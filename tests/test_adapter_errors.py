@@ -141,6 +141,11 @@ def needs_values() -> nnx.Module:
         (lambda: PlainTuple(), ValueError, "attribute 'tables' is a plain container"),
         (None, TypeError, "model is a NoneType; a model is"),
         ({"depth": 3}, ValueError, "no parameters"),
+        (
+            {"w": jax.ShapeDtypeStruct((3,), jnp.float32)},
+            ValueError,
+            "no parameters.* In place of shapes, give a function",
+        ),
         (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), ValueError, "no parameters"),
         (linen.Dropout(0.5, deterministic=True), ValueError, "no parameters"),
         (with_params(jnp.arange(3)), ValueError, r"real floating-point .* bias \(int32\)"),

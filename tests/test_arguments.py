@@ -436,6 +436,8 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"host_budget": "22KB"}, "`host_budget`='22KB' is below 1.00 MiB: write a larger"),
         ("Trainer", {"host_budget": "all"}, "but is 'all'; it may also be None$"),
         ("plan", {"host_gib": "much"}, "`host_gib` must be bytes such as 512GiB"),
+        ("plan", {"host_budget": "0GiB"}, "`host_budget`='0GiB' is not a number of bytes from 1"),
+        ("plan", {"host_budget": "9" * 400 + "GiB"}, "GiB' is not a number of bytes from 1 on"),
         ("plan", {"host_gib": "-1"}, "`host_gib` must be a finite number above 0"),
         ("plan", {"host_gib": "64"}, "`host_gib`=64 needs `hardware`"),
         ("plan", {"waves": "auto"}, "or None for the plan's choice, but is 'auto'"),

@@ -1,5 +1,6 @@
 """Numbers as text: bytes, written and read, and counts."""
 
+import math
 import re
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -49,9 +50,12 @@ def bytes_of(name: str, given: str) -> int:
         (1610612736, 2000000000)
     """
     found = _SIZE.fullmatch(given.strip().lower())
-    size = int(float(found[1]) * _WRITTEN[found[2]]) if found and found[2] in _WRITTEN else 0
-    if size < 1:
+    if found is None or found[2] not in _WRITTEN:
         raise ValueError(f"`{name}` must be bytes such as 512GiB, 24G or 80GB, but is {given!r}")
-    if found and not found[2] and size < _LEAST_PLAIN:
+    number = float(found[1]) * _WRITTEN[found[2]]
+    if not 1 <= number < math.inf:
+        raise ValueError(f"`{name}`={given!r} is not a number of bytes from 1 on")
+    size = int(number)
+    if not found[2] and size < _LEAST_PLAIN:
         raise ValueError(f'`{name}`={given!r} would be {size} bytes: add a unit, "{found[1]} GiB"')
     return size
