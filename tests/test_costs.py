@@ -215,7 +215,6 @@ def test_depthwise_convolutions_take_longer_than_matrix_products():
     for own, other in zip(depthwise.forward, dense.forward, strict=True):
         # 128 times fewer operations, at less than a thousandth of the rate.
         assert own > flops / (1e-3 * H100.flops_per_s) > 5 * other
-    # Saved results are not computed again.
     # Saved results are not computed again; the last stage has none, since its forward is not alone.
     saved = zip(depthwise.recompute[:-1], depthwise.forward[:-1], strict=True)
     assert all(0.9 * forward <= again <= forward for again, forward in saved)

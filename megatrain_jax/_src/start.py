@@ -93,8 +93,9 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
     placement = placed_on(mesh)
     hardware = run.machine or machine
     if hardware and machine:  # a named card is in this host, and this GPU computes
-        own, host = len(placement.local_devices), hardware.host_bytes or machine.host_bytes
-        host = machine_bytes(host, own, own * hardware.list_bytes)
+        number = len(placement.local_devices) * placement.processes.num_here
+        host = hardware.host_bytes or machine.host_bytes
+        host = machine_bytes(host, number, number * hardware.list_bytes)
         hardware = replace(hardware, host_bytes=host, has_bfloat16=machine.has_bfloat16)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:

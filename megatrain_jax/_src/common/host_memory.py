@@ -132,6 +132,16 @@ def resident_bytes() -> int:
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 
+def return_freed_memory() -> None:
+    """Returns memory that was freed to the system, where the C library can.
+
+    The compiler's threads leave gaps that the library would keep.
+    """
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def read_text(path: Path) -> str | None:
     """Returns the text of one of the kernel's files; None if there is no such file."""
     try:
@@ -167,13 +177,3 @@ def _kernel_bytes(table: Path, key: str) -> int | None:
         if name == key:
             return int(value.split()[0]) * 1024
     return None
-
-
-def return_freed_memory() -> None:
-    """Returns memory that was freed to the system, where the C library can.
-
-    The compiler's threads leave gaps that the library would keep.
-    """
-    gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)

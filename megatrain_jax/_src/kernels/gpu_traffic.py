@@ -106,9 +106,13 @@ def count_traffic(jaxpr: Any, stored: Sequence[Any] = ()) -> Traffic:
             flops = equation_flops(eqn)
             moved = max(0.0, sum(function.moved(node)) - flops / _BALANCED)
             moved += sum(2 * jx.num_bytes(v.aval) for v in _rearranged(eqn, function.made_by))
-            unaligned = flops if _is_unaligned(eqn) else 0.0
-            apart = {"padding": _padding(eqn, flops), "depthwise": _depthwise(eqn, flops)}
-            found = found.plus(Traffic(moved, unaligned=unaligned, **apart))
+            more = Traffic(
+                moved,
+                unaligned=flops if _is_unaligned(eqn) else 0.0,
+                padding=_padding(eqn, flops),
+                depthwise=_depthwise(eqn, flops),
+            )
+            found = found.plus(more)
         elif not node.multiplies:
             found = found.plus(Traffic(sum(function.moved(node))))
     return found
