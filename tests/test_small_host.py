@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
-from inside import steps_of
+from inside import on_one_device, steps_of
 from megatrain_jax._src import start
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -20,10 +21,11 @@ from megatrain_jax._src.schedule import transient_host_bytes
 from megatrain_jax._src.spec import budget as budget_module
 from megatrain_jax._src.spec import host, rescheduled
 from megatrain_jax._src.spec.budget import fit_to_machine
-from megatrain_jax._src.spec.host import fit_to_host, peak_bytes
+from megatrain_jax._src.spec.host import check_host, fit_to_host, peak_bytes, state_bytes
 from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.tile_search import TileFinder
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool, pool_limit
 from megatrain_jax._src.state.placement import placed_on
 from runs import SLOW, check_same_bits
 from small_layers import BATCH, WIDTH, layers, make_params, wide_layers
@@ -92,12 +94,10 @@ def test_activations_stay_on_the_device_where_the_host_has_no_room_for_them():
     assert not plan(host_gib=64, host_budget="10 GiB").fits_host
 
 
-@pytest.mark.parametrize("device_gib", [6, pytest.param(7, marks=pytest.mark.long)])
-def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_gib, monkeypatch):
-    """What is known without a search changes no result, and saves the searches."""
+def spec_of_deep_layers(device_gib: float) -> RunSpec:
+    """A run of 12 layers with 0.5 GiB between them; most of it waits in the host."""
     width, depth = 8192, 12
-    batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}  # 0.5 GiB between layers
-    shape = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -105,14 +105,26 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
             x = jnp.tanh(x @ w)
         return (x**2).mean()
 
-    adapted, _ = adapt(lambda: [jnp.zeros(shape.shape)] * depth, loss_fn, batch, 0)
+    adapted, _ = adapt(lambda: [jnp.zeros((width, width))] * depth, loss_fn, batch, 0)
     options = Options(
         precision=mt.Precision(compute=jnp.float32),
         hardware=mt.H200,
-        device_budget=device_gib * GIB,
+        device_budget=int(device_gib * GIB),
     )
-    spec = make_run_spec(adapted, loss_fn, optax.adam(1e-3), batch, options)
-    state, peak = 3 * depth * width**2 * 4, peak_bytes(spec.first)
+    return make_run_spec(adapted, loss_fn, ADAM, batch, options)
+
+
+def with_host_budget(spec: RunSpec, num_bytes: int) -> RunSpec:
+    return dataclasses.replace(
+        spec, options=dataclasses.replace(spec.options, host_budget=num_bytes)
+    )
+
+
+@pytest.mark.parametrize("device_gib", [6, pytest.param(7, marks=pytest.mark.long)])
+def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_gib, monkeypatch):
+    """What is known without a search changes no result, and saves the searches."""
+    spec = spec_of_deep_layers(device_gib)
+    state, peak = state_bytes(spec.first), peak_bytes(spec.first)
     searches, search = [], rescheduled.find_schedule
     monkeypatch.setattr(
         rescheduled, "find_schedule", lambda *given: searches.append(given) or search(*given)
@@ -122,7 +134,7 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
         most = pool.process_bytes(
             int(state + share * (peak - state)), spec.largest_slab_bytes, 256 * GIB
         )
-        asked = dataclasses.replace(spec, options=dataclasses.replace(options, host_budget=most))
+        asked = with_host_budget(spec, most)
         found, numbers = [], []
         for least in (lambda *_: 0, transient_host_bytes.least_transient_host_bytes):
             monkeypatch.setattr(host, "least_transient_host_bytes", least)
@@ -134,6 +146,26 @@ def test_schedules_that_no_host_of_a_size_can_hold_are_not_searched_for(device_g
         ends.append((found[0] is not None, *numbers))
     assert not ends[0][0] and ends[0][1] > 1 and ends[0][2] == 0, "nothing has to be tried"
     assert ends[-1][0], ends
+
+
+def test_a_run_that_no_host_budget_of_a_size_suffices_for_says_what_would():
+    spec = spec_of_deep_layers(6)
+    known = spec.largest_slab_bytes, 256 * GIB
+    low, high = (pool.process_bytes(f(spec.first), *known) for f in (state_bytes, peak_bytes))
+    mib = bisect.bisect_left(
+        range(high >> 20),
+        True,
+        lo=low >> 20,
+        key=lambda mib: fit_to_host(with_host_budget(spec, mib << 20)) is not None,
+    )
+    assert mib << 20 < 0.9 * high, "computing blocks again saves much"
+    for share in (0.1, 0.5, 0.99):
+        budget = int(share * (mib << 20))
+        asked = dataclasses.replace(with_host_budget(spec, budget), fits_host=False)
+        with pytest.raises(MemoryError, match="If blocks are computed again") as caught:
+            check_host(asked, 1, 1, None)
+        found = re.search(r"computed again, it needs ([\d.]+) GiB", str(caught.value))
+        assert found and 0.97 * mib / 1024 < float(found[1]) <= mib / 1024 + 0.01
 
 
 def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():
@@ -257,7 +289,7 @@ def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
 
     whole, expected = trained()
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
-    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: plan.host_peak_bytes * 2 // 3)
@@ -287,7 +319,7 @@ def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, 
     room = mt.plan(*made, short, precision=fp32, device_budget=GIB).device_bytes * 2
     machine = dataclasses.replace(mt.H200, device_bytes=room, host_bytes=64 * GIB)
     if not given:
-        monkeypatch.setattr(start, "this_machine", lambda: machine)
+        monkeypatch.setattr(start, "card_here", lambda: machine)
         monkeypatch.setattr(pool, "free_device_bytes", lambda placement: room)
     budget = room if given else None
     trainer = mt.Trainer(*made, short, precision=fp32, progress=False, device_budget=budget)
@@ -301,7 +333,7 @@ def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, 
 
 def test_a_named_card_is_in_this_host(monkeypatch):
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=9 * GIB)
-    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     made = make_params(), layers, optax.adam(1e-3), BATCH
     named = (None, "RTX 4090", dataclasses.replace(mt.H100, host_bytes=8 * GIB))
@@ -312,12 +344,27 @@ def test_a_named_card_is_in_this_host(monkeypatch):
 
 def test_a_limit_of_pools_bounds_a_run_on_hardware_that_has_more_memory(monkeypatch):
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=900 * GIB)
-    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "available_process_bytes", lambda *of: 800 * GIB)
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
     trainer = mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, progress=False)
     assert trainer.plan.host_process_limit == 3 * GIB + 15 * GIB // 8
+
+
+@pytest.mark.parametrize("hardware", [None, dataclasses.replace(mt.H100, host_bytes=2000 * GIB)])
+@pytest.mark.parametrize("num_here", [1, 2])
+def test_a_limit_of_pools_holds_for_each_process_of_a_host(hardware, num_here, monkeypatch):
+    machine = dataclasses.replace(mt.H200, host_bytes=900 * GIB)
+    placement = on_one_device()
+    monkeypatch.setattr(placement.processes, "num_here", num_here)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
+    monkeypatch.setattr(start, "placed_on", lambda mesh: placement)
+    monkeypatch.setattr(pool, "available_process_bytes", lambda *of: 800 * GIB)
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "3")
+    run, _, _ = start.on_this_machine(Options(hardware=hardware))
+    assert run.machine is not None
+    assert pool_limit.limit_bytes(run.machine.host_bytes) == num_here * 3 * GIB
 
 
 def skipping(params, batch):
@@ -338,7 +385,7 @@ def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
     options = {"precision": fp32, "progress": False, "device_budget": 6 * least // 5}
     expected = mt.Trainer(*made, short, **options).evaluate([middle])
     machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
-    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 6 * 2**20)

@@ -87,7 +87,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     case, events = CASES["nnx_tied"], []
     expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
     machine = dataclasses.replace(H200, host_bytes=None)
-    monkeypatch.setattr("megatrain_jax._src.start.this_machine", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(pool, "_pools", {})
     monkeypatch.setattr(pool, "total_bytes", lambda: 500 * GIB)
@@ -135,7 +135,7 @@ def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatc
     case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
     least = make_spec(case, make).first.schedule.smallest_bytes
     machine = dataclasses.replace(H200, device_bytes=GIB, host_bytes=None)
-    monkeypatch.setattr(starts, "this_machine", lambda: machine)
+    monkeypatch.setattr(starts, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     fit, caches, returned = starts.fit_and_compile, [], []
 

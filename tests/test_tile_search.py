@@ -127,7 +127,7 @@ def wide_trainer(length=512, **options):
 def on_a_device_of(monkeypatch, num_bytes):
     """Has trainers believe that they have a GPU with so much memory left."""
     machine = dataclasses.replace(mt.H200, device_bytes=num_bytes, host_bytes=None)
-    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    monkeypatch.setattr(start, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: num_bytes)
 
 

@@ -43,7 +43,7 @@ GIB = 2**30
 def pretending_gpu(monkeypatch):
     """Has trainers take this CPU for a GPU, and time steps however short they are."""
     machine = dataclasses.replace(SLOW, device_bytes=GIB, host_bytes=64 * GIB, link_bytes_per_s=1e5)
-    monkeypatch.setattr("megatrain_jax._src.start.this_machine", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(measured, "_SHORTEST", 0.0)
 

@@ -65,10 +65,9 @@ from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.spec.tile_search import TileFinder
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.cards import this_machine
+from megatrain_jax._src.state.cards import card_here, within_pools
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
 from megatrain_jax._src.state.placement import Placement, default_mesh, device_count_text, placed_on
-from megatrain_jax._src.state.pool_limit import machine_bytes
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
@@ -86,17 +85,17 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         ValueError: If this machine can't train on the mesh.
     """
     # Starts JAX's backend; settings that must precede this were made on import.
-    machine = this_machine()
+    machine = card_here()
     check_products(run.dtypes, machine)
     mesh = run.mesh or default_mesh()
     check_mesh(mesh)
     placement = placed_on(mesh)
     hardware = run.machine or machine
     if hardware and machine:  # a named card is in this host, and this GPU computes
-        number = len(placement.local_devices) * placement.processes.num_here
         host = hardware.host_bytes or machine.host_bytes
-        host = machine_bytes(host, number, number * hardware.list_bytes)
         hardware = replace(hardware, host_bytes=host, has_bfloat16=machine.has_bfloat16)
+        number = len(placement.local_devices) * placement.processes.num_here
+        hardware = within_pools(hardware, number)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))

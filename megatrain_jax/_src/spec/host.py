@@ -149,11 +149,7 @@ def fit_to_host(
         return spec
 
     def may_fit(workload: Workload) -> bool:
-        lists = build_task_lists(workload, few_waves=True)
-        limit = spec.budget_bytes
-        limit = least_bytes(lists, frozenset()) if limit is None else limit
-        passing = spec.first.num_devices * least_transient_host_bytes(lists, limit)
-        return fits((state_bytes(spec.first) + passing) // num_processes)
+        return fits(_least_peak_bytes(spec, workload) // num_processes)
 
     if room <= 0 or not _may_fit_any(spec, may_fit):
         return None
@@ -161,6 +157,15 @@ def fit_to_host(
         if fits(peak_bytes(first) // num_processes):
             return dataclasses.replace(spec, first=first)
     return None
+
+
+def _least_peak_bytes(spec: RunSpec, workload: Workload) -> int:
+    """A lower bound of `peak_bytes` over all schedules of a workload of the run's step."""
+    lists = build_task_lists(workload, few_waves=True)
+    limit = spec.budget_bytes
+    limit = least_bytes(lists, frozenset()) if limit is None else limit
+    passing = least_transient_host_bytes(lists, limit)
+    return state_bytes(spec.first) + spec.first.num_devices * passing
 
 
 def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
@@ -229,9 +234,22 @@ def check_host(
     raise MemoryError(
         f"Training needs {sized(needed)} of host memory: {sized(state)} for state, waiting "
         f"values and arrays on their way{beside}, {sized(needed - peak)} for the rest of the "
-        f"process. It may take {sized(most)} (`host_budget`, or what is available). Nothing was "
-        f"allocated. {_advice(fixed, most)}"
+        f"process. It may take {sized(most)} (`host_budget`, or what is available). "
+        f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
+        f"{_advice(fixed, most)}"
     )
+
+
+def _with_spans(process: HostProcess, spec: RunSpec, num_processes: int, needed: int) -> str:
+    """A sentence on what a process needs if blocks are computed again; empty if no less."""
+    if spec.fits_host:  # blocks are computed again already, or needn't be
+        return ""
+    again = (workload_with_recomputed_spans(spec.first, span) for span in _SPANS)
+    peak = min(_least_peak_bytes(spec, workload) for workload in again)
+    least = process.needed(peak // num_processes)
+    if least >= needed:
+        return ""
+    return f"If blocks are computed again, it needs {sized(least)} or somewhat more. "
 
 
 def _advice(fixed: int, most: int) -> str:

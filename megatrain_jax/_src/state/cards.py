@@ -175,6 +175,23 @@ def this_machine() -> Hardware | None:
         The card with this machine's host memory and the device memory that JAX may use here. An
         unknown GPU gets the rates of an A100. `None` if the device is not a GPU.
     """
+    return None if (found := card_here()) is None else within_pools(found, num_local_devices())
+
+
+def within_pools(machine: Hardware, num_devices: int) -> Hardware:
+    """The machine with less host memory if the limit of JAX's pools keeps them from using it all.
+
+    Args:
+        machine: The machine.
+        num_devices: Number of its devices that a run uses, over all of its processes.
+    """
+    lists = num_devices * machine.list_bytes
+    host = pool_limit.machine_bytes(machine.host_bytes, num_devices, lists)
+    return replace(machine, host_bytes=host)
+
+
+def card_here() -> Hardware | None:
+    """See `this_machine`; the limit of JAX's pools doesn't reduce the host memory."""
     device = default_device()
     if device.platform != "gpu":
         return None
@@ -194,7 +211,5 @@ def this_machine() -> Hardware | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes
-    known, number = replace(known, device_bytes=limit, device_share=share), num_local_devices()
     host = host_memory.total_bytes()
-    lists = number * known.list_bytes
-    return replace(known, host_bytes=pool_limit.machine_bytes(host, number, lists))
+    return replace(known, device_bytes=limit, device_share=share, host_bytes=host)
