@@ -134,32 +134,43 @@ def test_checkpoints_of_numbers_and_of_codes_start_each_others_runs(tmp_path, ca
         np.testing.assert_array_equal(array, saved[path], err_msg=str(path))
 
 
+class Gated(nnx.Module):
+    """An embedding, two layers and a head, and a small gate beside the head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(512, 64, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(2)])
+        self.gate = nnx.Linear(64, 2, rngs=rngs)
+        self.head = nnx.Linear(64, 512, rngs=rngs)
+
+
+def gated_loss(model, batch):
+    x = model.embed(batch["x"])
+    for layer in model.layers:
+        x = jax.nn.relu(layer(x))
+    return jnp.mean(model.head(x) ** 2) + jnp.mean(model.gate(x) ** 2)
+
+
+def codes(precision, optimizer=None):
+    """A trainer of that model, and the codes of its state by path."""
+    trainer = mt.Trainer(
+        lambda: Gated(nnx.Rngs(0)), gated_loss, optimizer or optax.adamw(1e-3),
+        {"x": np.zeros((2, 4), int)}, precision=precision, progress=False,
+    )  # fmt: skip
+    spec = spec_of(trainer)
+    return trainer, coding_of(spec, entries_of(spec))
+
+
+def coding_time(trainer):
+    """Seconds of all updates for their codes, and the number of coded numbers."""
+    spec = spec_of(trainer)
+    numbers = sum(layout.num_coded for layout in spec.layouts)
+    return sum(coding_seconds(spec.optimizer, spec.layouts)), numbers
+
+
 def test_codes_are_for_matrices_by_default():
-    """Vectors keep their state in fp32, and paths overrule that."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(512, 64, rngs=rngs)
-            self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(2)])
-            self.gate = nnx.Linear(64, 2, rngs=rngs)
-            self.head = nnx.Linear(64, 512, rngs=rngs)
-
-    def loss_fn(model, batch):
-        x = model.embed(batch["x"])
-        for layer in model.layers:
-            x = jax.nn.relu(layer(x))
-        return jnp.mean(model.head(x) ** 2) + jnp.mean(model.gate(x) ** 2)
-
-    def codes(precision, optimizer):
-        trainer = mt.Trainer(
-            lambda: Model(nnx.Rngs(0)), loss_fn,
-            optimizer, {"x": np.zeros((2, 4), int)}, precision=precision, progress=False,
-        )  # fmt: skip
-        spec = spec_of(trainer)
-        return trainer, coding_of(spec, entries_of(spec))
-
-    adam, muon = optax.adamw(1e-3), contrib.muon(1e-3)
-    trainer, coded = codes(mt.Precision.compact(), adam)
+    """Vectors keep their state in fp32."""
+    trainer, coded = codes(mt.Precision.compact())
     kernels = [f"{name}/kernel/value" for name in ("layers/0", "layers/1", "gate", "head")]
     kernels.append("embed/embedding/value")
     assert set(coded) == {f"opt_state/0/{m}/{k}" for m in ("mu", "nu") for k in kernels}
@@ -168,38 +179,47 @@ def test_codes_are_for_matrices_by_default():
     vectors, matrices = 2 * 64 + 2 + 512, 2 * 64 * 64 + 2 * 64 + 2 * 64 * 512
     expected = 10 * vectors + (4 + 8 / 128) * matrices
     assert abs(trainer.plan.host_bytes - expected) < 0.02 * expected
-    spec = spec_of(trainer)
-    numbers = sum(layout.num_coded for layout in spec.layouts)
+    _, numbers = coding_time(trainer)
     assert 2 * matrices <= numbers < 1.02 * 2 * matrices
-    # What is in codes takes an update time for each number, not for its bytes alone.
-    coding = sum(coding_seconds(spec.optimizer, spec.layouts))
-    moved = [2 * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in spec.first.workload.sizes]
-    assert coding > 0 and sum(spec.first.workload.costs.update) > coding + sum(moved) / 8e12
-    _, coded = codes(mt.Precision(state={"*/nu/head/*": "int4", "*/head/*": jnp.int8}), adam)
+
+
+def test_an_update_takes_time_for_each_number_in_codes():
+    trainer, _ = codes(mt.Precision.compact())
+    (seconds, numbers), workload = coding_time(trainer), spec_of(trainer).first.workload
+    moved = [2 * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
+    assert seconds > 0 and sum(workload.costs.update) > seconds + sum(moved) / 8e12
+    # Muon's matrices lie in memory decoded.
+    trainer, coded = codes(mt.Precision.compact(), contrib.muon(1e-3))
+    assert {row["code"] for row in coded.values()} == {"linear"}
+    of_muon, its_numbers = coding_time(trainer)
+    assert of_muon / its_numbers > 2 * seconds / numbers
+
+
+def test_paths_overrule_which_state_is_in_codes():
+    _, coded = codes(mt.Precision(state={"*/nu/head/*": "int4", "*/head/*": jnp.int8}))
     assert {path: row["bits"] for path, row in coded.items()} == {
         f"opt_state/0/{m}/head/{name}/value": 4 if m == "nu" else 8
         for m in ("mu", "nu")
         for name in ("kernel", "bias")
     }  # fmt: skip
-    _, coded = codes(mt.Precision.compact(), optax.rmsprop(1e-3, centered=True))
-    assert not coded  # rounded apart, the difference of its moments may fall below zero
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"state": {"*/typo/*": "int8", "*": "int8"}}, {"master": {"Head/*": "bfloat16"}}]
+)
+def test_a_pattern_that_fits_no_path_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"which fits none of the paths .*embed/embedding"):
+        codes(mt.Precision(**wrong))
+
+
+def test_moments_that_are_subtracted_are_not_in_codes():
+    """Rounded apart, the difference of centered RMSProp's moments may fall below zero."""
+    optimizer = optax.rmsprop(1e-3, centered=True)
+    _, coded = codes(mt.Precision.compact(), optimizer)
+    assert not coded
     for narrow in ({"*": "int4"}, "bfloat16"):
         with pytest.warns(mt.PlanWarning, match=r"roots of differences .*0/mu/embed/embedding"):
-            codes(mt.Precision(state=narrow), optax.rmsprop(1e-3, centered=True))
-    wrong = (
-        mt.Precision(state={"*/typo/*": "int8", "*": "int8"}),
-        mt.Precision(master={"Head/*": "bfloat16"}),
-    )
-    for precision in wrong:
-        with pytest.raises(ValueError, match=r"which fits none of the paths .*embed/embedding"):
-            codes(precision, adam)
-    trainer, coded = codes(mt.Precision.compact(), muon)
-    assert {row["code"] for path, row in coded.items()} == {"linear"}
-    # Muon's matrices lie in memory decoded.
-    spec = spec_of(trainer)
-    per_number = sum(coding_seconds(spec.optimizer, spec.layouts))
-    per_number /= sum(layout.num_coded for layout in spec.layouts)
-    assert per_number > 2 * coding / numbers
+            codes(mt.Precision(state=narrow), optimizer)
 
 
 def test_frozen_parameters_in_codes(tmp_path):
