@@ -94,7 +94,7 @@ def test_activations_stay_on_the_device_where_the_host_has_no_room_for_them():
     assert not plan(host_gib=64, host_budget="10 GiB").fits_host
 
 
-def spec_of_deep_layers(device_gib: float) -> RunSpec:
+def spec_of_deep_layers(device_gib: int) -> RunSpec:
     """A run of 12 layers with 0.5 GiB between them; most of it waits in the host."""
     width, depth = 8192, 12
     batch = {"x": jax.ShapeDtypeStruct((2**14, width), jnp.float32)}
@@ -109,7 +109,7 @@ def spec_of_deep_layers(device_gib: float) -> RunSpec:
     options = Options(
         precision=mt.Precision(compute=jnp.float32),
         hardware=mt.H200,
-        device_budget=int(device_gib * GIB),
+        device_budget=device_gib * GIB,
     )
     return make_run_spec(adapted, loss_fn, ADAM, batch, options)
 

@@ -18,6 +18,7 @@ from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.models.tensors import LazyArray, open_folder
 from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
@@ -32,14 +33,7 @@ from zoo import CASES
 
 GIB = 2**30
 # A kernel of a schedule that is not taken.
-TRIED = {
-    "name": "forward",
-    "key": "tried",
-    "out_shardings": None,
-    "build": lambda: jnp.sin,
-    "takes": None,
-    "donated": (),
-}
+TRIED = Kernel(name="forward", key="tried", build=lambda: jnp.sin)
 
 
 def test_files_are_read_ahead_in_their_order_as_far_as_there_is_room(tmp_path, monkeypatch):
@@ -140,7 +134,7 @@ def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatc
     fit, caches, returned = starts.fit_and_compile, [], []
 
     def trying(spec, kernels, placement, **given):
-        kernels.get(SimpleNamespace(**TRIED))
+        kernels.get(TRIED)
         caches.append(kernels)
         return fit(spec, kernels, placement, **given)
 
@@ -149,7 +143,7 @@ def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatc
     trainer = make_trainer(case, make, budget=least - in_parts)
     assert (spec_of(trainer).num_parts > 1) == in_parts == bool(returned)
     built = len(caches[0])
-    caches[0].get(SimpleNamespace(**TRIED))
+    caches[0].get(TRIED)
     assert len(caches[0]) == built + in_parts, "it had been dropped"
 
 

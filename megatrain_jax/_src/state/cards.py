@@ -183,7 +183,7 @@ def within_pools(machine: Hardware, num_devices: int) -> Hardware:
 
     Args:
         machine: The machine.
-        num_devices: Number of its devices that a run uses, over all of its processes.
+        num_devices: Number of the host's devices that a run uses, in all processes there.
     """
     lists = num_devices * machine.list_bytes
     host = pool_limit.machine_bytes(machine.host_bytes, num_devices, lists)
