@@ -30,6 +30,7 @@ from megatrain_jax._src.spec import measured
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.step_kernels import numbered_kernels
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import default_mesh, placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_spec, make_trainer
 from schedule_machine import run_everything
@@ -46,6 +47,7 @@ def pretending_gpu(monkeypatch):
     monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
     monkeypatch.setattr(measured, "_SHORTEST", 0.0)
+    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", lambda *_: (1e5, 1e5))
 
 
 def other_costs(costs: Costs, rng: random.Random) -> Costs:
@@ -79,6 +81,9 @@ def test_a_schedule_by_other_times_computes_the_same_within_the_same_memory(seed
     after = reschedule(timed, before, budget, room)
     assert after.peak_bytes <= budget
     assert after.transient_bytes <= max(room, before.transient_bytes)
+    pinned = reschedule(timed, before, budget, 0.0)
+    reserved = whole_schedule(plain, before).transient_bytes
+    assert whole_schedule(timed, pinned).transient_bytes <= reserved
     assert (after.kept, after.selective) == (before.kept, before.selective)
     whole, old = whole_schedule(timed, after), whole_schedule(timed, before)
     for name in ("cold", "steady", "flush", "evaluation"):
@@ -115,8 +120,12 @@ class RandomTimer:
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
 
-    def __call__(self, call: RepeatedCall, agree: Any) -> float:
+    def __call__(self, call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
         return agree(10.0 ** self.rng.uniform(-6, 0))
+
+    def rates(self, *_: Any) -> tuple[float, float]:
+        """Rates of copies, from 10 kB to 1 GB per second."""
+        return 10.0 ** self.rng.uniform(4, 9), 10.0 ** self.rng.uniform(4, 9)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +147,19 @@ def test_results_are_the_same_to_the_bit_under_any_times(
     expected = make_trainer(case, OPTIMIZERS[optimizer], **options)
     losses = [expected.read(expected.step(case.batch(seed)))["loss"] for seed in range(3)]
     monkeypatch.setattr(measured, "_SHORTEST", 0.0)
-    monkeypatch.setattr(timing, "measured_seconds", RandomTimer(1))
+
+    def use(timer: RandomTimer) -> None:
+        monkeypatch.setattr(timing, "measured_seconds", timer)
+        monkeypatch.setattr("megatrain_jax._src.start.measured_rates", timer.rates)
+
+    use(RandomTimer(1))
     timed = make_trainer(case, OPTIMIZERS[optimizer], **options)
     assert timed.plan.is_measured and not expected.plan.is_measured
     schedules = [spec_of(trainer).first.schedule for trainer in (timed, expected)]
     assert schedules[0].steady != schedules[1].steady, "these times change the schedule"
     assert [timed.read(timed.step(case.batch(n)))["loss"] for n in range(2)] == losses[:2]
     timed.save(tmp_path / "saved")
-    monkeypatch.setattr(timing, "measured_seconds", RandomTimer(2))
+    use(RandomTimer(2))
     resumed = make_trainer(case, OPTIMIZERS[optimizer], **options)
     resumed.restore(tmp_path / "saved")
     assert resumed.read(resumed.step(case.batch(2)))["loss"] == losses[2]
@@ -159,7 +173,7 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
     """With arguments of one function at a time, and without compiling it again."""
     held = []
 
-    def timer(call: RepeatedCall, agree: Any) -> float:
+    def timer(call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
         caplog.clear()
         call.run(3)
         assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
@@ -202,7 +216,7 @@ def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch):
     """The microbatches of a wave have different backwards; each counts with their mean."""
     numbers = iter(range(1, 100))
 
-    def timer(call: RepeatedCall, agree: Any) -> float:
+    def timer(call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
         call.run(3)
         return agree(next(numbers) * 1e-3)
 
@@ -254,41 +268,83 @@ def test_a_call_is_timed_without_the_wait_for_its_end(seconds, monkeypatch):
 
 
 class HotCall(FakeCall):
-    """A call that takes longer when the device has computed for half a second without a pause."""
+    """A call that takes the longer, the more the device has computed in the last half second."""
 
-    def __init__(self, seconds: float, device: SimpleNamespace):
+    def __init__(self, seconds: float, device: "HotDevice"):
         super().__init__(seconds)
         self.device = device
 
     def run(self, times: int) -> None:
-        if self.device.hot < 0.5:
-            self.device.hot += times * self.seconds
-        slower = 1.1 if self.device.hot >= 0.5 else 1.0
-        self.device.now += times * slower * self.seconds + self.wait
+        seconds = times * self.seconds * (1 + 0.1 * self.device.busy())
+        self.device.computed.append((self.device.now, seconds))
+        self.device.now += seconds + self.wait
         self.runs.append(times)
 
 
-@pytest.mark.parametrize("sustained", [True, False])
-def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(sustained, monkeypatch):
+class HotDevice:
+    """A device with a clock of its own, and the calls that it has computed."""
+
+    def __init__(self):
+        self.now, self.computed = 0.0, []
+
+    def busy(self) -> float:
+        """The share of the last half second in which it computed."""
+        since = self.now - 0.5
+        return sum(max(0.0, at + s - max(at, since)) for at, s in self.computed) / 0.5
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.6, 0.2, None])
+def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(share, monkeypatch):
+    """A device that is as busy as in the step; it is no hotter than that."""
     seconds = {"forward": 5e-3, "backward": 1e-2, "small": 1e-5, "update": 4e-3, "long": 30.0}
-    device = SimpleNamespace(now=0.0, hot=0.0)
-    calls = {}
+    device, calls = HotDevice(), {}
 
     def call_of(function: Any, kernel: Kernel, arguments: Any) -> HotCall:
-        device.hot = 0.0  # it cools while arguments are made
+        device.now += 1.0  # it cools while arguments are made
         return calls.setdefault(kernel.name, HotCall(seconds[kernel.name], device))
 
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: device.now))
+    clock = SimpleNamespace(perf_counter=lambda: device.now, sleep=device.sleep)
+    monkeypatch.setattr(timing, "time", clock)
     monkeypatch.setattr(timing, "RepeatedCall", call_of)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     takes = (jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding),)
     kernels = [Kernel(name=n, build=lambda: lambda x: x, takes=takes) for n in seconds]
-    found = timing.time_kernels(KernelCache(), kernels, sustained=sustained)
+    found = timing.time_kernels(KernelCache(), kernels, share=share)
     for name, least in seconds.items():
-        slower = 1.1 if sustained and name in ("forward", "backward") else 1.0
-        slower = 1.1 if name == "long" else slower  # it heats the device by itself
-        assert found[name, ()] == pytest.approx(slower * least, rel=0.03, abs=2e-6)
+        if name in ("forward", "backward") and share is not None:
+            # A smaller share is taken for a half.
+            assert found[name, ()] / least - 1 == pytest.approx(0.1 * max(share, 0.5), abs=0.015)
+        elif name != "long":
+            assert found[name, ()] == pytest.approx(least, rel=0.03, abs=3e-6)
     assert calls["long"].runs == [1]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_stages_of_a_long_step_are_as_busy_as_in_the_step(seconds, monkeypatch, pretending_gpu):
+    """What updates and waits take of a step of `seconds`, its stages don't."""
+    shares = []
+    monkeypatch.setattr(measured, "time_kernels", lambda *_, share: shares.append(share) or {})
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"])
+    first, half = spec.first, seconds / 2
+    costs = first.workload.costs
+    costs = dataclasses.replace(
+        costs,
+        forward=(half / 2 / len(costs.forward),) * len(costs.forward),
+        backward=(half / 2 / len(costs.backward),) * len(costs.backward),
+        update=(half / 4 / len(costs.update),) * len(costs.update),
+        recompute=(),
+        rounding=(),
+    )
+    fused = first.workload.fused_last * half / 2 / len(costs.forward)
+    workload = dataclasses.replace(first.workload, costs=costs)
+    schedule = dataclasses.replace(first.schedule, seconds=seconds, kept=frozenset())
+    first = dataclasses.replace(first, workload=workload, selective=None, schedule=schedule)
+    spec = dataclasses.replace(spec, first=first)
+    measured.by_measured_times(spec, KernelCache(), placed_on(default_mesh()))
+    assert shares == [pytest.approx((half - fused) / seconds) if seconds >= 1 else None]
 
 
 def printing(params: Any, batch: Any) -> jax.Array:
@@ -348,7 +404,9 @@ doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (doubled(cotan
 
 @pytest.mark.usefixtures("pretending_gpu")
 def test_a_plan_measures_stages_with_foreign_kernels(monkeypatch):
-    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: (call.run(1), 0.25)[1])
+    monkeypatch.setattr(
+        timing, "measured_seconds", lambda call, agree, pause=0.0: (call.run(1), 0.25)[1]
+    )
     params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
 
     def loss_fn(params, batch):

@@ -6,6 +6,7 @@ On a GPU, two threads work in parallel:
     compiles functions                  reads files of parameters
     times them, and schedules by that   reads
     pins host memory, shown in a bar    reads
+    times copies, and schedules again   reads
     fills the store                     -
 
 While memory is pinned, only threads that prefault its pages run (see `prefault_threads.py`): the
@@ -29,9 +30,9 @@ from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
+from megatrain_jax._src.common.phases import Phases
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.kernels.tiles import has_triton
@@ -42,6 +43,7 @@ from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.run_warnings import find_warnings, warn_of
 from megatrain_jax._src.runtime.batch import joined_shapes
+from megatrain_jax._src.runtime.copy_rates import measured_rates
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
@@ -55,7 +57,12 @@ from megatrain_jax._src.spec.host import (
     state_bytes,
 )
 from megatrain_jax._src.spec.make_spec import make_run_spec
-from megatrain_jax._src.spec.measured import by_measured_times, is_worth_measuring
+from megatrain_jax._src.spec.measured import (
+    by_measured_rates,
+    by_measured_times,
+    has_copies,
+    is_worth_measuring,
+)
 from megatrain_jax._src.spec.microbatches import (
     chooses_microbatches_or_waves,
     fit_with_microbatches,
@@ -72,7 +79,6 @@ from megatrain_jax._src.state.processes import PeerEndedError
 
 # A shorter start is not explained.
 _SECONDS_TO_EXPLAIN = 10.0
-_GIB = 2**30
 
 
 def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
@@ -176,39 +182,6 @@ def with_chosen_microbatches(
     return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
 
 
-class Phases:
-    """Seconds of the phases of a start, and the bytes that were pinned.
-
-    Attributes:
-        seconds: The seconds by phase: "tracing", "compiling", "timing" (of functions, on a GPU,
-            unless a step is short), "pinning" and "initialising".
-        pinned_bytes: Bytes that were pinned.
-        pinned_in: Seconds that pinning took.
-    """
-
-    def __init__(self, began: float):
-        """Records the tracing phase, which began at this value of `time.perf_counter`."""
-        self.seconds = {"tracing": time.perf_counter() - began}
-        self.pinned_bytes, self.pinned_in = 0, 0.0
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures the time within the context."""
-        began = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - began
-
-    def __str__(self) -> str:
-        """Returns one line with the seconds of each phase."""
-        each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-        line = f"started in {sum(self.seconds.values()):.1f} s: {each}"
-        if self.pinned_bytes:
-            rate = self.pinned_bytes / _GIB / max(self.pinned_in, 1e-9)
-            line += f"; {sized(self.pinned_bytes)} pinned in {self.pinned_in:.1f} s"
-            line += f", {rate:.2f} GiB/s"
-        return line
-
-
 def start(
     spec: RunSpec,
     placement: Placement,
@@ -281,18 +254,26 @@ def _started(
             spec, free = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
             whole = run_with_all_waves(spec)
             _check(whole, kernels, placement, free, has_gpu=has_gpu)
-        if has_gpu and is_worth_measuring(spec):
+        measures = has_gpu and is_worth_measuring(spec)
+        if measures:
             with phases.phase("timing"):
-                whole = run_with_all_waves(by_measured_times(spec, kernels, placement))
-        spec = whole
+                spec = by_measured_times(spec, kernels, placement)
+                whole = run_with_all_waves(spec)
         if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
             step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)
             kernels.keep_only((*step, *initial_kernels(spec, placement, initial)))
             return_freed_memory()
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
-            num_bytes = peak_bytes(spec.first) // processes.count
+            num_bytes = peak_bytes(whole.first) // processes.count
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+        if measures and has_copies(spec):
+            with phases.phase("timing copies"):
+                schedule = whole.first.schedule
+                room = min(num_bytes // len(placement.local_devices), schedule.peak_bytes)
+                rates = measured_rates(placement, room, spec.largest_slab_bytes)
+                whole = by_measured_rates(spec, *rates, schedule.transient)
+        spec = whole
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,

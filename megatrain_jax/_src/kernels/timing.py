@@ -16,7 +16,10 @@ it takes a few hundredths of that: a block with a million tokens computes for ha
 
 A GPU lowers its clock when products have taken its full power for a while: within a second, an H100
 went from 1,980 to about 1,450 MHz, and a layer's backward from 12.1 to 13.1 ms. For a long step,
-functions are therefore called without a pause first, and timed after that.
+functions are therefore called for a while first, and timed after that. As in the step, products
+don't take power all the time: between its batches of calls, a function pauses for as long as the
+step updates or waits. Without pauses, a step that does so for an eighth of its time was planned 4%
+too long.
 """
 
 import math
@@ -39,6 +42,8 @@ _MOST_CALLS = 50
 # Seconds of calls before the first function is timed, and before each later one, to heat the GPU;
 # functions shorter than `_HEATING` draw too little power for that.
 _FIRST_HEAT, _HEAT, _HEATING = 0.8, 0.4, 1e-3
+# A smaller share of a step is taken for this one: the clock is as high then.
+_LEAST_SHARE = 0.5
 # Seconds from which a function's first call counts.
 _LONG = 2.0
 # The largest absolute value of a random number.
@@ -80,13 +85,14 @@ class RepeatedCall:
             self._arguments[position] = jax.tree.map(alike, self._arguments[position])
 
 
-def measured_seconds(call: RepeatedCall, agree: Agree) -> float:
+def measured_seconds(call: RepeatedCall, agree: Agree, pause: float = 0.0) -> float:
     """The seconds of one call, without the wait for its end.
 
     Args:
         call: The call.
         agree: See `Agree`. All processes have to make equally many calls, because they exchange
             values in them.
+        pause: Seconds without computation after each batch, for each second of it.
     """
     first = agree(_timed(call, 1))
     if first >= _LONG:
@@ -94,15 +100,29 @@ def measured_seconds(call: RepeatedCall, agree: Agree) -> float:
     about = max(agree(_timed(call, 1)), 1e-6)
     if about >= _ALL:
         return about
-    number = min(_MOST_CALLS, math.ceil(_BATCH / about))
+    number = _calls_of_batch(about)
     batches = max(_FEWEST, min(_MOST, math.ceil(_ALL / (number * about))))
-    return agree(statistics.median(_timed(call, number) for _ in range(batches)) / number)
+    return agree(statistics.median(_timed(call, number, pause) for _ in range(batches)) / number)
 
 
-def _timed(call: RepeatedCall, times: int) -> float:
+def _calls_of_batch(seconds: float) -> int:
+    return min(_MOST_CALLS, math.ceil(_BATCH / seconds))
+
+
+def _timed(call: RepeatedCall, times: int, pause: float = 0.0) -> float:
     start = time.perf_counter()
     call.run(times)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if pause:
+        time.sleep(pause * seconds)
+    return seconds
+
+
+def _heat(call: RepeatedCall, seconds: float, each: float, pause: float) -> None:
+    """Computes for some seconds, in batches with pauses; a call takes `each` seconds."""
+    number = _calls_of_batch(each)
+    for _ in range(math.ceil(seconds / (number * each))):
+        _timed(call, number, pause)
 
 
 def time_kernels(
@@ -110,7 +130,7 @@ def time_kernels(
     kernels: Iterable[Kernel],
     agree: Agree = lambda seconds: seconds,
     *,
-    sustained: bool = False,
+    share: float | None = None,
 ) -> dict[tuple[str, Hashable], float]:
     """Measures the seconds of kernels on the devices in their `takes`.
 
@@ -118,8 +138,9 @@ def time_kernels(
         cache: Cache with the compiled functions.
         kernels: The kernels; equal ones are measured once.
         agree: See `Agree`.
-        sustained: Whether to time stages at the clock that the device keeps up in long steps. This
-            takes about two seconds more.
+        share: The share of a step in which the device computes stages. They are timed at the clock
+            that it keeps up in such steps, which takes about two seconds more; None for steps that
+            are too short to lower the clock.
 
     Returns:
         Seconds by a kernel's name and key. Kernels with arguments that can't be made here, such as
@@ -131,15 +152,16 @@ def time_kernels(
         made = pool.map(lambda lowered: lowered.compile(), makers)
         functions = dict(zip(different, made, strict=True))
     found, heat = {}, _FIRST_HEAT
+    pause = 0.0 if share is None else 1 / max(share, _LEAST_SHARE) - 1
     for name, kernel in different.items():
         call = RepeatedCall(cache.get(kernel), kernel, functions[name]())
         found[name] = measured_seconds(call, agree)
         # Updates wait for the memory and take less power.
-        if sustained and kernel.name != "update" and found[name] >= _HEATING:
+        if share is not None and kernel.name != "update" and found[name] >= _HEATING:
             # A long function has heated the GPU by itself.
             if found[name] < heat:
-                call.run(math.ceil(heat / found[name]))
-                found[name] = measured_seconds(call, agree)
+                _heat(call, heat, found[name], pause)
+                found[name] = measured_seconds(call, agree, pause)
             heat = _HEAT
     return found
 

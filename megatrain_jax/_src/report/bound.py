@@ -69,7 +69,7 @@ def busy_resources(
     Returns:
         For each resource, the name of its largest part and the seconds of all its parts.
     """
-    link, host = hardware.link_bytes_per_s, hardware.host_bytes_per_s
+    (inward, outward), host = hardware.link_rates, hardware.host_bytes_per_s
     # Over a direct connection, collectives use neither the links nor the host.
     over_links = collective_bytes if hardware.peer_bytes_per_s is None else 0
     seconds = hardware.compute_seconds(
@@ -88,7 +88,12 @@ def busy_resources(
             sum(on_device.values()),
             collective_bytes / hardware.collective_bytes_per_s(num_devices),
         ),
-        ("link", "link", max(bytes_in, bytes_out) / link, over_links / link),
+        (
+            "link",
+            "link",
+            max(bytes_in / inward, bytes_out / outward),
+            over_links / min(inward, outward),
+        ),
         (
             "host",
             "host",

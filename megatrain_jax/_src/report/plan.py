@@ -240,12 +240,12 @@ class Plan:
     @property
     def seconds_in(self) -> float | None:
         """Seconds of a step's transfers to the device alone; `None` without hardware."""
-        return self._seconds_alone(self.bytes_in)
+        return self._seconds_alone(self.bytes_in, 0)
 
     @property
     def seconds_out(self) -> float | None:
         """Seconds of a step's transfers to the host alone; `None` without hardware."""
-        return self._seconds_alone(self.bytes_out)
+        return self._seconds_alone(self.bytes_out, 1)
 
     @property
     def link_share(self) -> float | None:
@@ -334,10 +334,10 @@ class Plan:
         found = self.hardware.compute_seconds(flops, attention, float8=float8, float32=float32)
         return found / self.num_devices
 
-    def _seconds_alone(self, num_bytes: int) -> float | None:
+    def _seconds_alone(self, num_bytes: int, way: int) -> float | None:
         """Seconds for a step's transfers in one direction, for all devices at once."""
         number = self.devices_per_host
-        return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(number)
+        return self.hardware and num_bytes / self.hardware.transfer_rates(number)[way]
 
     @property
     def host_process_limit(self) -> int | None:

@@ -255,7 +255,9 @@ def _tile_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _rates(plan: "Plan", machine: Hardware) -> str:
-    rates = [f"{machine.link_bytes_per_s / 1e9:g} GB/s each way"]
+    inward, outward = (rate / 1e9 for rate in machine.link_rates)
+    alike = f"{inward:g} GB/s each way"
+    rates = [alike if inward == outward else f"{inward:.3g} GB/s in and {outward:.3g} out"]
     if plan.num_devices > 1:
         if machine.host_bytes_per_s != math.inf:
             rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")

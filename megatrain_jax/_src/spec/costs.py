@@ -219,7 +219,7 @@ def find_costs(
         recompute=seconds_saved([b.residuals for b in bound], each, hardware),
         forward_on_link=tuple(on_link[0]),
         backward_on_link=tuple(on_link[1]),
-        link=_link(hardware, num_devices),
+        link=host_link(hardware, num_devices),
         dispatch=_SECONDS_PER_RECORD,
     )
 
@@ -251,12 +251,18 @@ def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> 
     return 2 * num_bytes / num_devices / hardware.memory_bytes_per_s
 
 
-def _link(hardware: Hardware, num_devices: int) -> Link:
+def host_link(hardware: Hardware, num_devices: int) -> Link:
     """One device's link to the host; it includes the host's memory if that can limit it."""
-    own = 1 / hardware.link_bytes_per_s
+    inward, outward = hardware.link_rates
     of_host = num_devices / hardware.host_bytes_per_s
     # If the host's memory can serve all links in both directions, it never limits a transfer.
-    return Link(name="host", inward=own, outward=own, shared=of_host if 2 * of_host > own else 0.0)
+    is_enough = num_devices * (inward + outward) <= hardware.host_bytes_per_s
+    return Link(
+        name="host",
+        inward=1 / inward,
+        outward=1 / outward,
+        shared=0.0 if is_enough else of_host,
+    )
 
 
 def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:

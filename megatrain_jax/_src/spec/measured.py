@@ -1,8 +1,9 @@
-"""Measures the functions of a run's step on its devices, and schedules the step by their times.
+"""Schedules a run's step by what was measured on its devices: times of functions, rates of copies.
 
 A run is planned by estimates; they also choose the functions to compile. Once they are compiled,
 each is timed with the run's shapes, and the schedule is made again by these times. It runs the same
-functions, so times never change results, and nothing is compiled again.
+functions, so times never change results, and nothing is compiled again. Once host memory is pinned,
+the rates of copies are measured, too, and the schedule is made again within that memory.
 """
 
 import dataclasses
@@ -15,7 +16,15 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import time_kernels
 from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.spec.rescheduled import by_measured_seconds
+from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.schedule.transient_host_bytes import TransientHostBytes
+from megatrain_jax._src.spec.bound_step import BoundStep
+from megatrain_jax._src.spec.costs import host_link
+from megatrain_jax._src.spec.rescheduled import (
+    by_measured_link,
+    by_measured_seconds,
+    with_all_waves,
+)
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.step_kernels import numbered_kernels
 from megatrain_jax._src.state.placement import Placement
@@ -56,7 +65,7 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
 
     with placement.outside_meshes():
         every = itertools.chain(*timed.values())
-        seconds = time_kernels(kernels, every, agree, sustained=step.schedule.seconds >= _LONG)
+        seconds = time_kernels(kernels, every, agree, share=_share_of_stages(step))
     found = {
         # The microbatches of a wave may have different kernels.
         place: statistics.fmean(seconds[kernel.name, kernel.key] for kernel in own)
@@ -68,3 +77,50 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
     delay = 0.0 if machine is None else 1 / machine.memory_bytes_per_s
     first = by_measured_seconds(step, found, spec.budget_bytes, spec.host_room, delay)
     return dataclasses.replace(spec, first=first, is_measured=True)
+
+
+def _share_of_stages(step: BoundStep) -> float | None:
+    """The share of a long step in which the device computes stages; None for a short step."""
+    if (seconds := step.schedule.seconds) < _LONG:
+        return None
+    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
+    computing = build_task_lists(workload, few_waves=True).computing
+    return min(1.0, (computing - sum(workload.costs.update)) / seconds)
+
+
+def has_copies(spec: RunSpec) -> bool:
+    """Whether a run's step copies anything between its devices and their host."""
+    return any(row.op in (Op.FETCH, Op.OFFLOAD) for row in spec.first.schedule.steady)
+
+
+def by_measured_rates(
+    spec: RunSpec, to_device: float, to_host: float, reserved: TransientHostBytes
+) -> RunSpec:
+    """The run with its step scheduled by measured rates of copies, with all waves.
+
+    Steps of later batch shapes are scheduled by these rates as well.
+
+    Args:
+        spec: The run.
+        to_device: Bytes per second to each device while all devices copy both ways.
+        to_host: Bytes per second from each device meanwhile.
+        reserved: The host bytes that were pinned beside the state; the new schedule needs no more.
+    """
+    machine, step = spec.options.machine, spec.first
+    assert machine is not None
+    hardware = dataclasses.replace(
+        machine,
+        link_bytes_per_s=to_device,
+        link_out_bytes_per_s=to_host,
+        # The host's memory has served these copies.
+        host_bytes_per_s=max(machine.host_bytes_per_s, step.num_devices * (to_device + to_host)),
+        source=f"link measured here, else {machine.source}",
+    )
+    link = host_link(hardware, step.num_devices)
+    first = with_all_waves(by_measured_link(step, link, spec.budget_bytes))
+    schedule = dataclasses.replace(first.schedule, transient=reserved)
+    return dataclasses.replace(
+        spec,
+        options=dataclasses.replace(spec.options, hardware=hardware),
+        first=dataclasses.replace(first, schedule=schedule),
+    )

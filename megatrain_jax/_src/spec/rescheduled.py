@@ -1,16 +1,16 @@
-"""Steps with another schedule: in spans that are computed again, in waves, or by measured times.
+"""Steps with another schedule: with spans computed again, in waves, or by measured costs.
 
 The bound stages of a step stay as they are; its workload changes, and with it the schedule.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.schedule import Schedule
 from megatrain_jax._src.schedule.search import find_schedule, reschedule, whole_schedule
-from megatrain_jax._src.schedule.workload import Costs, Workload
+from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from megatrain_jax._src.spec.activations import last_read_by_task, recomputed_stages
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.run_spec import RunSpec
@@ -103,10 +103,38 @@ def by_measured_seconds(
             delay=delay,
         )
 
-    def timed(workload: Workload) -> Workload:
-        return dataclasses.replace(workload, costs=measured(workload.costs))
+    return _with_costs(step, measured, device_budget, host_room)
 
-    workload, selective = timed(step.workload), step.selective and timed(step.selective)
+
+def by_measured_link(step: BoundStep, link: Link, device_budget: int | None) -> BoundStep:
+    """A training step with the same computations, scheduled by the measured rates of its link.
+
+    It needs no more host memory than the step given, whose memory may be pinned already.
+
+    Args:
+        step: The step.
+        link: The link to the host.
+        device_budget: See `bind_step`.
+    """
+
+    def measured(costs: Costs) -> Costs:
+        return dataclasses.replace(costs, link=link)
+
+    return _with_costs(step, measured, device_budget, 0.0)
+
+
+def _with_costs(
+    step: BoundStep,
+    changed: Callable[[Costs], Costs],
+    device_budget: int | None,
+    host_room: float,
+) -> BoundStep:
+    """A training step with the same computations and other costs; see `reschedule`."""
+
+    def other(workload: Workload) -> Workload:
+        return dataclasses.replace(workload, costs=changed(workload.costs))
+
+    workload, selective = other(step.workload), step.selective and other(step.selective)
     found = dataclasses.replace(step, workload=workload, selective=selective)
     schedule = reschedule(found.scheduled, step.schedule, device_budget, host_room)
     return _with_schedule(found, schedule)

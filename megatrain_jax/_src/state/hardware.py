@@ -23,7 +23,9 @@ class Hardware:
         device_bytes: Memory of the accelerator; `None` if unknown.
         device_share: Share of it that JAX may allocate. With `None`, all but 3.6 GiB, at least 85%
             and at most 93%, or a smaller `XLA_CLIENT_MEM_FRACTION` that is set here.
-        link_bytes_per_s: Bytes per second between host and device, in each direction.
+        link_bytes_per_s: Bytes per second from host to device, while both directions copy.
+        link_out_bytes_per_s: Bytes per second from device to host meanwhile; `None` if they are as
+            many. A run on a GPU measures both rates when it starts.
         host_bytes_per_s: Bytes per second between the host's memory and all devices together;
             infinite by default, so that only the links limit transfers.
         peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
@@ -68,6 +70,7 @@ class Hardware:
     device_bytes: int | None = None
     device_share: float | None = None
     link_bytes_per_s: float
+    link_out_bytes_per_s: float | None = None
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
     flops_per_s: float
@@ -97,6 +100,7 @@ class Hardware:
             checks.number(name, getattr(self, name), above=0)
         for name, unknown in (
             ("memory_bytes_per_s", math.inf),
+            ("link_out_bytes_per_s", None),
             ("host_bytes_per_s", math.inf),
             ("peer_bytes_per_s", None),
             ("float8_flops_per_s", None),
@@ -163,9 +167,17 @@ class Hardware:
         # Only the products themselves are faster, not the operations around them.
         return found - float8 * (1 / self.flops_per_s - 1 / self.float8_flops_per_s)
 
-    def transfer_bytes_per_s(self, num_devices: int) -> float:
-        """Bytes per second, one way, between the host and each of `num_devices` busy devices."""
-        return min(self.link_bytes_per_s, self.host_bytes_per_s / num_devices)
+    @property
+    def link_rates(self) -> tuple[float, float]:
+        """Bytes per second from host to device, and from device to host."""
+        outward = self.link_out_bytes_per_s
+        return self.link_bytes_per_s, self.link_bytes_per_s if outward is None else outward
+
+    def transfer_rates(self, num_devices: int) -> tuple[float, float]:
+        """Bytes per second from the host to each of `num_devices` busy devices, and back."""
+        inward, outward = self.link_rates
+        each = self.host_bytes_per_s / num_devices
+        return min(inward, each), min(outward, each)
 
     def collective_bytes_per_s(self, num_devices: int) -> float:
         """Bytes per second that each of `num_devices` devices receives in collectives.
@@ -177,7 +189,7 @@ class Hardware:
         """
         if self.peer_bytes_per_s is not None:
             return self.peer_bytes_per_s
-        return min(self.link_bytes_per_s, self.host_bytes_per_s / (2 * num_devices))
+        return min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
 
     @property
     def assumed_host_bytes(self) -> int | None:

@@ -1,0 +1,86 @@
+"""Measures how fast a run's devices and their hosts copy, both ways at once.
+
+Rates differ between machines: by the link's generation and number of lanes, by the host's memory,
+and by other programs. They also differ between the two ways, and from copies one way alone. An H100
+that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both ways at once, as steps do.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from megatrain_jax._src.runtime.streams import Streams
+from megatrain_jax._src.state.placement import Placement
+
+# Arrays copied each way: one for each of a device's streams in that direction.
+_NUM_ARRAYS = 2
+# The most bytes of such an array; longer copies give the same rates.
+_MOST_BYTES = 2**29
+# The first round is not timed, because it allocates memory. Of the others the middle one counts.
+_NUM_ROUNDS = 5
+
+
+def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
+    """Bytes per second to each device, and from it, if all devices copy both ways.
+
+    The pool has to be reserved.
+
+    Args:
+        placement: The run's devices; the slowest one counts.
+        num_bytes: Bytes that may be taken on each device and, for it, in the host.
+        array_bytes: Bytes of the largest array that the run copies to a device. Smaller arrays give
+            other rates.
+    """
+    # Arrays take memory on both sides: those of one direction, and the other one's copies.
+    each = min(_MOST_BYTES, array_bytes, num_bytes // (2 * _NUM_ARRAYS))
+    size = placement.num_devices * max(1, each)
+    slabs = {
+        True: [_empty(size, placement.slabs_at_rest) for _ in range(_NUM_ARRAYS)],
+        False: [_empty(size, placement.slabs_on_device) for _ in range(_NUM_ARRAYS)],
+    }
+    jax.block_until_ready(slabs)
+    streams, gather = Streams(placement), placement.processes.gather
+    rounds = []
+    for _ in range(1 + _NUM_ROUNDS):
+        gather("beginning to time copies")  # all devices of a host share its memory
+        rounds.append(_seconds(streams, slabs[True], slabs[False]))
+    middle = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    slowest = (max(seconds) for seconds in zip(*gather("timing copies", middle), strict=True))
+    inward, outward = (_NUM_ARRAYS * size / placement.num_devices / x for x in slowest)
+    return inward, outward
+
+
+def _seconds(
+    streams: Streams, inward: Sequence[jax.Array], outward: Sequence[jax.Array]
+) -> tuple[float, float]:
+    """Seconds until all arrays are on the device, and until all are in the host."""
+    arriving: list[jax.Array] = []
+    landing: list[jax.Array] = []
+    start = time.perf_counter()
+
+    def seconds(copies: list[jax.Array]) -> float:
+        jax.block_until_ready(copies)
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor(2) as threads:
+        streams.to_device(tuple(inward), arriving.extend)
+        streams.to_host(tuple(outward), landing.extend)
+        streams.dispatch()
+        first, second = threads.map(seconds, (arriving, landing))
+    return first, second
+
+
+@functools.cache
+def _maker(size: int, sharding: Sharding):
+    return jax.jit(functools.partial(jax.lax.empty, (size,), jnp.uint8), out_shardings=sharding)
+
+
+def _empty(size: int, sharding: Sharding) -> jax.Array:
+    """An array of so many bytes, which are not set."""
+    return _maker(size, sharding)()

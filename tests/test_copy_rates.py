@@ -1,0 +1,203 @@
+"""Rates of copies measured at a run's start, and the schedule by them."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from inside import spec_of
+from megatrain_jax._src.runtime import copy_rates
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.workload import Link
+from megatrain_jax._src.spec import measured, rescheduled
+from megatrain_jax._src.spec.costs import host_link
+from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import Placement, placed_on
+from optimizers import OPTIMIZERS
+from plans import BALANCED, small_plan
+from runs import SLOW, make_spec, make_trainer
+from workloads import computing
+from zoo import CASES
+
+GIB, MIB = 2**30, 2**20
+
+
+def placement(num_devices: int = 1) -> Placement:
+    return placed_on(Mesh(jax.devices()[:num_devices], "data"))
+
+
+def with_peer(placement: Placement, slower: float) -> Placement:
+    """A placement of two processes, of which the other one takes `slower` times as long."""
+
+    def gather(where: str, value=None):
+        return [value, value and [slower * x for x in value]]
+
+    processes = SimpleNamespace(gather=gather, count=1)
+    return dataclasses.replace(placement, processes=processes)  # type: ignore
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("num_bytes", "array_bytes", "each"),
+    [(8 * MIB, MIB, MIB), (8 * MIB, 64 * MIB, 2 * MIB), (2**50, 2**50, 2**29), (3, MIB, 1)],
+)
+def test_rates_are_those_of_the_middle_round_and_the_slowest_process(
+    num_devices, num_bytes, array_bytes, each, monkeypatch
+):
+    """The first round allocates memory; others may be slow, because a program copies meanwhile."""
+    rounds = iter([(99.0, 99.0), (2.0, 9.0), (8.0, 1.0), (4.0, 2.0), (3.0, 2.5), (5.0, 3.0)])
+    sizes = set()
+
+    def seconds(streams, inward, outward):
+        sizes.update(x.size for x in (*inward, *outward))
+        return next(rounds)
+
+    monkeypatch.setattr(copy_rates, "_seconds", seconds)
+    monkeypatch.setattr(copy_rates, "_empty", lambda size, sharding: SimpleNamespace(size=size))
+    found = copy_rates.measured_rates(
+        with_peer(placement(num_devices), 2.0), num_bytes, array_bytes
+    )
+    assert sizes == {num_devices * each}, "all arrays and their copies have room on a device"
+    assert found == (2 * each / 8.0, 2 * each / 5.0)
+    assert next(rounds, None) is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_copies_both_ways_are_under_way_at_once(num_devices, monkeypatch):
+    """Each direction's time is until its own copies have arrived."""
+    place, dispatched, waited = placement(num_devices), [], []
+    clock = iter([10.0, 13.0, 17.0])
+    real = copy_rates.Streams.dispatch
+
+    def dispatch(streams):
+        dispatched.append({way: len(rows) for way, rows in streams._gathered.items()})
+        real(streams)
+
+    def arrived(copies):
+        waited.append({x.sharding.memory_kind for x in copies})
+        return [x.block_until_ready() for x in copies]
+
+    monkeypatch.setattr(copy_rates.Streams, "dispatch", dispatch)
+    monkeypatch.setattr(copy_rates, "ThreadPoolExecutor", lambda _: OneThread())
+    monkeypatch.setattr(copy_rates.jax, "block_until_ready", arrived)
+    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    slabs = [
+        [copy_rates._empty(num_devices * 8, sharding) for _ in range(2)]
+        for sharding in (place.slabs_at_rest, place.slabs_on_device)
+    ]
+    assert copy_rates._seconds(copy_rates.Streams(place), *slabs) == (3.0, 7.0)
+    assert dispatched == [{True: 1, False: 1}]
+    kinds = [sharding.memory_kind for sharding in (place.slabs_on_device, place.slabs_at_rest)]
+    assert waited == [{kind} for kind in kinds]
+
+
+class OneThread:
+    """Stands for a pool of threads, and does its work in order."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def map(self, function, items):
+        return [function(item) for item in items]
+
+
+def test_rates_are_measured_on_real_devices():
+    for rate in copy_rates.measured_rates(placement(2), 64 * MIB, MIB):
+        assert 1e6 < rate < 1e12
+
+
+@pytest.mark.parametrize(
+    ("host", "shared"),
+    [(float("inf"), 0.0), (160.0, 0.0), (159.0, 2 / 159.0), (80.0, 2 / 80.0)],
+)
+def test_a_link_has_a_rate_each_way(host, shared):
+    """With two devices, the host's memory serves 2 · (30 + 50) bytes per second or limits them."""
+    hardware = dataclasses.replace(
+        SLOW, link_bytes_per_s=30.0, link_out_bytes_per_s=50.0, host_bytes_per_s=host
+    )
+    link = Link(name="host", inward=1 / 30, outward=1 / 50, shared=shared)
+    assert host_link(hardware, 2) == link
+    symmetric = dataclasses.replace(hardware, link_out_bytes_per_s=None)
+    assert host_link(symmetric, 1).outward == 1 / 30
+
+
+def test_a_plan_counts_each_direction_by_its_own_rate():
+    hardware = dataclasses.replace(BALANCED, link_bytes_per_s=8.0, link_out_bytes_per_s=16.0)
+    plan = small_plan(hardware=hardware)  # 20 bytes in and 16 out
+    assert (plan.seconds_in, plan.seconds_out) == (2.5, 1.0)
+    assert plan.busy["link"] == ("link", 2.5)
+    assert dataclasses.replace(plan, bytes_in=0).busy["link"] == ("link", 1.0)
+
+
+@pytest.mark.parametrize("waves", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_schedule_by_measured_rates_stays_within_the_pinned_memory(seed, waves, monkeypatch):
+    rng, rooms = random.Random(seed), []
+    real = rescheduled.reschedule
+
+    def noted(workload, schedule, budget, host_room):
+        rooms.append(max(host_room, schedule.transient.total))
+        return real(workload, schedule, budget, host_room)
+
+    monkeypatch.setattr(rescheduled, "reschedule", noted)
+    least = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"]).first.schedule.smallest_bytes
+    options = {"hardware": SLOW, "microbatches": 4, "waves": waves}
+    budget = round(rng.uniform(1.0, 1.5) * least)
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"], device_budget=budget, **options)
+    before = spec.first.schedule
+    inward, outward = 10.0 ** rng.uniform(4, 9), 10.0 ** rng.uniform(4, 9)
+    found = measured.by_measured_rates(spec, inward, outward, before.transient)
+    after, machine = found.first.schedule, found.options.machine
+    assert machine and machine.link_rates == (inward, outward)
+    link = found.first.workload.costs.link
+    assert (1 / link.inward, 1 / link.outward) == pytest.approx((inward, outward))
+    assert machine.source == f"link measured here, else {SLOW.source}"
+    assert not after.left_out and after.kept == before.kept
+    assert computing(after.steady) == computing(before.steady) or before.left_out
+    # What was pinned stays pinned, even if the new schedule would need less.
+    assert after.transient == before.transient
+    needed = measured.by_measured_link(spec.first, link, spec.budget_bytes).schedule.transient
+    assert needed.total <= before.transient.total and set(rooms) == {before.transient.total}
+    assert after.peak_bytes <= budget
+
+
+def test_a_start_measures_the_link_of_a_step_that_copies(monkeypatch):
+    """Plan and schedule follow what was measured; a step that copies nothing needs no rates."""
+    machine = dataclasses.replace(SLOW, device_bytes=GIB, host_bytes=64 * GIB, link_bytes_per_s=1e5)
+    asked = []
+
+    def rates(placement, num_bytes, array_bytes):
+        asked.append((num_bytes, array_bytes))
+        return 2e4, 5e4
+
+    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", rates)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
+    streamed = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")
+    phases = ["tracing", "compiling", "timing", "pinning", "timing copies", "initialising"]
+    assert list(streamed.startup) == phases
+    spec = spec_of(streamed)
+    assert any(row.op is Op.FETCH for row in spec.first.schedule.steady)
+    room, largest = asked.pop()
+    assert largest == spec.largest_slab_bytes and 0 < room < 2 * spec.first.schedule.peak_bytes
+    assert spec.first.workload.costs.link.inward == 1 / 2e4
+    plan = streamed.plan
+    assert plan.seconds_in == pytest.approx(plan.bytes_in / 2e4)
+    assert plan.seconds_out == pytest.approx(plan.bytes_out / 5e4)
+    assert "2e-05 GB/s in and 5e-05 out" in str(plan) and "link measured here" in str(plan)
+    whole = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=GIB)
+    assert not asked and list(whole.startup) == [x for x in phases if x != "timing copies"]
+    assert whole.plan.hardware and whole.plan.hardware.source == machine.source
+
+
+def test_a_run_on_a_cpu_measures_nothing(monkeypatch):
+    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", None)
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")
+    assert "timing copies" not in trainer.startup
