@@ -42,7 +42,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
     workload, schedule, work = step.workload, step.schedule, microbatch_work(step)
     # A host's memory is shared by all devices of its processes.
-    machine, per_host = spec.options.machine, devices // num_processes * processes_per_host
+    machine, per_host = spec.machine, devices // num_processes * processes_per_host
     hardware = machine and machine.times(per_host)
     moved = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
@@ -101,7 +101,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
 
 def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> dict[str, int]:
     """A plan's figures for the host memory of a process; empty without hardware."""
-    if spec.options.machine is None:
+    if spec.machine is None:
         return {}
     process = host_process(spec, num_processes, processes_per_host)
     peak = peak_bytes(spec.first) // num_processes

@@ -18,10 +18,11 @@ from jax.sharding import Sharding
 from megatrain_jax._src.runtime.streams import Streams
 from megatrain_jax._src.state.placement import Placement
 
-# Arrays copied each way: one for each of a device's streams in that direction.
-_NUM_ARRAYS = 2
-# The most bytes of such an array; longer copies give the same rates.
-_MOST_BYTES = 2**29
+# The fewest and most arrays copied each way; the fewest are one for each of a device's streams.
+_FEWEST, _MOST = 2, 64
+# The most bytes of an array, and the bytes each way for which several smaller ones are copied.
+# Longer copies give the same rates.
+_MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
 # The first round is not timed, because it allocates memory. Of the others the middle one counts.
 _NUM_ROUNDS = 5
 
@@ -38,21 +39,21 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
             other rates.
     """
     # Arrays take memory on both sides: those of one direction, and the other one's copies.
-    each = min(_MOST_BYTES, array_bytes, num_bytes // (2 * _NUM_ARRAYS))
-    size = placement.num_devices * max(1, each)
-    slabs = {
-        True: [_empty(size, placement.slabs_at_rest) for _ in range(_NUM_ARRAYS)],
-        False: [_empty(size, placement.slabs_on_device) for _ in range(_NUM_ARRAYS)],
-    }
-    jax.block_until_ready(slabs)
+    room = num_bytes // 2
+    each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST))
+    number = max(_FEWEST, min(_MOST, _ENOUGH_BYTES // each, room // each))
+    size = placement.num_devices * each
+    at_rest = [_empty(size, placement.slabs_at_rest) for _ in range(number)]
+    on_device = [_empty(size, placement.slabs_on_device) for _ in range(number)]
+    jax.block_until_ready((at_rest, on_device))
     streams, gather = Streams(placement), placement.processes.gather
     rounds = []
     for _ in range(1 + _NUM_ROUNDS):
         gather("beginning to time copies")  # all devices of a host share its memory
-        rounds.append(_seconds(streams, slabs[True], slabs[False]))
+        rounds.append(_seconds(streams, at_rest, on_device))
     middle = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
     slowest = (max(seconds) for seconds in zip(*gather("timing copies", middle), strict=True))
-    inward, outward = (_NUM_ARRAYS * size / placement.num_devices / x for x in slowest)
+    inward, outward = (number * each / x for x in slowest)
     return inward, outward
 
 

@@ -1,4 +1,4 @@
-"""Schedules a run's step by what was measured on its devices: times of functions, rates of copies.
+"""Schedules a run's step by measured times of its functions and measured rates of its copies.
 
 A run is planned by estimates; they also choose the functions to compile. Once they are compiled,
 each is timed with the run's shapes, and the schedule is made again by these times. It runs the same
@@ -98,8 +98,6 @@ def by_measured_rates(
 ) -> RunSpec:
     """The run with its step scheduled by measured rates of copies, with all waves.
 
-    Steps of later batch shapes are scheduled by these rates as well.
-
     Args:
         spec: The run.
         to_device: Bytes per second to each device while all devices copy both ways.
@@ -119,8 +117,5 @@ def by_measured_rates(
     link = host_link(hardware, step.num_devices)
     first = with_all_waves(by_measured_link(step, link, spec.budget_bytes))
     schedule = dataclasses.replace(first.schedule, transient=reserved)
-    return dataclasses.replace(
-        spec,
-        options=dataclasses.replace(spec.options, hardware=hardware),
-        first=dataclasses.replace(first, schedule=schedule),
-    )
+    first = dataclasses.replace(first, schedule=schedule)
+    return dataclasses.replace(spec, measured_machine=hardware, first=first)

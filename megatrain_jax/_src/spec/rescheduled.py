@@ -129,12 +129,15 @@ def _with_costs(
     device_budget: int | None,
     host_room: float,
 ) -> BoundStep:
-    """A training step with the same computations and other costs; see `reschedule`."""
+    """A training step with the same computations and new costs; see `reschedule`."""
 
-    def other(workload: Workload) -> Workload:
+    def with_new_costs(workload: Workload) -> Workload:
         return dataclasses.replace(workload, costs=changed(workload.costs))
 
-    workload, selective = other(step.workload), step.selective and other(step.selective)
+    workload, selective = (
+        with_new_costs(step.workload),
+        step.selective and with_new_costs(step.selective),
+    )
     found = dataclasses.replace(step, workload=workload, selective=selective)
     schedule = reschedule(found.scheduled, step.schedule, device_budget, host_room)
     return _with_schedule(found, schedule)

@@ -27,6 +27,7 @@ from megatrain_jax._src.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.spec.codecs import stored_dtype
 from megatrain_jax._src.spec.cut_run import Cut, cut_program
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
+from megatrain_jax._src.state.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class RunSpec:
         temporary_bytes: Device bytes of compiled functions' temporaries; None until known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, without compilation.
         is_measured: Whether the first step is scheduled by measured times of its functions.
+        measured_machine: The hardware with measured rates of copies, by which the first step is
+            scheduled; None if they were not measured. Steps of later batch shapes choose what they
+            save by the options' hardware, so that measured rates never change results.
         room_bytes: Device bytes that functions of later batch shapes may use for temporaries; None
             if the device's memory is unknown.
         host_room: Host bytes per device that are available in addition to the state at rest;
@@ -70,6 +74,7 @@ class RunSpec:
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
     is_measured: bool = False
+    measured_machine: Hardware | None = None
     room_bytes: int | None = None
     host_room: float = math.inf
     fits_host: bool = True
@@ -94,6 +99,11 @@ class RunSpec:
             optimizer=self.optimizer,
             has_smaller_parts=self.has_smaller_parts,
         )
+
+    @property
+    def machine(self) -> Hardware | None:
+        """The hardware that the first step is scheduled for."""
+        return self.measured_machine or self.options.machine
 
     @property
     def precision(self) -> Precision:
