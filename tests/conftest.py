@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -119,7 +121,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::megatrain_jax.PlanWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests marked slow come first, so that all workers end with short tests."""
+@pytest.hookimpl(trylast=True)  # after tests were deselected by -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with tests marked slow come first, so that all workers end with short tests.
+
+    With `--draw`, a test marked drawn runs some of its combinations only.
+    """
+    seed, by_test = config.getoption("--draw"), defaultdict(list)
+    for item in items:
+        if seed and item.get_closest_marker("drawn"):
+            by_test[item.nodeid.split("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for several in by_test.values():
+        mark = several[0].get_closest_marker("drawn")
+        several.sort(key=lambda item: sha256(f"{seed} {item.nodeid}".encode()).digest())
+        left_out.update(several[mark.args[0] :])
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -90,6 +90,7 @@ def batch_of(rng):
 
 @pytest.mark.filterwarnings("ignore:the stage head holds:UserWarning")
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("loss_fn", [*WHOLE, scaled_by_the_head, scaled_and_printed])
 def test_what_is_made_of_parameters_alone_trains_as_in_plain_jax(loss_fn, seed):
     rng = np.random.default_rng(seed)

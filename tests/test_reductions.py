@@ -88,6 +88,7 @@ def has_loop(function, *args):
     return any(e.primitive.name == "scan" for e in jax.make_jaxpr(function)(*args).eqns)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("name", sorted(IN_PIECES | WHOLE))
 def test_pieces_give_what_whole_leaves_give(name, num_shards, monkeypatch):
