@@ -8,12 +8,13 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from drawn import drawn
 
 # Concern the CPU's code generator only; a GPU's programs are compiled as ever.
 FLAGS = [
@@ -129,15 +130,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     seed, by_test = config.getoption("--draw"), defaultdict(list)
     for item in items:
-        if seed and item.get_closest_marker("drawn"):
-            by_test[item.nodeid.split("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
-    for several in by_test.values():
-        mark = several[0].get_closest_marker("drawn")
-        several.sort(key=lambda item: sha256(f"{seed} {item.nodeid}".encode()).digest())
-        left_out.update(several[mark.args[0] :])
+        if seed and (mark := item.get_closest_marker("drawn")):
+            by_test[item.nodeid.split("[")[0], mark.args[0]].append(item.nodeid)
+    kept = {i for (_, number), ids in by_test.items() for i in drawn(seed, ids, number)}
+    left_out = {i for ids in by_test.values() for i in ids} - kept
     if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[x for x in items if x.nodeid in left_out])
+        items[:] = [x for x in items if x.nodeid not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
