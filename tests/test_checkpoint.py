@@ -53,6 +53,7 @@ def losses(trainer, batches):
     return [trainer.read(trainer.step(batch))["loss"] for batch in batches]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "optimizer", "microbatches"), ROUND_TRIPS)
 def test_resumed_training_equals_uninterrupted_training(name, optimizer, microbatches, tmp_path):
     case = CASES[name]

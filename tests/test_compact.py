@@ -52,6 +52,7 @@ def make_trainer(case, name, setting, budget: DeviceBudget = "least", **options)
     )
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(
     ("case", "optimizer", "setting"),

@@ -43,6 +43,7 @@ def compiled_names(caplog):
     return [name for text in texts if "Compiling" in text for name in FUNCTIONS if name in text]
 
 
+@pytest.mark.drawn(4)
 # All pairs of values of two of the first four.
 @pytest.mark.parametrize(
     ("name", "optimizer", "compute", "microbatches", "num_devices"),

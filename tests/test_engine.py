@@ -92,6 +92,7 @@ def ledger_cases():
             )
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("which", "microbatches", "compute", "optimizer"), list(ledger_cases()))
 def test_what_is_on_the_device_never_exceeds_the_ledger(
     which, microbatches, compute, optimizer, monkeypatch

@@ -69,7 +69,7 @@ def test_pairs_cover_everything():
     assert {optimizer for _, optimizer, _ in PAIRS} == set(OPTIMIZERS)
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     ("name", "optimizer", "microbatches"),
     [*PAIRS, *MORE],

@@ -64,6 +64,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GenerationMemory, "choose", choose)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "streamed"), [*((name, False) for name in KINDS), ("gemma3n", True)]
 )

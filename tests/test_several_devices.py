@@ -66,6 +66,7 @@ def test_pairs_cover_every_optimizer():
     assert {optimizer for _, optimizer in PAIRS} == set(OPTIMIZERS)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [pair if pair in SAMPLE else pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS],

@@ -56,6 +56,7 @@ def masked(optimizer, pattern, names):
     return make
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("name", "pattern", "optimizer", "microbatches"), RUNS)
 def test_training_a_part_agrees_with_masked_optax(name, pattern, optimizer, microbatches):
     case = CASES[name]
