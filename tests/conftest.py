@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     With `--draw`, a test marked drawn runs some of its combinations only.
     """
-    seed, by_test = config.getoption("--draw"), defaultdict(list)
+    seed, by_test = str(config.getoption("--draw")), defaultdict(list)
     for item in items:
         if seed and (mark := item.get_closest_marker("drawn")):
             by_test[item.nodeid.split("[")[0], mark.args[0]].append(item.nodeid)
