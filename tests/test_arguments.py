@@ -11,6 +11,7 @@ import random
 import re
 import reprlib
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Never
@@ -120,13 +121,20 @@ def test_wrong_arguments_of_records_and_losses_are_named():
     check_all(
         mt.Hardware,
         {"name": "mine", "link_bytes_per_s": 1e9, "flops_per_s": np.float32(1e12)},
-        {name: (*no_rates, float("inf")) for name in ("link_bytes_per_s", "flops_per_s")}
+        {
+            name: (*no_rates, float("inf"), 5e-324, np.array([1e9, 2e9]))
+            for name in ("link_bytes_per_s", "flops_per_s")
+        }
+        | {"link_out_bytes_per_s": [*(x for x in no_rates if x is not None), float("inf"), 5e-324]}
         | {name: (*no_rates, 1.5) for name in ("sustained", "sustained_attention")}
         | {"memory_bytes_per_s": no_rates}
         | {name: no_bytes for name in ("host_bytes", "device_bytes")}
         | {"widest_heads": no_bytes[1:], "has_bfloat16": (1, None, "no")}
         | {"name": (None, 3, b"mine"), "source": (None, 3)},
     )
+    rates = {"link_bytes_per_s": np.float16(6e4), "flops_per_s": np.array(1e12)}
+    numbers = dataclasses.asdict(mt.Hardware(name="mine", **rates, link_out_bytes_per_s=Decimal(2)))
+    assert [type(numbers[name]) for name in (*rates, "link_out_bytes_per_s")] == [float] * 3
     no_dtypes = (3, True, "bf16", "", "f4,,f4", {}, object(), loss_fn, int, "int8", complex, str)
     no_frozen = [*(x for x in no_dtypes if x != "int8"), "nf8"]
     no_state = (3, "", {}, object(), complex, jnp.float16, {"a": None}, {1: "int8"}, {"*": {}})

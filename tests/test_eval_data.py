@@ -11,6 +11,9 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax._src.spec.run_spec import RunSpec
+from optimizers import OPTIMIZERS
+from runs import make_spec, make_trainer
+from zoo import CASES
 
 DIM, ROWS = 4, 6
 
@@ -119,7 +122,14 @@ def test_a_function_that_goes_on_in_its_data_loses_no_batch(as_list):
     assert len(calls) == 3
 
 
-def test_an_evaluation_is_traced_before_the_first_step_and_bound_when_it_begins(monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(3, ["step", "bound", "step", "step"]), (8, ["bound", "step", "step", "step"])],
+)
+def test_an_evaluation_is_bound_before_the_first_step_if_it_may_not_fit(
+    rows, expected, monkeypatch
+):
+    """Of a batch no larger than those of training, the loss is only traced at first."""
     real, order = RunSpec.bound_step, []
 
     def bound_step(self: RunSpec, *args: Any, **options: Any) -> Any:
@@ -128,11 +138,21 @@ def test_an_evaluation_is_traced_before_the_first_step_and_bound_when_it_begins(
 
     monkeypatch.setattr(RunSpec, "bound_step", bound_step)
     fitted(
-        eval_data=[make_batch(7, rows=8)],
+        eval_data=[make_batch(7, rows=rows)],
         eval_every=2,
         callbacks=[lambda trainer, record: order.append("step")],
     )
-    assert order == ["step", "bound", "step", "step"]
+    assert order == expected
+
+
+def test_evaluation_data_that_exceed_the_budget_are_told_before_the_first_step():
+    case, adam = CASES["nnx_tied"], OPTIMIZERS["adam"]
+    least = make_spec(case, adam).first.schedule.smallest_bytes
+    trainer = make_trainer(case, adam, budget=round(1.2 * least))
+    tokens = case.batch(0)["tokens"]
+    trainer.check_eval_batch({"tokens": tokens})
+    with pytest.raises(ValueError, match="an evaluation on batches of this shape takes"):
+        trainer.check_eval_batch({"tokens": np.tile(tokens, (64, 1))})
 
 
 def test_an_evaluation_without_batches_is_told_before_the_first_step():

@@ -56,6 +56,9 @@ class RunSteps:
         self._check_values(batch)
         spec, placement = self._state.spec, self._state.store.placement
         shapes = joined_shapes(batch, placement.processes.count)
+        if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
+            self._bind(batch, train=False, loss_fn=spec.loss_fn)
+            return
         with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
             spec.trace(shapes, train=False, loss_fn=spec.loss_fn)
 
@@ -140,6 +143,10 @@ class RunSteps:
                 )
                 self.bound[key] = with_all_waves(step, training=train)
         return self.bound[key]
+
+
+def _num_bytes(batch: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ class Trainer(ExplainedAttributes):
             ValueError: If an option is out of range, or model, loss, batch, parameters and options
                 are inconsistent.
             CheckpointError: If `params` is a folder that Orbax can't read.
-            MemoryError: If host or device memory is too small.
+            MemoryError: If host or device memory is too small, or `host_budget`.
         """
         began = time.perf_counter()
         refuse_unknown(Trainer.__init__, unknown)
@@ -215,7 +215,7 @@ class Trainer(ExplainedAttributes):
         self._steps.check(batch)
 
     def check_eval_batch(self, batch: Any) -> None:
-        """Checks a batch like `evaluate`, by tracing the loss with it; compiles nothing."""
+        """Checks a batch like `evaluate`, but computes nothing; a large one is also scheduled."""
         self._steps.check_evaluation(batch)
 
     @with_memory_advice()

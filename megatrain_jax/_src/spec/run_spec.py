@@ -201,8 +201,9 @@ class RunSpec:
         if self.options.device_budget is not None:
             return ValueError(
                 f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least. "
-                "Pass at least that much, or None for what the device has left, or use smaller or "
-                "shorter batches"
+                'Pass "minimum", or None for what the device has left, or use smaller or shorter '
+                "batches. A larger number may not be enough, because blocks are cut for the first "
+                "batch and the budget, unless training begins with the largest batches"
             )
         return MemoryError(
             f"{what} {takes} for state and activations at least, where the first batch has left "

@@ -1,6 +1,7 @@
 """`Hardware`: memory sizes and rates of an accelerator, its host and the link between them."""
 
 import math
+import numbers
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
@@ -97,7 +98,7 @@ class Hardware:
         object.__setattr__(self, "widest_heads", widest_heads)
         shares = "sustained", "sustained_attention", "float32_share"
         for name in ("link_bytes_per_s", "flops_per_s", *shares):
-            checks.number(name, getattr(self, name), above=0)
+            self._as_float(name)
         for name, unknown in (
             ("memory_bytes_per_s", math.inf),
             ("link_out_bytes_per_s", None),
@@ -107,11 +108,19 @@ class Hardware:
             ("device_share", None),
         ):
             # An unknown rate limits nothing: it is infinite if times divide by it, else None.
-            if (value := getattr(self, name)) != unknown:
-                checks.number(name, value, above=0)
+            value = getattr(self, name)
+            if not (isinstance(value, numbers.Real | None) and value == unknown):
+                self._as_float(name)
         for name in (*shares, "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
+
+    def _as_float(self, name: str) -> None:
+        """Makes a rate or share a Python float."""
+        value = checks.number(name, getattr(self, name), above=0)
+        if math.isinf(1 / value):  # times divide by it
+            raise ValueError(checks.refused(name, "a number that is not that small", value))
+        object.__setattr__(self, name, value)
 
     @property
     def is_unmeasured(self) -> bool:
