@@ -109,7 +109,8 @@ def num_bytes(name: str, value: Any, *words: str, least: int = 2**20) -> int | s
         return size
     number = integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
     if number < least:
-        raise ValueError(f'`{name}`={number} would be {number} bytes: write "{number} GiB"')
+        unit = "byte" if number == 1 else "bytes"
+        raise ValueError(f'`{name}`={number} would be {number} {unit}: write "{number} GiB"')
     return number
 
 

@@ -217,23 +217,23 @@ def check_host(
     process = host_process(spec, num_processes, processes_per_host)
     most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
     if temporary_bytes is None:
-        needed = process.needed(peak)
+        needed, computing = process.needed(peak), 0
         beside, fixed = "", process.fixed_bytes
     else:
         here = pool.available_process_bytes(processes_per_host)
         most = _least(most, here)
         computing = process.num_devices * (spec.first.schedule.peak_bytes + temporary_bytes)
-        arrays = round((peak + computing) * (1 + _small_share(spec)))
+        # Small arrays take more than their bytes.
+        peak, computing = (round(n * (1 + _small_share(spec))) for n in (peak, computing))
         fixed = resident_bytes() + _COMPILING
-        needed = fixed + arrays
         beside = f", {sized(computing)} for computation, which a CPU does there, too"
-        peak += computing
+        needed = fixed + peak + computing
     if most is None or needed <= most:
         return
-    state = peak_bytes(spec.first) // num_processes
+    rest = needed - peak - computing
     raise MemoryError(
-        f"Training needs {sized(needed)} of host memory: {sized(state)} for state, waiting "
-        f"values and arrays on their way{beside}, {sized(needed - peak)} for the rest of the "
+        f"Training needs {sized(needed)} of host memory: {sized(peak)} for state, waiting "
+        f"values and arrays on their way{beside}, {sized(rest)} for the rest of the "
         f"process. It may take {sized(most)} (`host_budget`, or what is available). "
         f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
         f"{_advice(fixed, most)}"
@@ -267,9 +267,9 @@ def _advice(fixed: int, most: int) -> str:
             "earlier trainers."
         )
     return (
-        f"Use a larger `host_budget`, {allowed}, drop earlier trainers, cut a large batch by "
-        '`microbatches="auto"`, or store fewer bytes a parameter (Precision.compact(), an '
-        "optimizer with less state such as adafactor or lion)."
+        f"Use a larger `host_budget`, {allowed}, drop earlier trainers, cut a large batch into "
+        "more `microbatches`, or store fewer bytes a parameter (Precision.compact(), an optimizer "
+        "with less state such as adafactor or lion)."
     )
 
 
