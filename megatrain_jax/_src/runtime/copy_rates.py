@@ -43,9 +43,8 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST))
     number = max(_FEWEST, min(_MOST, _ENOUGH_BYTES // each, room // each))
     size = placement.num_devices * each
-    at_rest = [_empty(size, placement.slabs_at_rest) for _ in range(number)]
     on_device = [_empty(size, placement.slabs_on_device) for _ in range(number)]
-    jax.block_until_ready((at_rest, on_device))
+    at_rest = jax.block_until_ready(placement.move(on_device, placement.slabs_at_rest))
     streams, gather = Streams(placement), placement.processes.gather
     rounds = []
     for _ in range(1 + _NUM_ROUNDS):
