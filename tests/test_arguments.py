@@ -132,9 +132,10 @@ def test_wrong_arguments_of_records_and_losses_are_named():
         | {"widest_heads": no_bytes[1:], "has_bfloat16": (1, None, "no")}
         | {"name": (None, 3, b"mine"), "source": (None, 3)},
     )
-    rates = {"link_bytes_per_s": np.float16(6e4), "flops_per_s": np.array(1e12)}
-    numbers = dataclasses.asdict(mt.Hardware(name="mine", **rates, link_out_bytes_per_s=Decimal(2)))
-    assert [type(numbers[name]) for name in (*rates, "link_out_bytes_per_s")] == [float] * 3
+    rates: dict[str, Any] = {"link_bytes_per_s": np.float16(6e4), "flops_per_s": np.array(1e12)}
+    rates["link_out_bytes_per_s"] = Decimal(2)
+    numbers = dataclasses.asdict(mt.Hardware(name="mine", **rates))
+    assert [type(numbers[name]) for name in rates] == [float] * 3
     no_dtypes = (3, True, "bf16", "", "f4,,f4", {}, object(), loss_fn, int, "int8", complex, str)
     no_frozen = [*(x for x in no_dtypes if x != "int8"), "nf8"]
     no_state = (3, "", {}, object(), complex, jnp.float16, {"a": None}, {1: "int8"}, {"*": {}})
