@@ -223,11 +223,10 @@ def check_host(
         here = pool.available_process_bytes(processes_per_host)
         most = _least(most, here)
         computing = process.num_devices * (spec.first.schedule.peak_bytes + temporary_bytes)
-        # Small arrays take more than their bytes.
-        peak, computing = (round(n * (1 + _small_share(spec))) for n in (peak, computing))
+        arrays = round((peak + computing) * (1 + _small_share(spec)))
         fixed = resident_bytes() + _COMPILING
         beside = f", {sized(computing)} for computation, which a CPU does there, too"
-        needed = fixed + peak + computing
+        needed = fixed + arrays
     if most is None or needed <= most:
         return
     rest = needed - peak - computing
