@@ -63,7 +63,7 @@ def test_rates_are_those_of_the_middle_round_and_the_slowest_process(
         return next(rounds)
 
     monkeypatch.setattr(copy_rates, "_seconds", seconds)
-    monkeypatch.setattr(copy_rates, "_empty", lambda size, sharding: SimpleNamespace(size=size))
+    monkeypatch.setattr(copy_rates, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
     monkeypatch.setattr(Placement, "move", lambda self, arrays, sharding: arrays)
     found = copy_rates.measured_rates(
         with_peer(placement(num_devices), 2.0), num_bytes, array_bytes
@@ -93,7 +93,7 @@ def test_copies_both_ways_are_under_way_at_once(num_devices, monkeypatch):
     monkeypatch.setattr(copy_rates.jax, "block_until_ready", arrived)
     monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     slabs = [
-        place.move([copy_rates._empty(num_devices * 8, place.slabs_on_device)] * 2, sharding)
+        place.move([copy_rates.unfilled(num_devices * 8, place.slabs_on_device)()] * 2, sharding)
         for sharding in (place.slabs_at_rest, place.slabs_on_device)
     ]
     assert copy_rates._seconds(copy_rates.Streams(place), *slabs) == (3.0, 7.0)

@@ -193,7 +193,7 @@ def test_pieces_are_not_filled():
     target: Any = on_one_device().slabs_at_rest
     piece = pool._maker(2**20, target)()
     assert piece.nbytes == 2**20 and piece.sharding == target
-    traced = pool._unfilled(2**36, target).trace()
+    traced = pool.unfilled(2**36, target).trace()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "AllocateBuffer" in text and not re.search("constant|broadcast", text)
 

@@ -1,29 +1,28 @@
 """Measures how fast a run's devices and their hosts copy, both ways at once.
 
 Rates differ between machines: by the link's generation and number of lanes, by the host's memory,
-and by other programs. They also differ between the two ways, and from copies one way alone. An H100
-that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both ways at once, as steps do.
+and by programs beside this one. They also differ between the two ways, and from copies one way
+alone. An H100 that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both ways at
+once, as steps do.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Sharding
 
 from megatrain_jax._src.runtime.streams import Streams
 from megatrain_jax._src.state.placement import Placement
+from megatrain_jax._src.state.pool import unfilled
 
 # The fewest and most arrays copied each way; the fewest are one for each of a device's streams.
 _FEWEST, _MOST = 2, 64
 # The most bytes of an array, and the bytes each way for which several smaller ones are copied.
 # Longer copies give the same rates.
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
-# The first round is not timed, because it allocates memory. Of the others the middle one counts.
+# The first round is not timed, because it allocates memory. The median of the rest counts.
 _NUM_ROUNDS = 5
 
 
@@ -35,15 +34,16 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     Args:
         placement: The run's devices; the slowest one counts.
         num_bytes: Bytes that may be taken on each device and, for it, in the host.
-        array_bytes: Bytes of the largest array that the run copies to a device. Smaller arrays give
-            other rates.
+        array_bytes: Bytes of the largest array that the run copies to a device. Rates
+            depend on it.
     """
     # Arrays take memory on both sides: those of one direction, and the other one's copies.
     room = num_bytes // 2
     each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST))
     number = max(_FEWEST, min(_MOST, _ENOUGH_BYTES // each, room // each))
     size = placement.num_devices * each
-    on_device = [_empty(size, placement.slabs_on_device) for _ in range(number)]
+    make = unfilled(size, placement.slabs_on_device)
+    on_device = [make() for _ in range(number)]
     at_rest = jax.block_until_ready(placement.move(on_device, placement.slabs_at_rest))
     streams, gather = Streams(placement), placement.processes.gather
     rounds = []
@@ -74,13 +74,3 @@ def _seconds(
         streams.dispatch()
         first, second = threads.map(seconds, (arriving, landing))
     return first, second
-
-
-@functools.cache
-def _maker(size: int, sharding: Sharding):
-    return jax.jit(functools.partial(jax.lax.empty, (size,), jnp.uint8), out_shardings=sharding)
-
-
-def _empty(size: int, sharding: Sharding) -> jax.Array:
-    """An array of so many bytes, which are not set."""
-    return _maker(size, sharding)()

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.common.sizes import sized
@@ -341,10 +341,10 @@ def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> No
 
 def _maker(num_bytes: int, target: SingleDeviceSharding) -> Callable[[], jax.Array]:
     """A compiled function that makes an array of so many bytes."""
-    return _unfilled(num_bytes, target).lower().compile()
+    return unfilled(num_bytes, target).lower().compile()
 
 
-def _unfilled(num_bytes: int, target: SingleDeviceSharding) -> Any:
+def unfilled(num_bytes: int, target: Sharding) -> Any:
     """A function that makes an array without spending time on filling it."""
     return jax.jit(partial(jax.lax.empty, (num_bytes,), jnp.uint8), out_shardings=target)
 
