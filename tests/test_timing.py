@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.kernels import timing
+from megatrain_jax._src.kernels import arguments, timing
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.timing import RepeatedCall
@@ -121,6 +121,7 @@ class RandomTimer:
         self.rng = random.Random(seed)
 
     def __call__(self, call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
+        call.run(1)
         return agree(10.0 ** self.rng.uniform(-6, 0))
 
     def rates(self, *_: Any) -> tuple[float, float]:
@@ -184,12 +185,12 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
     case, mesh = CASES["nnx_tied"], Mesh(jax.devices()[:num_devices], "data")
     real = measured.by_measured_times
 
-    def noted(spec, kernels, placement):
+    def noted(spec, kernels, placement, batch):
         what = spec.first, spec.layouts, spec.optimizer, placement
         rows = [kernel for _, _, kernel in numbered_kernels(*what)]
         gc.collect()
         before = sum(x.nbytes for x in jax.live_arrays())
-        found = real(spec, kernels, placement)
+        found = real(spec, kernels, placement, batch)
         largest = max(sum(x.size * x.dtype.itemsize for x in _sized(k)) for k in rows)
         # Results and new arguments take no more than the arguments did.
         assert before < max(held) <= before + 3 * largest
@@ -231,7 +232,7 @@ def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch):
 
 
 def _sized(kernel: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != timing._key_dtype()]
+    return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != arguments._key_dtype()]
 
 
 def _computations(step: BoundStep) -> list[Any]:
@@ -312,7 +313,7 @@ def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(share, mon
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     takes = (jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding),)
     kernels = [Kernel(name=n, build=lambda: lambda x: x, takes=takes) for n in seconds]
-    found = timing.time_kernels(KernelCache(), kernels, share=share)
+    found = timing.time_kernels(KernelCache(), map(timing.Timed, kernels), share=share)
     for name, least in seconds.items():
         if name in ("forward", "backward") and share is not None:
             # A smaller share is taken for a half.
@@ -326,7 +327,9 @@ def test_stages_of_a_long_step_are_timed_at_the_clock_of_a_hot_device(share, mon
 def test_stages_of_a_long_step_are_as_busy_as_in_the_step(seconds, monkeypatch, pretending_gpu):
     """What updates and waits take of a step of `seconds`, its stages don't."""
     shares = []
-    monkeypatch.setattr(measured, "time_kernels", lambda *_, share: shares.append(share) or {})
+    monkeypatch.setattr(
+        measured, "time_kernels", lambda *_, share, **__: shares.append(share) or {}
+    )
     spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"])
     first, half = spec.first, seconds / 2
     costs = first.workload.costs
@@ -343,7 +346,9 @@ def test_stages_of_a_long_step_are_as_busy_as_in_the_step(seconds, monkeypatch, 
     schedule = dataclasses.replace(first.schedule, seconds=seconds, kept=frozenset())
     first = dataclasses.replace(first, workload=workload, selective=None, schedule=schedule)
     spec = dataclasses.replace(spec, first=first)
-    measured.by_measured_times(spec, KernelCache(), placed_on(default_mesh()))
+    measured.by_measured_times(
+        spec, KernelCache(), placed_on(default_mesh()), CASES["nnx_tied"].batch(0)
+    )
     assert shares == [pytest.approx((half - fused) / seconds) if seconds >= 1 else None]
 
 
@@ -359,7 +364,13 @@ def printing(params: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize("is_long", [True, False])
 def test_short_steps_and_stages_that_print_are_not_timed(is_long, monkeypatch, capsys):
     timed = []
-    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: timed.append(call) or 1e-3)
+
+    def timer(call: RepeatedCall, agree: Any) -> float:
+        call.run(1)
+        timed.append(call)
+        return 1e-3
+
+    monkeypatch.setattr(timing, "measured_seconds", timer)
     monkeypatch.setattr(measured, "_SHORTEST", 0.0 if is_long else math.inf)
     params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
     trainer = mt.Trainer(
@@ -374,7 +385,7 @@ def test_short_steps_and_stages_that_print_are_not_timed(is_long, monkeypatch, c
 
 @pytest.mark.usefixtures("pretending_gpu")
 def test_a_plan_measures_where_it_is_asked_to(monkeypatch):
-    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: agree(0.25))
+    monkeypatch.setattr(timing, "measured_seconds", lambda call, agree: call.run(1) or agree(0.25))
     params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
     made = params, printing, optax.sgd(0.1), {"x": np.ones((2, 8), np.float32)}
     plan = mt.plan(*made, measure=True, microbatches=2)

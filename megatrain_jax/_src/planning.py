@@ -198,5 +198,5 @@ def _measured(
     found = make_plan(run_with_all_waves(spec), *spread)
     if found.fits_device is False:
         return found
-    spec = by_measured_times(spec, kernels, placement)
+    spec = by_measured_times(spec, kernels, placement, sample_batch)
     return make_plan(run_with_all_waves(spec), *spread)

@@ -186,6 +186,7 @@ def start(
     spec: RunSpec,
     placement: Placement,
     initial: InitialValues,
+    sample_batch: Any,
     progress: bool,
     began: float,
     *,
@@ -197,6 +198,7 @@ def start(
         spec: The run.
         placement: The run's devices.
         initial: The initial values of parameters and of the model's remaining state.
+        sample_batch: See `Trainer`.
         progress: Whether to show a progress bar, and the seconds of each phase after a long start.
         began: Value of `time.perf_counter` when tracing began.
         has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
@@ -218,7 +220,7 @@ def start(
             file=sys.stderr,
         )
     try:
-        spec, engine = _started(spec, placement, initial, progress, has_gpu, phases)
+        spec, engine = _started(spec, placement, initial, sample_batch, progress, has_gpu, phases)
     except PeerEndedError:
         raise
     except BaseException as error:
@@ -235,6 +237,7 @@ def _started(
     spec: RunSpec,
     placement: Placement,
     initial: InitialValues,
+    sample_batch: Any,
     progress: bool,
     has_gpu: bool,
     phases: Phases,
@@ -257,7 +260,7 @@ def _started(
         measures = has_gpu and is_worth_measuring(spec)
         if measures:
             with phases.phase("timing"):
-                spec = by_measured_times(spec, kernels, placement)
+                spec = by_measured_times(spec, kernels, placement, sample_batch)
                 whole = run_with_all_waves(spec)
         if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
             step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)

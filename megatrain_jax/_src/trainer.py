@@ -168,7 +168,8 @@ class Trainer(ExplainedAttributes):
         if params is not None:
             initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
             del params
-        spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
+        what = spec, placement, initial, sample_batch
+        spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
         self._startup = dict(seconds)
         self._state = RunState(spec, engine, progress)
         self._steps = RunSteps(self._state, sample_batch)

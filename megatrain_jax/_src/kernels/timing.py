@@ -1,8 +1,7 @@
 """Measures the seconds of compiled functions on their devices, before a run has any state.
 
-Each function is called several times by itself. Its arguments are pseudo-random numbers, because a
-GPU multiplies zeros faster than real data. A small function computes them on the device, so
-nothing is copied from the host; at any time, the arguments of only one function exist.
+Each function is called several times by itself, with arguments made for it (see `arguments.py`). At
+any time, the arguments of only one function exist.
 
 Example: a function takes about 4 ms.
 
@@ -25,13 +24,19 @@ too long.
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from megatrain_jax._src.kernels.arguments import (
+    Integers,
+    can_be_made,
+    integers_passed_on,
+    maker,
+    with_integers,
+)
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 
@@ -46,8 +51,6 @@ _FIRST_HEAT, _HEAT, _HEATING = 0.8, 0.4, 1e-3
 _LEAST_SHARE = 0.5
 # Seconds from which a function's first call counts.
 _LONG = 2.0
-# The largest absolute value of a random number.
-_SCALE = 0.03
 
 Agree = Callable[[float], float]
 """Returns the same seconds in all processes of a run, from each process's own."""
@@ -62,7 +65,8 @@ class RepeatedCall:
     def __init__(self, function: Callable[..., Any], kernel: Kernel, arguments: tuple[Any, ...]):
         """Owns the arguments; they must not be used anywhere else."""
         self._function, self._donated = function, kernel.donated
-        self._arguments, self._result = list(arguments), None
+        self._arguments = list(arguments)
+        self._result: Any = None
 
     def run(self, times: int) -> None:
         """Calls the function `times` times and waits for the last call."""
@@ -71,6 +75,11 @@ class RepeatedCall:
             self._result = self._function(*self._arguments)
             self._give_back(self._result)
         jax.block_until_ready(self._result)
+
+    def outputs(self) -> list[jax.Array]:
+        """The values that a stage's forward has returned, without its residuals."""
+        result = self._result
+        return result[0] if isinstance(result, tuple) else result
 
     def _give_back(self, result: Any) -> None:
         """Replaces donated arguments by results of the same shapes."""
@@ -125,19 +134,36 @@ def _heat(call: RepeatedCall, seconds: float, each: float, pause: float) -> None
         _timed(call, number, pause)
 
 
+class Timed(NamedTuple):
+    """A kernel to be timed.
+
+    Attributes:
+        kernel: The kernel.
+        reads: Ids of the values that a stage's kernel takes as its second argument.
+        writes: Ids of the values that a stage's forward returns.
+    """
+
+    kernel: Kernel
+    reads: Sequence[int] = ()
+    writes: Sequence[int] = ()
+
+
 def time_kernels(
     cache: KernelCache,
-    kernels: Iterable[Kernel],
+    functions: Iterable[Timed],
     agree: Agree = lambda seconds: seconds,
     *,
+    integers: Integers | None = None,
     share: float | None = None,
 ) -> dict[tuple[str, Hashable], float]:
     """Measures the seconds of kernels on the devices in their `takes`.
 
     Args:
         cache: Cache with the compiled functions.
-        kernels: The kernels; equal ones are measured once.
+        functions: The kernels, those of stages in the order of the step; equal ones are measured
+            once.
         agree: See `Agree`.
+        integers: The known integers of a batch.
         share: The share of a step in which the device computes stages. They are timed at the clock
             that it keeps up in such steps, which takes about two seconds more; None for steps that
             are too short to lower the clock.
@@ -146,15 +172,23 @@ def time_kernels(
         Seconds by a kernel's name and key. Kernels with arguments that can't be made here, such as
         random keys of another generator than JAX's default, are missing.
     """
-    different = {(k.name, k.key): k for k in kernels if _can_be_made(k)}
-    makers = [_maker(kernel) for kernel in different.values()]
+    different: dict[tuple[str, Hashable], list[Timed]] = {}
+    for row in functions:
+        if can_be_made(row.kernel):
+            different.setdefault((row.kernel.name, row.kernel.key), []).append(row)
+    makers = [maker(row.kernel) for row, *_ in different.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         made = pool.map(lambda lowered: lowered.compile(), makers)
-        functions = dict(zip(different, made, strict=True))
+        make = dict(zip(different, made, strict=True))
+    known = dict(integers or {})
     found, heat = {}, _FIRST_HEAT
     pause = 0.0 if share is None else 1 / max(share, _LEAST_SHARE) - 1
-    for name, kernel in different.items():
-        call = RepeatedCall(cache.get(kernel), kernel, functions[name]())
+    for name, (row, *others) in different.items():
+        kernel, arguments = row.kernel, make[name]()
+        if row.reads:
+            arguments = with_integers(arguments, row.reads, known)
+        call = RepeatedCall(cache.get(kernel), kernel, arguments)
+        del arguments
         found[name] = measured_seconds(call, agree)
         # Updates wait for the memory and take less power.
         if share is not None and kernel.name != "update" and found[name] >= _HEATING:
@@ -163,50 +197,8 @@ def time_kernels(
                 _heat(call, heat, found[name], pause)
                 found[name] = measured_seconds(call, agree, pause)
             heat = _HEAT
+        for stage in (row, *others):
+            if stage.writes:
+                known |= integers_passed_on(stage.writes, call.outputs())
+        del call  # before the next function's arguments are made
     return found
-
-
-def _maker(kernel: Kernel) -> Any:
-    """The lowered function without arguments that makes a kernel's arguments."""
-    # The square root of a negative second moment would be no number.
-    lowest = 0.0 if kernel.name == "update" else -1.0
-
-    def make() -> Any:
-        return jax.tree.map(lambda like: _numbers(like, lowest), kernel.takes)
-
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, kernel.takes)).lower()
-
-
-def _can_be_made(kernel: Kernel) -> bool:
-    keys = [x.dtype for x in jax.tree.leaves(kernel.takes) if _is_key(x)]
-    return kernel.takes is not None and all(dtype == _key_dtype() for dtype in keys)
-
-
-def _key_dtype() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0)).dtype
-
-
-def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-
-
-def _numbers(aval: jax.ShapeDtypeStruct, lowest: float) -> jax.Array:
-    """Values of a shape and dtype; indices count along the last axis, so they are in bounds."""
-    shape, dtype, size = aval.shape, aval.dtype, math.prod(aval.shape)
-    if _is_key(aval):
-        return jax.random.split(jax.random.key(0), size).reshape(shape)
-    if aval.weak_type:  # only weak numbers give a weak array
-        return jax.lax.broadcast(jnp.zeros((), dtype).item() + 1, shape)
-    if dtype == jnp.bool_:
-        return jnp.ones(shape, dtype)
-    if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1:
-        return (
-            jax.lax.broadcasted_iota(dtype, shape, len(shape) - 1) if shape else jnp.ones((), dtype)
-        )
-    bits = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435761)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
-    bits = (bits ^ (bits >> 13)).reshape(shape)
-    if jnp.issubdtype(dtype, jnp.integer):  # codes
-        return (bits >> 24).astype(dtype)
-    share = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    return (_SCALE * (lowest + (1 - lowest) * share)).astype(dtype)

@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
+from megatrain_jax._src.kernels.arguments import integers_of_batch
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.kernel import Kernel
-from megatrain_jax._src.kernels.timing import time_kernels
+from megatrain_jax._src.kernels.timing import Timed, time_kernels
 from megatrain_jax._src.program.effects import has_side_effects
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.tasks import build_task_lists
@@ -41,22 +42,29 @@ def is_worth_measuring(spec: RunSpec) -> bool:
     return spec.first.schedule.seconds >= _SHORTEST
 
 
-def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpec:
+def by_measured_times(
+    spec: RunSpec, kernels: KernelCache, placement: Placement, sample_batch: Any
+) -> RunSpec:
     """The run with its step scheduled by the measured seconds of its compiled functions.
 
     Args:
         spec: The run, fitted to its machine.
         kernels: Cache with its compiled functions.
         placement: Placement of the run.
+        sample_batch: A batch, this process's part of it, or its shapes. Functions are timed with
+            its integers.
     """
     step, stages = spec.first, spec.first.stages
-    timed: dict[tuple[Op, int], list[Kernel]] = {}
+    timed: dict[tuple[Op, int], list[Timed]] = {}
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
         # A stage that prints, or calls back, must not do so here.
-        if op in (Op.REDUCE, Op.UPDATE) or (
-            op in (Op.FORWARD, Op.BACKWARD) and not has_side_effects(stages[number].stage.jaxpr)
-        ):
-            timed.setdefault((op, number), []).append(kernel)
+        if op in (Op.REDUCE, Op.UPDATE):
+            timed.setdefault((op, number), []).append(Timed(kernel))
+        elif op in (Op.FORWARD, Op.BACKWARD):
+            stage = stages[number].stage
+            if not has_side_effects(stage.jaxpr):
+                writes = stage.outputs if op is Op.FORWARD else ()
+                timed.setdefault((op, number), []).append(Timed(kernel, stage.inputs, writes))
 
     def agree(seconds: float) -> float:
         # All processes have to follow the same schedule; the slowest device decides.
@@ -64,13 +72,21 @@ def by_measured_times(spec: RunSpec, kernels: KernelCache, placement: Placement)
         return max(every)
 
     with placement.outside_meshes():
-        every = itertools.chain(*timed.values())
-        seconds = time_kernels(kernels, every, agree, share=_share_of_stages(step))
+        seconds = time_kernels(
+            kernels,
+            itertools.chain(*timed.values()),
+            agree,
+            integers=integers_of_batch(step.program, placement, sample_batch),
+            share=_share_of_stages(step),
+        )
+    names = {
+        place: [(row.kernel.name, row.kernel.key) for row in own] for place, own in timed.items()
+    }
     found = {
         # The microbatches of a wave may have different kernels.
-        place: statistics.fmean(seconds[kernel.name, kernel.key] for kernel in own)
-        for place, own in timed.items()
-        if all((kernel.name, kernel.key) in seconds for kernel in own)
+        place: statistics.fmean(seconds[name] for name in own)
+        for place, own in names.items()
+        if seconds.keys() >= set(own)
     }
     machine = spec.options.machine
     # Nothing was copied while functions were timed.

@@ -1,0 +1,139 @@
+"""Arguments for functions that are timed before a run has any state.
+
+A small function computes a function's arguments on its devices, so nothing large is copied from
+the host. Floating-point numbers are pseudo-random, because a GPU multiplies zeros faster than real
+data.
+
+How long a function takes may also depend on its integers: experts take as long as the tokens that
+chose them, and attention as long as documents are. So stages take the integers of a real batch:
+those that the step's prologue computes of it, and those that stages timed earlier have passed on.
+Example: a router's stage passes on the experts that its tokens have chosen, value 7.
+
+    1. the router is timed; 7 is known now
+    2. a stage of experts that takes 7 gets it, and made-up numbers otherwise
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.stage_kernels import shardings
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.effects import has_side_effects
+from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.state.placement import Placement
+
+# The largest absolute value of a random number.
+_SCALE = 0.03
+
+Integers = Mapping[int, jax.Array]
+"""Integer values of a step on its devices, by id."""
+
+
+def can_be_made(kernel: Kernel) -> bool:
+    """Whether a kernel's arguments can be made; random keys of other generators can't."""
+    keys = [x.dtype for x in jax.tree.leaves(kernel.takes) if _is_key(x)]
+    return kernel.takes is not None and all(dtype == _key_dtype() for dtype in keys)
+
+
+def maker(kernel: Kernel) -> jax.stages.Lowered:
+    """The lowered function without arguments that makes a kernel's arguments."""
+    # The square root of a negative second moment would be no number.
+    lowest = 0.0 if kernel.name == "update" else -1.0
+
+    def make() -> Any:
+        return jax.tree.map(lambda like: _numbers(like, lowest), kernel.takes)
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, kernel.takes)).lower()
+
+
+def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Integers:
+    """The integer values that a step's prologue computes of a batch.
+
+    Args:
+        program: The step's program, of one microbatch.
+        placement: Placement of the values.
+        batch: A batch, this process's part of it; the first rows are read, as many as a microbatch
+            has. Of a batch's shapes nothing is known, and neither of a prologue with effects.
+    """
+    leaves = jax.tree.leaves(batch)
+    is_real = not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    # All processes have to compute together.
+    if not all(placement.processes.gather("timing with a batch", is_real)):
+        return {}
+    ids = [i for i in program.prologue_values if _is_integer(program.values[i])]
+    if not ids or has_side_effects(program.prologue):
+        return {}
+    first = len(program.prologue_consts)
+    data = [jx.shape_of(v.aval) for v in program.prologue.invars[first:]]
+    num_variables = len(program.state.drawn)
+    rows = program.examples.number
+    own = rows // placement.processes.count
+    real = {
+        number: placement.put_parts(np.asarray(leaf[:own]), placement.batch(rows))
+        for number, leaf in enumerate(leaves, num_variables)
+        if _is_integer(data[number])
+    }
+
+    def compute(real):
+        made = [real[n] if n in real else _numbers(x, -1.0) for n, x in enumerate(data)]
+        values = jx.evaluate(program.prologue, [*program.prologue_consts, *made])
+        by_id = dict(zip(program.prologue_values, values, strict=True))
+        return [by_id[i] for i in ids]
+
+    values = jax.jit(compute, out_shardings=shardings(program, placement, ids))(real)
+    return dict(zip(ids, values, strict=True))
+
+
+def with_integers(
+    arguments: Sequence[Any], reads: Sequence[int], known: Integers
+) -> tuple[Any, ...]:
+    """A stage's arguments with its input values of these ids replaced, where they are known."""
+    masters, inputs, *rest = arguments
+    rows = zip(reads, inputs, strict=True)
+    return masters, [known.get(i, made) for i, made in rows], *rest
+
+
+def integers_passed_on(writes: Sequence[int], outputs: Sequence[jax.Array]) -> Integers:
+    """The integers among a stage's output values of these ids."""
+    return {i: x for i, x in zip(writes, outputs, strict=True) if _is_integer(x)}
+
+
+def _is_integer(aval: Any) -> bool:
+    """Whether values are integers, but not codes of 8 bits such as a picture's."""
+    return jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize > 1
+
+
+def _key_dtype() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0)).dtype
+
+
+def _is_key(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(aval: jax.ShapeDtypeStruct, lowest: float) -> jax.Array:
+    """Values of a shape and dtype; indices count along the last axis, so they are in bounds."""
+    shape, dtype, size = aval.shape, aval.dtype, math.prod(aval.shape)
+    if _is_key(aval):
+        return jax.random.split(jax.random.key(0), size).reshape(shape)
+    if aval.weak_type:  # only weak numbers give a weak array
+        return jax.lax.broadcast(jnp.zeros((), dtype).item() + 1, shape)
+    if dtype == jnp.bool_:
+        return jnp.ones(shape, dtype)
+    if _is_integer(aval):
+        return (
+            jax.lax.broadcasted_iota(dtype, shape, len(shape) - 1) if shape else jnp.ones((), dtype)
+        )
+    bits = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    bits = (bits ^ (bits >> 13)).reshape(shape)
+    if jnp.issubdtype(dtype, jnp.integer):  # codes
+        return (bits >> 24).astype(dtype)
+    share = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    return (_SCALE * (lowest + (1 - lowest) * share)).astype(dtype)
