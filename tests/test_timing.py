@@ -172,7 +172,7 @@ def test_results_are_the_same_to_the_bit_under_any_times(
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, caplog):
     """With arguments of one function at a time, and without compiling it again."""
-    held = []
+    held, beside = [], []
 
     def timer(call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
         caplog.clear()
@@ -181,7 +181,13 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
         held.append(sum(x.nbytes for x in jax.live_arrays()))
         return agree(1e-3)
 
+    def call(function: Any, kernel: Kernel, arguments: tuple[Any, ...]) -> RepeatedCall:
+        own = sum(x.nbytes for x in jax.tree.leaves(arguments))
+        beside.append(sum(x.nbytes for x in jax.live_arrays()) - own)
+        return RepeatedCall(function, kernel, arguments)
+
     monkeypatch.setattr(timing, "measured_seconds", timer)
+    monkeypatch.setattr(timing, "RepeatedCall", call)
     case, mesh = CASES["nnx_tied"], Mesh(jax.devices()[:num_devices], "data")
     real = measured.by_measured_times
 
@@ -194,6 +200,7 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
         largest = max(sum(x.size * x.dtype.itemsize for x in _sized(k)) for k in rows)
         # Results and new arguments take no more than the arguments did.
         assert before < max(held) <= before + 3 * largest
+        assert max(beside) <= before + 4096, "nothing of the function before"
         assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
         return found
 
