@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
@@ -158,3 +159,34 @@ def test_a_prologue_that_prints_does_not_print_before_training(monkeypatch, caps
     trainer.read(trainer.step(batch))
     jax.effects_barrier()
     assert "documents of" in capsys.readouterr().out
+
+
+class Masked(nnx.Module):
+    """Blocks of documents with masks from a random key that a variable holds."""
+
+    def __init__(self, impl: str | None, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+        self.key = nnx.Variable(jax.random.key(1, impl=impl))
+
+    def __call__(self, x: jax.Array, documents: jax.Array) -> jax.Array:
+        dropped = jax.random.bernoulli(self.key[...], 0.5, documents.shape)
+        kept = jnp.where(dropped, documents, jax.random.key_data(self.key[...])[-1]) % 8
+        for layer in self.layers:
+            x = jnp.tanh(layer(x)) + layer.kernel[kept]
+        return x
+
+
+@pytest.mark.usefixtures("pretending_gpu")
+@pytest.mark.parametrize("impl", [None, "rbg"])
+def test_a_model_with_keys_of_another_generator_trains(impl, monkeypatch):
+    """Keys of another generator than the default can't be made."""
+    watch, batch = Watch(monkeypatch), made()[-1]
+    trainer = mt.Trainer(
+        lambda: Masked(impl, nnx.Rngs(0)),
+        lambda model, batch: (model(batch["x"], batch["documents"]) ** 2).mean(),
+        optax.sgd(0.1),
+        batch,
+        progress=False,
+    )
+    assert trainer.plan.is_measured and watch.timed
+    assert np.isfinite(trainer.read(trainer.step(batch))["loss"])

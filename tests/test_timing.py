@@ -220,8 +220,8 @@ def test_functions_are_timed_as_they_run_in_training(num_devices, monkeypatch, c
 
 @pytest.mark.usefixtures("pretending_gpu")
 @pytest.mark.parametrize("in_wave", [1, 2, 4])
-def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch):
-    """The microbatches of a wave have different backwards; each counts with their mean."""
+def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch, caplog):
+    """The microbatches of a wave have different backwards, timed with what they take in a step."""
     numbers = iter(range(1, 100))
 
     def timer(call: RepeatedCall, agree: Any, pause: float = 0.0) -> float:
@@ -236,6 +236,11 @@ def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch):
         precision=mt.Precision(compute="float32", sums="bfloat16"),
     )  # fmt: skip
     assert trainer.plan.is_measured
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        trainer.step(case.batch(0))
+        trainer.flush()
+    compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+    assert compiled and not any("backward_stage" in text for text in compiled)
 
 
 def _sized(kernel: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.stage_kernels import shardings
@@ -37,8 +36,7 @@ Integers = Mapping[int, jax.Array]
 
 def can_be_made(kernel: Kernel) -> bool:
     """Whether a kernel's arguments can be made; random keys of other generators can't."""
-    keys = [x.dtype for x in jax.tree.leaves(kernel.takes) if _is_key(x)]
-    return kernel.takes is not None and all(dtype == _key_dtype() for dtype in keys)
+    return kernel.takes is not None and _has_usual_keys(kernel.takes)
 
 
 def maker(kernel: Kernel) -> jax.stages.Lowered:
@@ -59,7 +57,8 @@ def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Int
         program: The step's program, of one microbatch.
         placement: Placement of the values.
         batch: A batch, this process's part of it; the first rows are read, as many as a microbatch
-            has. Of a batch's shapes nothing is known, and neither of a prologue with effects.
+            has. Nothing is known of a batch's shapes, nor of a prologue that has effects or takes
+            what can't be made.
     """
     leaves = jax.tree.leaves(batch)
     is_real = not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -67,15 +66,15 @@ def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Int
     if not all(placement.processes.gather("timing with a batch", is_real)):
         return {}
     ids = [i for i in program.prologue_values if _is_integer(program.values[i])]
-    if not ids or has_side_effects(program.prologue):
-        return {}
     first = len(program.prologue_consts)
     data = [jx.shape_of(v.aval) for v in program.prologue.invars[first:]]
+    if not ids or has_side_effects(program.prologue) or not _has_usual_keys(data):
+        return {}
     num_variables = len(program.state.drawn)
     rows = program.examples.number
     own = rows // placement.processes.count
     real = {
-        number: placement.put_parts(np.asarray(leaf[:own]), placement.batch(rows))
+        number: placement.put_parts(leaf[:own], placement.batch(rows))
         for number, leaf in enumerate(leaves, num_variables)
         if _is_integer(data[number])
     }
@@ -107,6 +106,12 @@ def integers_passed_on(writes: Sequence[int], outputs: Sequence[jax.Array]) -> I
 def _is_integer(aval: Any) -> bool:
     """Whether values are integers, but not codes of 8 bits such as a picture's."""
     return jnp.issubdtype(aval.dtype, jnp.integer) and aval.dtype.itemsize > 1
+
+
+def _has_usual_keys(avals: Any) -> bool:
+    """Whether all random keys are of JAX's default generator."""
+    keys = [x.dtype for x in jax.tree.leaves(avals) if _is_key(x)]
+    return all(dtype == _key_dtype() for dtype in keys)
 
 
 def _key_dtype() -> Any:
