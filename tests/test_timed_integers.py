@@ -84,7 +84,7 @@ class Watch:
         found: dict[int, list[np.ndarray]] = {}
         left = dict(self.taken)
         for row in self.timed:
-            if taken := left.pop((row.kernel.name, row.kernel.key), None):
+            if taken := left.pop(row.name, None):
                 for i, x in zip(row.reads, taken, strict=True):
                     if np.issubdtype(x.dtype, np.integer):
                         found.setdefault(i, []).append(x)
@@ -110,7 +110,7 @@ def test_functions_take_the_integers_that_a_step_computes(num_devices, microbatc
     chosen: dict[int, np.ndarray] = {}
     for row in watch.timed:
         if row.writes:
-            returned = watch.returned[row.kernel.name, row.kernel.key]
+            returned = watch.returned[row.name]
             pairs = zip(row.writes, returned, strict=True)
             chosen |= {i: x for i, x in pairs if np.issubdtype(x.dtype, np.integer)}
     assert of_batch and len(chosen) >= 2, "documents, and what the blocks have chosen"

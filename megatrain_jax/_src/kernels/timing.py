@@ -147,6 +147,11 @@ class Timed(NamedTuple):
     reads: Sequence[int] = ()
     writes: Sequence[int] = ()
 
+    @property
+    def name(self) -> tuple[str, Hashable]:
+        """The kernel's name and key, which equal kernels share."""
+        return self.kernel.name, self.kernel.key
+
 
 def time_kernels(
     cache: KernelCache,
@@ -175,7 +180,7 @@ def time_kernels(
     different: dict[tuple[str, Hashable], list[Timed]] = {}
     for row in functions:
         if can_be_made(row.kernel):
-            different.setdefault((row.kernel.name, row.kernel.key), []).append(row)
+            different.setdefault(row.name, []).append(row)
     makers = [maker(row.kernel) for row, *_ in different.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         made = pool.map(lambda lowered: lowered.compile(), makers)

@@ -57,14 +57,13 @@ def by_measured_times(
     step, stages = spec.first, spec.first.stages
     timed: dict[tuple[Op, int], list[Timed]] = {}
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
-        # A stage that prints, or calls back, must not do so here.
+        of_place = timed.setdefault((op, number), [])
         if op in (Op.REDUCE, Op.UPDATE):
-            timed.setdefault((op, number), []).append(Timed(kernel))
-        elif op in (Op.FORWARD, Op.BACKWARD):
-            stage = stages[number].stage
-            if not has_side_effects(stage.jaxpr):
-                writes = stage.outputs if op is Op.FORWARD else ()
-                timed.setdefault((op, number), []).append(Timed(kernel, stage.inputs, writes))
+            of_place.append(Timed(kernel))
+        # A stage that prints, or calls back, must not do so here.
+        elif not has_side_effects((stage := stages[number].stage).jaxpr):
+            writes = stage.outputs if op is Op.FORWARD else ()
+            of_place.append(Timed(kernel, stage.inputs, writes))
 
     def agree(seconds: float) -> float:
         # All processes have to follow the same schedule; the slowest device decides.
@@ -79,14 +78,11 @@ def by_measured_times(
             integers=integers_of_batch(step.program, placement, sample_batch),
             share=_share_of_stages(step),
         )
-    names = {
-        place: [(row.kernel.name, row.kernel.key) for row in own] for place, own in timed.items()
-    }
     found = {
         # The microbatches of a wave may have different kernels.
-        place: statistics.fmean(seconds[name] for name in own)
-        for place, own in names.items()
-        if seconds.keys() >= set(own)
+        place: statistics.fmean(seconds[row.name] for row in own)
+        for place, own in timed.items()
+        if own and all(row.name in seconds for row in own)
     }
     machine = spec.options.machine
     # Nothing was copied while functions were timed.
