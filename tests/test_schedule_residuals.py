@@ -152,15 +152,17 @@ def test_no_more_residuals_wait_in_the_host_than_may_beside_those_that_the_devic
         assert schedule.kept == set(kept) and waiting == set(kept[:-3])
 
 
+@pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize(("seconds_per_byte", "travels"), [(1e-4, True), (0.05, False)])
 def test_residuals_that_save_little_travel_where_the_link_hardly_has_other_work(
-    seconds_per_byte, travels
+    seconds_per_byte, travels, accumulate
 ):
     num, size = 10, 100
     every = chain(
         num,
         residuals=(*(10 * size,) * (num - 1), 0),
         may_offload_residuals=True,
+        accumulate=accumulate,
         # Less in all than rates can tell where the link matters.
         costs=costs(num, num, recompute=(0.3,) * num, link=host(seconds_per_byte)),
     )
