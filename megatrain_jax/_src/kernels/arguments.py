@@ -4,13 +4,13 @@ A small function computes a function's arguments on its devices, so nothing larg
 the host. Floating-point numbers are pseudo-random, because a GPU multiplies zeros faster than real
 data.
 
-How long a function takes may also depend on its integers: experts take as long as the tokens that
-chose them, and attention as long as documents are. So stages take the integers of a real batch:
-those that the step's prologue computes of it, and those that stages timed earlier have passed on.
-Example: a router's stage passes on the experts that its tokens have chosen, value 7.
+A function's time may also depend on its integers: experts take longer the more tokens choose them,
+and attention takes longer the longer documents are. So stages take the integers of a real batch.
+The step's prologue computes some of them; stages pass on the rest, and so do these stages when they
+are timed. Example: a router passes on each token's experts as value 7.
 
-    1. the router is timed; 7 is known now
-    2. a stage of experts that takes 7 gets it, and made-up numbers otherwise
+    1. the router is timed, and value 7 is kept
+    2. a stage of experts takes value 7; its parameters and tokens are random numbers
 """
 
 import math
@@ -51,14 +51,16 @@ def maker(kernel: Kernel) -> jax.stages.Lowered:
 
 
 def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Integers:
-    """The integer values that a step's prologue computes of a batch.
+    """The integer values that a step's prologue computes from a batch's first rows.
 
     Args:
         program: The step's program, of one microbatch.
         placement: Placement of the values.
-        batch: A batch, this process's part of it; the first rows are read, as many as a microbatch
-            has. Nothing is known of a batch's shapes, nor of a prologue that has effects or takes
-            what can't be made.
+        batch: This process's part of a batch. As many rows are read as a microbatch has.
+
+    Returns:
+        The values. There are none if `batch` has shapes instead of arrays, or if the prologue has
+        effects or takes a random key of another generator than JAX's default.
     """
     leaves = jax.tree.leaves(batch)
     is_real = not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)

@@ -1,9 +1,9 @@
 """Measures how fast a run's devices and their hosts copy, both ways at once.
 
-Rates differ between machines: by the link's generation and number of lanes, by the host's memory,
-and by programs beside this one. They also differ between the two ways, and from copies one way
-alone. An H100 that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both ways at
-once, as steps do.
+Rates depend on the link's generation and number of lanes, on the host's memory and on programs
+beside this one. Copies to the device and to the host have different rates, and both are slower at
+once than alone. An H100 that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both
+ways at once, as steps do.
 """
 
 import statistics
@@ -27,7 +27,7 @@ _NUM_ROUNDS = 5
 
 
 def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
-    """Bytes per second to each device, and from it, if all devices copy both ways.
+    """Bytes per second to each device, and from it, if all devices copy both ways at once.
 
     The pool has to be reserved.
 
@@ -37,7 +37,7 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
         array_bytes: Bytes of the largest array that the run copies to a device. Rates
             depend on it.
     """
-    # Arrays take memory on both sides: those of one direction, and the other one's copies.
+    # Both sides hold arrays to be copied, and copies of the opposite side's arrays.
     room = num_bytes // 2
     each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST))
     number = max(_FEWEST, min(_MOST, _ENOUGH_BYTES // each, room // each))
