@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,25 @@ def saved(trainer: Any, tmp_path: Path) -> Path:
     """A checkpoint of that trainer."""
     trainer.save(tmp_path / "2")
     return tmp_path / "2"
+
+
+@pytest.fixture
+def pretending_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has trainers take this CPU for a GPU, and time steps however short they are.
+
+    Its machine is returned.
+    """
+    from megatrain_jax._src.spec import measured
+    from megatrain_jax._src.state import pool
+    from runs import SLOW
+
+    gib = 2**30
+    machine = replace(SLOW, device_bytes=gib, host_bytes=64 * gib, link_bytes_per_s=1e5)
+    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", lambda *_: (1e5, 1e5))
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: machine.device_bytes)
+    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
+    return machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

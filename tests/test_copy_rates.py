@@ -14,7 +14,6 @@ from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.workload import Link
 from megatrain_jax._src.spec import measured, rescheduled
 from megatrain_jax._src.spec.costs import host_link
-from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import Placement, placed_on
 from optimizers import OPTIMIZERS
 from plans import BALANCED, small_plan
@@ -188,19 +187,15 @@ def test_measured_rates_choose_nothing_that_changes_results():
         assert first.schedule == second.schedule
 
 
-def test_a_start_measures_the_link_of_a_step_that_copies(monkeypatch):
+def test_a_start_measures_the_link_of_a_step_that_copies(pretending_gpu, monkeypatch):
     """Plan and schedule follow what was measured; a step that copies nothing needs no rates."""
-    machine = dataclasses.replace(SLOW, device_bytes=GIB, host_bytes=64 * GIB, link_bytes_per_s=1e5)
     asked = []
 
     def rates(placement, num_bytes, array_bytes):
         asked.append((num_bytes, array_bytes))
         return 2e4, 5e4
 
-    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
     monkeypatch.setattr("megatrain_jax._src.start.measured_rates", rates)
-    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
-    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
     streamed = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")
     phases = ["tracing", "compiling", "timing", "pinning", "timing copies", "initialising"]
     assert list(streamed.startup) == phases
@@ -215,7 +210,7 @@ def test_a_start_measures_the_link_of_a_step_that_copies(monkeypatch):
     assert "2e-05 GB/s in and 5e-05 out" in str(plan) and "link measured here" in str(plan)
     whole = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=GIB)
     assert not asked and list(whole.startup) == [x for x in phases if x != "timing copies"]
-    assert whole.plan.hardware and whole.plan.hardware.source == machine.source
+    assert whole.plan.hardware and whole.plan.hardware.source == pretending_gpu.source
 
 
 def test_a_run_on_a_cpu_measures_nothing(monkeypatch):

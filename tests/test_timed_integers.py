@@ -1,4 +1,4 @@
-"""The integers that functions are timed with: those that a step computes of a batch."""
+"""Functions are timed with the integers that a step computes of a batch."""
 
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatrain_jax._src.kernels import timing
 from megatrain_jax._src.kernels.timing import RepeatedCall, Timed
 from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.spec import measured
-from test_timing import pretending_gpu  # noqa: F401
 
 DOCUMENTS = np.repeat(np.array([[3, 3, 3, 7], [1, 2, 2, 2], [5, 5, 9, 9], [4, 4, 4, 6]]), 4, 1)
 

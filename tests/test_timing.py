@@ -29,25 +29,12 @@ from megatrain_jax._src.schedule.workload import Costs
 from megatrain_jax._src.spec import measured
 from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.step_kernels import numbered_kernels
-from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_spec, make_trainer
 from schedule_machine import run_everything
 from workloads import computing, decoder, random_workload
 from zoo import CASES
-
-GIB = 2**30
-
-
-@pytest.fixture
-def pretending_gpu(monkeypatch):
-    """Has trainers take this CPU for a GPU, and time steps however short they are."""
-    machine = dataclasses.replace(SLOW, device_bytes=GIB, host_bytes=64 * GIB, link_bytes_per_s=1e5)
-    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
-    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
-    monkeypatch.setattr(measured, "_SHORTEST", 0.0)
-    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", lambda *_: (1e5, 1e5))
 
 
 def other_costs(costs: Costs, rng: random.Random) -> Costs:

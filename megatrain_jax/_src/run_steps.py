@@ -11,6 +11,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
 from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_arrays
 from megatrain_jax._src.options.inputs import check_data, check_loss
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
 from megatrain_jax._src.runtime.evaluation import evaluate_batches
@@ -146,7 +147,7 @@ class RunSteps:
 
 
 def _num_bytes(batch: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    return sum(map(jx.num_bytes, jax.tree.leaves(batch)))
 
 
 @contextlib.contextmanager

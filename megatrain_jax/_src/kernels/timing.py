@@ -181,17 +181,18 @@ def time_kernels(
     for row in functions:
         if can_be_made(row.kernel):
             different.setdefault(row.name, []).append(row)
-    makers = [maker(row.kernel) for row, *_ in different.values()]
+    makers = [maker(alike[0].kernel) for alike in different.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         made = pool.map(lambda lowered: lowered.compile(), makers)
         make = dict(zip(different, made, strict=True))
     known = dict(integers or {})
     found, heat = {}, _FIRST_HEAT
     pause = 0.0 if share is None else 1 / max(share, _LEAST_SHARE) - 1
-    for name, (row, *others) in different.items():
-        kernel, arguments = row.kernel, make[name]()
-        if row.reads:
-            arguments = with_integers(arguments, row.reads, known)
+    for name, alike in different.items():
+        kernel, reads, _ = alike[0]
+        arguments = make[name]()
+        if reads:
+            arguments = with_integers(arguments, reads, known)
         call = RepeatedCall(cache.get(kernel), kernel, arguments)
         del arguments
         found[name] = measured_seconds(call, agree)
@@ -202,7 +203,7 @@ def time_kernels(
                 _heat(call, heat, found[name], pause)
                 found[name] = measured_seconds(call, agree, pause)
             heat = _HEAT
-        for stage in (row, *others):
+        for stage in alike:
             if stage.writes:
                 known |= integers_passed_on(stage.writes, call.outputs())
         del call  # before the next function's arguments are made

@@ -57,13 +57,14 @@ def by_measured_times(
     step, stages = spec.first, spec.first.stages
     timed: dict[tuple[Op, int], list[Timed]] = {}
     for op, number, kernel in numbered_kernels(step, spec.layouts, spec.optimizer, placement):
-        of_place = timed.setdefault((op, number), [])
-        if op in (Op.REDUCE, Op.UPDATE):
-            of_place.append(Timed(kernel))
-        # A stage that prints, or calls back, must not do so here.
-        elif not has_side_effects((stage := stages[number].stage).jaxpr):
-            writes = stage.outputs if op is Op.FORWARD else ()
-            of_place.append(Timed(kernel, stage.inputs, writes))
+        row = Timed(kernel)
+        if op in (Op.FORWARD, Op.BACKWARD):
+            stage = stages[number].stage
+            # A stage that prints, or calls back, must not do so here.
+            if has_side_effects(stage.jaxpr):
+                continue
+            row = Timed(kernel, stage.inputs, stage.outputs if op is Op.FORWARD else ())
+        timed.setdefault((op, number), []).append(row)
 
     def agree(seconds: float) -> float:
         # All processes have to follow the same schedule; the slowest device decides.
@@ -82,7 +83,7 @@ def by_measured_times(
         # The microbatches of a wave may have different kernels.
         place: statistics.fmean(seconds[row.name] for row in own)
         for place, own in timed.items()
-        if own and all(row.name in seconds for row in own)
+        if all(row.name in seconds for row in own)
     }
     machine = spec.options.machine
     # Nothing was copied while functions were timed.
