@@ -296,6 +296,11 @@ def test_without_a_budget_state_stays_where_there_is_room():
     run_steps(trainer, [float_batch(256, seed) for seed in range(2)])
 
 
+def test_arrays_lie_in_the_pool_where_a_plan_places_them():
+    script = Path(__file__).with_name("pool_places.py")
+    subprocess.run([sys.executable, str(script)], check=True)
+
+
 def test_a_3b_decoder_streams_as_it_trains_resident(tmp_path):
     """The experiments' own decoder at its full size, each row in a process of its own."""
     script = Path(__file__).parents[1] / "experiments/throughput/updates.py"

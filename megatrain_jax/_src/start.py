@@ -67,6 +67,7 @@ from megatrain_jax._src.spec.microbatches import (
     chooses_microbatches_or_waves,
     fit_with_microbatches,
 )
+from megatrain_jax._src.spec.pooled import pooled_bytes
 from megatrain_jax._src.spec.rescheduled import run_with_all_waves
 from megatrain_jax._src.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.spec.step_kernels import step_kernels
@@ -268,7 +269,7 @@ def _started(
             return_freed_memory()
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
-            num_bytes = peak_bytes(whole.first) // processes.count
+            num_bytes = pooled_bytes(whole, *processes.spread)
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
         if measures and has_copies(spec):
             with phases.phase("timing copies"):

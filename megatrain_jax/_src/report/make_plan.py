@@ -24,6 +24,7 @@ from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.budget import least_device_bytes, uncounted_activation_bytes
 from megatrain_jax._src.spec.host import host_process, peak_bytes
 from megatrain_jax._src.spec.indivisible_arrays import indivisible_arrays
+from megatrain_jax._src.spec.pooled import pooled_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.state.hardware import Hardware
@@ -104,10 +105,10 @@ def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -
     if spec.machine is None:
         return {}
     process = host_process(spec, num_processes, processes_per_host)
-    peak = peak_bytes(spec.first) // num_processes
+    pooled = pooled_bytes(spec, num_processes, processes_per_host)
     return {
-        "host_process_bytes": process.needed(peak),
-        "host_pool_bytes": process.pool_bytes(peak),
+        "host_process_bytes": process.needed(pooled),
+        "host_pool_bytes": process.pool_bytes(pooled),
         "host_fixed_bytes": process.fixed_bytes,
     }
 

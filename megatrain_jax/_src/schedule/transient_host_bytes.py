@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
-from megatrain_jax._src.schedule.tasks import Computation, Task, TaskLists
+from megatrain_jax._src.schedule.host_copies import List, host_changes
+from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.tasks import Computation, TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
 # The driver waits for a task before it dispatches the task two later.
@@ -44,9 +45,7 @@ class TransientHostBytes:
         return self.gradients + self.activations + self.residuals + self.in_flight
 
 
-def find_waiting(
-    workload: Workload, lists: Iterable[tuple[Sequence[Task], Sequence[Instruction]]]
-) -> TransientHostBytes:
+def find_waiting(workload: Workload, lists: Iterable[List]) -> TransientHostBytes:
     """Finds the peak bytes of gradients, activations and residuals that wait in the host.
 
     Args:
@@ -60,22 +59,14 @@ def find_waiting(
     now = most = 0
     by_kind: Counter[Kind] = Counter()
     found = by_kind.copy()
-    for tasks, instructions in lists:
-        computations = (c for task in tasks for c in task.computations)
-        for instruction in instructions:
-            op, key = instruction.op, instruction.key
-            if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
-                more = workload.size(key) - waiting.get(key, 0)
-                now, waiting[key] = now + more, workload.size(key)
-                by_kind[key.kind] += more
-                if now > most:
-                    most, found = now, by_kind.copy()
-            # A fetched part's host copy is dropped when a computation consumes or changes the part.
-            elif key is None and op not in WAITS:
-                computation = next(computations)  # all lists have the tasks' order
-                for gone in (*computation.kills, *computation.dirties):
-                    less = waiting.pop(gone, 0)
-                    now, by_kind[gone.kind] = now - less, by_kind[gone.kind] - less
+    for key, _, is_new in host_changes(lists):
+        if key is None or key.kind in LASTING:
+            continue
+        size = workload.size(key) if is_new else 0
+        more = size - waiting.get(key, 0)
+        now, waiting[key], by_kind[key.kind] = now + more, size, by_kind[key.kind] + more
+        if now > most:
+            most, found = now, by_kind.copy()
     return TransientHostBytes(
         gradients=found[Kind.GRADIENT],
         activations=found[Kind.ACTIVATION],
