@@ -61,6 +61,7 @@ def test_rates_are_those_of_the_middle_round_and_the_slowest_process(
         assert [x.size for x in (*inward, *outward)] == 2 * number * [num_devices * each]
         return next(rounds)
 
+    monkeypatch.setattr(copy_rates, "_NUM_ROUNDS", 5)
     monkeypatch.setattr(copy_rates, "_seconds", seconds)
     monkeypatch.setattr(copy_rates, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
     monkeypatch.setattr(Placement, "move", lambda self, arrays, sharding: arrays)

@@ -23,6 +23,7 @@ from megatrain_jax._src.models.tensors import LazyArray, open_folder
 from megatrain_jax._src.runtime.fill import fill_store, initial_kernels
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.spec.pooled import pooled_bytes
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.cards import H200
@@ -78,7 +79,7 @@ def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
 @pytest.mark.usefixtures("started_once_in_test")
 def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, capsys):
     """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
-    case, events = CASES["nnx_tied"], []
+    case, events, pinned = CASES["nnx_tied"], [], []
     expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
     machine = dataclasses.replace(H200, host_bytes=None)
     monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
@@ -94,12 +95,16 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
 
         def call(*args, **options):
             events.append(name)
+            if name == "reserve":
+                pinned.append(args[1])
             guard = "disallow_explicit" if name == "fit_to_machine" else "allow"
             with jax.transfer_guard_host_to_device(guard):  # copies go through the pool
                 return real(*args, **options)
 
         monkeypatch.setattr(module, name, call)
 
+    with_gaps = lambda *run: pooled_bytes(*run) + 12  # noqa: E731
+    monkeypatch.setattr(starts, "pooled_bytes", with_gaps)
     noted(pool, "reserve")
     for name in ("initial_kernels", "ReadAhead", "fit_to_machine", "fill_store"):
         noted(starts, name)
@@ -121,6 +126,8 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     assert events == ["initial_kernels", *order]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
+    spec = spec_of(trainer)
+    assert pinned == [pooled_bytes(spec, 1, 1) + 12]
     check_same_bits(trainer.params, expected)
 
 

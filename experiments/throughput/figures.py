@@ -344,5 +344,7 @@ def figure(path: Path, name: str, base: str = "", yardstick: Path | None = None)
 
 
 def _update(result: Result) -> str:
-    """The update and the budget in a row's name, such as "2 GPUs, clip 1, least", as in files'."""
-    return "-".join(result.get("name", "").replace(" ", "-").split(",-")[1:3])
+    """The update and the budget as in files' names, such as "clip-1-least"."""
+    clip = result.get("clip")
+    update = "immediate" if clip is None else f"clip-{clip:g}"
+    return f"{update}-{result.get('device_budget')}"

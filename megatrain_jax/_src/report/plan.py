@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # The parts of the host's memory, in the order of a plan's table.
-STATE, UNUSED_ENDS = "masters and optimizer state", "the pool's unused ends"
+STATE, UNUSED_PARTS = "masters and optimizer state", "the pool's unused parts"
 WAITING = "gradients that wait", "activations that wait", "residuals that wait"
 MOVING, REST = "arrays on their way", "the rest of the process"
 
@@ -82,8 +82,8 @@ class Plan:
         host_activation_bytes: Activations in the host at that moment.
         host_residual_bytes: Residuals in the host at that moment.
         host_process_bytes: Total host memory of a process for its devices' shares, with the pool's
-            unused ends; None without a GPU.
-        host_pool_bytes: Pinned memory in it, including the pool's unused ends; None without a GPU.
+            unused parts; None without a GPU.
+        host_pool_bytes: Pinned memory in it, including the pool's unused parts; None without a GPU.
         host_fixed_bytes: Host memory that a process takes before it has state; None without a GPU.
         host_budget: Maximum host memory of a process; None for its share of the machine's.
         device_budget: Bytes per device for state and activations; None for the minimum.
@@ -211,7 +211,7 @@ class Plan:
         parts[MOVING] = self.host_peak_bytes - sum(parts.values())
         if self.host_process_bytes is not None:
             pools = max(self.host_peak_bytes, (self.host_pool_bytes or 0) * self.num_processes)
-            parts[UNUSED_ENDS] = pools - self.host_peak_bytes
+            parts[UNUSED_PARTS] = pools - self.host_peak_bytes
             parts[REST] = max(0, self.host_process_bytes * self.num_processes - pools)
         return parts
 
