@@ -9,7 +9,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import megatrain_jax as mt
-from megatrain_jax._src.schedule.host_copies import _EndlessPool
+from megatrain_jax._src.schedule.host_pool import _EndlessPool
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import placed_on
 

@@ -214,6 +214,23 @@ def test_a_start_measures_the_link_of_a_step_that_copies(pretending_gpu, monkeyp
     assert whole.plan.hardware and whole.plan.hardware.source == pretending_gpu.source
 
 
+@pytest.mark.usefixtures("pretending_gpu")
+@pytest.mark.parametrize("larger", [False, True])
+def test_a_schedule_by_measured_rates_keeps_to_the_pinned_memory(larger, monkeypatch):
+    """The pools have room for one more array, but not for larger gaps."""
+    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", lambda *_: (2e4, 5e4))
+    pinned, sizes = 2**20, []
+
+    def pooled(spec, *spread):
+        sizes.append(pinned + (len(sizes) and spec.largest_slab_bytes + larger))
+        return sizes[-1]
+
+    monkeypatch.setattr("megatrain_jax._src.start.pooled_bytes", pooled)
+    spec = spec_of(make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum"))
+    assert len(sizes) == 2 and sizes[0] == pinned
+    assert (spec.first.workload.costs.link.inward == 1 / 2e4) == (not larger)
+
+
 def test_a_run_on_a_cpu_measures_nothing(monkeypatch):
     monkeypatch.setattr("megatrain_jax._src.start.measured_rates", None)
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")

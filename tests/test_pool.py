@@ -257,6 +257,48 @@ def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
     assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
+def nothing_shown(taken, of):
+    pass
+
+
+def test_gaps_are_left_out_where_memory_is_too_little_for_them(gpu):
+    """12 GiB for gaps, beside 60: the machine has room for them, or it hasn't."""
+    for available, regions in ((80, [8, 64]), (70, [4, 8, 16, 32])):
+        fake = gpu(limit_gib=115, available_gib=available)
+        fake.reserve(72 * GIB, 0, nothing_shown, 60 * GIB)
+        assert fake.regions == [gib * GIB for gib in regions]
+    with pytest.raises(MemoryError, match=r"needs 72\.00 GiB"):
+        gpu(limit_gib=115, available_gib=70).reserve(72 * GIB)
+
+
+def test_gaps_do_not_make_the_pool_of_an_earlier_run_grow(gpu):
+    fake = gpu(limit_gib=115, available_gib=123)
+    fake.reserve(30 * GIB)
+    before = list(fake.regions)
+    fake.reserve(36 * GIB, 0, nothing_shown, 28 * GIB)
+    assert fake.regions == before
+    fake.reserve(44 * GIB, 0, nothing_shown, 40 * GIB)
+    assert len(fake.regions) == len(before) + 1, "the state alone needs more"
+
+
+def test_gaps_are_left_out_in_all_processes_if_in_one(gpu):
+    fake = gpu(limit_gib=115, available_gib=123)
+    plain = dataclasses.replace(on_one_device(), platform="gpu")
+    asked = []
+
+    def gather(what, value=None):
+        asked.append(what)
+        return [value, value and what != "asking for gaps"]
+
+    processes = SimpleNamespace(gather=gather, num_here=1)
+    placement: Any = SimpleNamespace(
+        platform="gpu", local_devices=plain.local_devices, processes=processes
+    )
+    pool.reserve(placement, 72 * GIB, 0, nothing_shown, 60 * GIB)
+    assert fake.regions == [4 * GIB, 8 * GIB, 16 * GIB, 32 * GIB]
+    assert asked == ["asking for gaps", "asking for host memory", "taking host memory"]
+
+
 def test_a_system_that_pins_less_than_it_has_is_named_with_what_it_pinned(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
     take, error = fake.take, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")

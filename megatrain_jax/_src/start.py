@@ -269,14 +269,21 @@ def _started(
             return_freed_memory()
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
-            num_bytes = pooled_bytes(whole, *processes.spread)
-            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+            least = num_bytes = peak_bytes(whole.first) // processes.count
+            if has_gpu:
+                num_bytes = pooled_bytes(whole, *processes.spread)
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show, least)
         if measures and has_copies(spec):
             with phases.phase("timing copies"):
                 schedule = whole.first.schedule
                 room = min(num_bytes // len(placement.local_devices), schedule.peak_bytes)
                 rates = measured_rates(placement, room, spec.largest_slab_bytes)
-                whole = by_measured_rates(spec, *rates, schedule.transient)
+                found = by_measured_rates(spec, *rates, schedule.transient)
+                # Copies in another order may leave larger gaps. The pools have room for one more
+                # array.
+                spare = len(placement.local_devices) * spec.largest_slab_bytes
+                if pooled_bytes(found, *processes.spread) <= num_bytes + spare:
+                    whole = found
         spec = whole
     with (
         phases.phase("initialising"),

@@ -11,12 +11,12 @@ them move, updates are deferred, and the device has memory for two gradients::
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.schedule.host_copies import List, host_changes
+from megatrain_jax._src.schedule.host_copies import host_changes
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.tasks import Computation, TaskLists
+from megatrain_jax._src.schedule.tasks import Computation, Task, TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
 # The driver waits for a task before it dispatches the task two later.
@@ -45,7 +45,9 @@ class TransientHostBytes:
         return self.gradients + self.activations + self.residuals + self.in_flight
 
 
-def find_waiting(workload: Workload, lists: Iterable[List]) -> TransientHostBytes:
+def find_waiting(
+    workload: Workload, lists: Iterable[tuple[Sequence[Task], Sequence[Instruction]]]
+) -> TransientHostBytes:
     """Finds the peak bytes of gradients, activations and residuals that wait in the host.
 
     Args:
@@ -59,7 +61,7 @@ def find_waiting(workload: Workload, lists: Iterable[List]) -> TransientHostByte
     now = most = 0
     by_kind: Counter[Kind] = Counter()
     found = by_kind.copy()
-    for key, _, is_new in host_changes(lists):
+    for key, _, is_new in chain.from_iterable(host_changes(*row) for row in lists):
         if key is None or key.kind in LASTING:
             continue
         size = workload.size(key) if is_new else 0

@@ -21,6 +21,7 @@ because its backward follows its forward at once.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -86,15 +87,26 @@ class HostProcess:
         """Bytes of the process without state: interpreter, CUDA, XLA, batches, communication."""
         return beside_bytes(0, self.list_bytes) + self.unpinned_bytes
 
-    def needed(self, peak: int) -> int:
-        """Bytes of the process if its state and waiting parts take `peak` bytes."""
-        what = self.total_bytes, self.num_devices, self.list_bytes
-        return pool.process_bytes(peak, self.array_bytes, *what) + self.unpinned_bytes
+    @functools.cached_property
+    def most_bytes(self) -> int | None:
+        """The most bytes of arrays in its pools, to a MiB; None if `usable_bytes` is unknown."""
+        if (usable := self.usable_bytes) is None:
+            return None
 
-    def pool_bytes(self, peak: int) -> int:
+        def fits(mib: int) -> bool:
+            return self.needed(mib << _MIB_BITS) <= usable
+
+        return most_that_fit(usable >> _MIB_BITS, fits) << _MIB_BITS
+
+    def needed(self, num_bytes: int) -> int:
+        """Bytes of the process if the arrays in its pools, with gaps, take so many bytes."""
+        what = self.total_bytes, self.num_devices, self.list_bytes
+        return pool.process_bytes(num_bytes, self.array_bytes, *what) + self.unpinned_bytes
+
+    def pool_bytes(self, num_bytes: int) -> int:
         """The pinned memory among them."""
         what = self.total_bytes, self.num_devices, self.list_bytes
-        return pool.pool_bytes(peak, self.array_bytes, *what)
+        return pool.pool_bytes(num_bytes, self.array_bytes, *what)
 
 
 def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
@@ -142,7 +154,7 @@ def fit_to_host(
     def fits(peak: int) -> bool:
         return process.needed(peak) <= usable
 
-    most = most_that_fit(usable >> _MIB_BITS, lambda mib: fits(mib << _MIB_BITS)) << _MIB_BITS
+    most = process.most_bytes or 0
     room = most // process.num_devices - state_bytes(spec.first) // spec.first.num_devices
     spec = dataclasses.replace(spec, host_room=room)
     if fits(peak_bytes(spec.first) // num_processes):

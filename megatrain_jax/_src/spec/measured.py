@@ -3,7 +3,7 @@
 A run is planned by estimates; they also choose the functions to compile. Once they are compiled,
 each is timed with the run's shapes, and the schedule is made again by these times. It runs the same
 functions, so times never change results, and nothing is compiled again. Once host memory is pinned,
-the rates of copies are measured, too, and the schedule is made again within that memory.
+the rates of copies are measured, too. Then the schedule is made again, if it needs no more memory.
 """
 
 import dataclasses

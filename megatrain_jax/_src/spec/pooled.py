@@ -1,44 +1,60 @@
 """The pinned memory of a run: its arrays, and the gaps that XLA's allocator leaves between them."""
 
-from megatrain_jax._src.common.keys import PASSING, Key, Kind
-from megatrain_jax._src.schedule.host_copies import bytes_with_gaps
+import dataclasses
+from weakref import WeakKeyDictionary
+
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.program.jaxpr import num_bytes
+from megatrain_jax._src.schedule.host_pool import bytes_with_gaps
 from megatrain_jax._src.schedule.tasks import build_task_lists
+from megatrain_jax._src.spec.bound_step import BoundStep
 from megatrain_jax._src.spec.host import host_process, peak_bytes
 from megatrain_jax._src.spec.run_spec import RunSpec
 
+# For steps of many waves a simulation takes a second, and plans are asked for often.
+_found: WeakKeyDictionary[BoundStep, int] = WeakKeyDictionary()
+
 
 def pooled_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> int:
-    """The bytes that one process's pools of pinned memory need so that they never grow in training.
+    """The bytes that one process's pools of pinned memory need so that they hardly ever grow.
 
-    A pool that grows takes as much memory as its largest piece at once. Gaps are a guess, so a run
-    isn't refused because of them: if the process may not take so much, they are left out.
+    A pool that grows takes at least as much memory again as its largest piece. Gaps are an
+    estimate, so a run isn't refused because of them: they count as far as the process may take
+    them.
 
     Args:
-        spec: The run, fitted to its host.
+        spec: The run, fitted to its host, with all waves.
         num_processes: Number of processes that share the run.
         processes_per_host: Number of processes on each host.
     """
-    process = host_process(spec, num_processes, processes_per_host)
-    peak = peak_bytes(spec.first) // num_processes
-    with_gaps = max(peak, process.num_devices * _bytes_with_gaps(spec))
-    usable = process.usable_bytes
-    return with_gaps if usable is None or process.needed(with_gaps) <= usable else peak
+    process, step = host_process(spec, num_processes, processes_per_host), spec.first
+    if step not in _found:
+        _found[step] = _bytes_with_gaps(spec)
+    with_gaps, most = process.num_devices * _found[step], process.most_bytes
+    peak = peak_bytes(step) // num_processes
+    return max(peak, with_gaps if most is None else min(with_gaps, most))
 
 
 def _bytes_with_gaps(spec: RunSpec) -> int:
-    """The bytes of one device's pool."""
-    step = spec.first
-    workload, schedule, layouts = step.scheduled, step.schedule, spec.layouts
-    lists, number = build_task_lists(workload), step.microbatches // step.waves
+    """The bytes of one device's pool, with gaps, by simulation."""
+    step, program = spec.first, spec.first.program
+    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
 
     def arrays(key: Key) -> list[int]:
-        sizes = [workload.size(key)]
+        number = step.wave_microbatches
+        if key.kind is Kind.ACTIVATION:
+            return [workload.size(key) // number] * number
+        if key.kind is Kind.RESIDUALS:
+            residuals = step.keeping[key.owner].residuals
+            assert residuals is not None
+            each = [program.examples.num_bytes([x], step.num_devices) for x in residuals.avals]
+            return each * number
+        layout = spec.layouts[key.owner]
+        avals = layout.master.at_rest
         if key.kind is Kind.OPTIMIZER_STATE:
-            slabs = layouts[key.owner].state.layouts
-            sizes = [slab.num_bytes // slab.num_shards for slab in slabs]
-        elif key.kind in PASSING:
-            sizes = [sizes[0] // number] * number
-        return [size for size in sizes if size]
+            avals = layout.state.at_rest
+        elif key.kind is Kind.GRADIENT:
+            avals = layout.master.gradient_avals(step.gradient_dtypes[key.owner])
+        return [num_bytes(aval) // layout.master.num_shards for aval in avals]
 
-    cold, steady = (lists.cold, schedule.cold), (lists.steady, schedule.steady)
-    return bytes_with_gaps(workload, cold, steady, arrays)
+    return bytes_with_gaps(build_task_lists(workload), step.schedule, arrays)

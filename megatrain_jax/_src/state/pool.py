@@ -82,6 +82,7 @@ def reserve(
     num_bytes: int,
     array_bytes: int = 0,
     shown: Callable[[int, int], object] = lambda taken, of: None,
+    least_bytes: int | None = None,
 ) -> None:
     """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
 
@@ -91,10 +92,13 @@ def reserve(
 
     Args:
         placement: Placement of the slabs.
-        num_bytes: Bytes that this process is about to allocate: its state and arrays in flight.
+        num_bytes: Bytes that this process is about to allocate: its state, arrays in flight, and
+            the gaps between them.
         array_bytes: Bytes of the largest array on one device. An array lies within one piece, and
             the end of a piece may stay empty.
         shown: Called before and during the wait with the bytes taken so far and their total.
+        least_bytes: Bytes without gaps; None for `num_bytes`. Gaps are left out where they would
+            make the pools of an earlier run grow, or take more than the available memory.
 
     Raises:
         MemoryError: If the machine has less memory, or JAX's pools have a lower limit.
@@ -102,10 +106,21 @@ def reserve(
     if placement.platform == "cpu":
         return
     gc.collect()  # frees an earlier run's arrays that are held by a reference cycle
-    devices = placement.local_devices
-    share = -(-num_bytes // len(devices))
+    devices, number = placement.local_devices, placement.processes.num_here
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
+
+    def growth_for(num_bytes: int) -> int:
+        share = -(-num_bytes // len(devices))
+        return sum(_allocation(share, array_bytes, pools[d], in_use[d])[1] for d in devices)
+
+    if least_bytes is not None:
+        growth = growth_for(num_bytes)
+        fits = number * (growth + _beside(growth)) <= available_bytes()
+        grows = any(pools[d].likely_bytes for d in devices) and growth > growth_for(least_bytes)
+        if not all(placement.processes.gather("asking for gaps", fits and not grows)):
+            num_bytes = least_bytes
+    share = -(-num_bytes // len(devices))
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
     # Every process takes part, even if it needs nothing, because its peers wait for it.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
@@ -113,10 +128,7 @@ def reserve(
     rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
     # Every process checks before any takes memory, and the needs of one host's processes add up.
-    number = placement.processes.num_here
-    # JAX's free lists and the driver's records grow with the pages.
-    beside = growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth)
-    _check(number * num_bytes, number * growth, share, number * beside)
+    _check(number * num_bytes, number * growth, share, number * _beside(growth))
     placement.processes.gather("taking host memory")
     shown(0, growth)
     # JAX reports no progress, so the pages of this process are counted.
@@ -140,6 +152,11 @@ def reserve(
     for device, (_, growth) in rooms.items():
         likely = pools[device].likely_bytes + growth
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
+
+
+def _beside(growth: int) -> int:
+    """Bytes of JAX's free lists and the driver's records, which grow with the pools' pages."""
+    return growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth)
 
 
 def _allocation(
@@ -266,8 +283,8 @@ def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
     """Returns sizes that a fresh pool takes exactly: powers of two in ascending order.
 
     An array never spans two pieces, so a piece is counted as a whole number of the largest arrays,
-    and its end may stay empty. The pieces have space for one more array than needed, because arrays
-    of several sizes leave gaps. The total is minimal to an eighth of a percent; the list is empty
+    and its end may stay empty. The pieces have space for one more array than needed, because gaps
+    are an estimate. The total is minimal to an eighth of a percent; the list is empty
     if the limit is too low.
     """
     granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - _PIECE_BITS)
