@@ -23,7 +23,7 @@ _FEWEST, _MOST = 2, 64
 # Longer copies give the same rates.
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
 # The first round is not timed, because it allocates memory. The median of the rest counts. A
-# median of 5 rounds was 10% off once in three times, those of 30 differ by 2%; 20 take half a second.
+# median of 5 rounds was 10% off once in three times; those of 30 rounds differ by 2%.
 _NUM_ROUNDS = 20
 
 
