@@ -298,7 +298,7 @@ def test_without_a_budget_state_stays_where_there_is_room():
 
 def test_arrays_lie_in_the_pool_where_a_plan_places_them():
     script = Path(__file__).with_name("pool_places.py")
-    subprocess.run([sys.executable, str(script)], check=True)
+    assert subprocess.run([sys.executable, str(script)]).returncode == 0
 
 
 def test_a_3b_decoder_streams_as_it_trains_resident(tmp_path):

@@ -1,10 +1,10 @@
 """The pinned memory of a run: its arrays, and the gaps that XLA's allocator leaves between them."""
 
 import dataclasses
+import functools
 from weakref import WeakKeyDictionary
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.jaxpr import num_bytes
 from megatrain_jax._src.schedule.host_pool import bytes_with_gaps
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.spec.bound_step import BoundStep
@@ -40,6 +40,7 @@ def _bytes_with_gaps(spec: RunSpec) -> int:
     step, program = spec.first, spec.first.program
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
 
+    @functools.cache
     def arrays(key: Key) -> list[int]:
         number = step.wave_microbatches
         if key.kind is Kind.ACTIVATION:
@@ -49,12 +50,6 @@ def _bytes_with_gaps(spec: RunSpec) -> int:
             assert residuals is not None
             each = [program.examples.num_bytes([x], step.num_devices) for x in residuals.avals]
             return each * number
-        layout = spec.layouts[key.owner]
-        avals = layout.master.at_rest
-        if key.kind is Kind.OPTIMIZER_STATE:
-            avals = layout.state.at_rest
-        elif key.kind is Kind.GRADIENT:
-            avals = layout.master.gradient_avals(step.gradient_dtypes[key.owner])
-        return [num_bytes(aval) // layout.master.num_shards for aval in avals]
+        return spec.layouts[key.owner].arrays(step.gradient_dtypes[key.owner])[key.kind]
 
     return bytes_with_gaps(build_task_lists(workload), step.schedule, arrays)

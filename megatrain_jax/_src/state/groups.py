@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.program.jaxpr import num_bytes
 from megatrain_jax._src.program.layers.blocks import Leaf
 from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.draws import Draw, derived_draw, draw_of
@@ -96,8 +96,8 @@ class GroupLayout:
         slab, i = self.state.places[position]
         return self.state.layouts[slab], i
 
-    def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
-        """Bytes per device of each kind of part that is transferred.
+    def arrays(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, list[int]]:
+        """Bytes per device of the arrays of each kind of part that is transferred.
 
         Args:
             gradient: Dtype of the gradient; None if the group has none.
@@ -105,12 +105,17 @@ class GroupLayout:
         Returns:
             Bytes by kind: masters and optimizer state in their stored form, and the gradient.
         """
-        itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
-        return {
-            Kind.MASTERS: self.master.num_bytes // self.master.num_shards,
-            Kind.OPTIMIZER_STATE: self.state.num_bytes // self.master.num_shards,
-            Kind.GRADIENT: self.master.size // self.master.num_shards * itemsize,
+        avals = {
+            Kind.MASTERS: self.master.at_rest,
+            Kind.OPTIMIZER_STATE: self.state.at_rest,
+            Kind.GRADIENT: () if gradient is None else self.master.gradient_avals(gradient),
         }
+        shards = self.master.num_shards
+        return {kind: [num_bytes(x) // shards for x in row] for kind, row in avals.items()}
+
+    def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
+        """The sums of `arrays`."""
+        return {kind: sum(row) for kind, row in self.arrays(gradient).items()}
 
 
 def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Grouping:

@@ -120,13 +120,12 @@ def reserve(
         grows = any(pools[d].likely_bytes for d in devices) and growth > growth_for(least_bytes)
         if not all(placement.processes.gather("asking for gaps", fits and not grows)):
             num_bytes = least_bytes
-    share = -(-num_bytes // len(devices))
+    share, growth = -(-num_bytes // len(devices)), growth_for(num_bytes)
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
     # Every process takes part, even if it needs nothing, because its peers wait for it.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
-    growth = sum(growth for _, growth in rooms.values())
     # Every process checks before any takes memory, and the needs of one host's processes add up.
     _check(number * num_bytes, number * growth, share, number * _beside(growth))
     placement.processes.gather("taking host memory")
@@ -284,8 +283,8 @@ def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
 
     An array never spans two pieces, so a piece is counted as a whole number of the largest arrays,
     and its end may stay empty. The pieces have space for one more array than needed, because gaps
-    are an estimate. The total is minimal to an eighth of a percent; the list is empty
-    if the limit is too low.
+    are an estimate. The total is minimal to an eighth of a percent; the list is empty if the limit
+    is too low.
     """
     granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - _PIECE_BITS)
     needed, unit = num_bytes + array_bytes, max(1, array_bytes)
