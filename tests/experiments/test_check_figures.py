@@ -135,7 +135,7 @@ FALSE = [
     (DESIGN, "[35 s]", "->", "[42 s]"),
     (FITTING, "[0.937 s]", "->", "[0.973 s]"),
     (FITTING, "[1.592 s/step]", "->", "[1.592 minutes]"),
-    (README, "Two H200s reach", "->", "Two H100s reach"),
+    (README, "Four H200s reach", "->", "Four H100s reach"),
     (README, "[94% of the throughput]", "->", "[94% of the memory]"),
     (LONG, "the throughput is [1.59 times]", "->", "the memory is [1.59 times]"),
     (INDEX, "the throughput** of DeepSpeed's ZeRO-3", "->", "the throughput** of FSDP2's ZeRO-3"),
