@@ -24,6 +24,7 @@ and copy 220 GiB, are chosen.
 import dataclasses
 from collections.abc import Callable
 
+from megatrain_jax._src.common.divisors import divisors
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.schedule import BudgetError
@@ -86,7 +87,8 @@ class _Dividing:
         """See `fit_with_microbatches`."""
         self._run, self._make, self._fit = run, make, fit
         self._device_bytes, self._tiles = device_bytes, tiles
-        self._numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
+        of_device, rest = divmod(num_rows, run.num_devices)
+        self._numbers = [] if rest else divisors(of_device)
 
     def to_machine(self) -> RunSpec:
         """The run fitted to its machine."""

@@ -20,6 +20,7 @@ import functools
 import math
 from collections.abc import Callable
 
+from megatrain_jax._src.common.divisors import divisors
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.schedule import BudgetError
@@ -75,8 +76,8 @@ def fit_in_waves(
     workload = spec.first.workload.in_waves(1)
     balanced, least = _balanced(workload), _least_seconds(workload)
     number = spec.first.microbatches
-    divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
-    if not divisors:
+    several = divisors(number)[1:]
+    if not several:
         return fitted(1)
     # With the minimum budget, speed is not a goal.
     is_one = spec.options.device_budget == "minimum" or balanced < _FEWEST
@@ -85,7 +86,7 @@ def fit_in_waves(
     if may_be_one and not math.isinf(one := seconds(1)):
         if is_one or one * (1 - _WORTH) <= least:
             return fitted(1)
-    best = lowest(divisors, balanced, seconds, bound)
+    best = lowest(several, balanced, seconds, bound)
     if math.isinf(seconds(best)):
         return fitted(1)
     worth = seconds(best) / (1 - _WORTH)

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
+from megatrain_jax._src.common.divisors import divisors
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.axes import Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
@@ -104,7 +105,7 @@ def tile_counts(jaxpr: Any, *, num_devices: int = 1, flow: Flow | None = None) -
         found = _best(jaxpr, flow, prime, num_devices, at_least=_MANY)
         if found is not None:
             most = found.num_rows // num_devices
-            return tuple(k for k in range(prime, most + 1, prime) if not most % k)
+            return tuple(k for k in divisors(most) if k % prime == 0)
     return ()
 
 
