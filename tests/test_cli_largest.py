@@ -207,6 +207,7 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
     assert {state for num, state in planned if num == 4} > {"two_bytes"}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("larger", ["--host", "--host-budget"])
 @pytest.mark.parametrize("tokens", [["--tokens", "1024"], []])
 def test_a_host_too_small_for_the_process_is_told_without_a_search(

@@ -214,6 +214,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_an_objective_is_learned_and_exported(given, tmp_path, objective):

@@ -23,6 +23,7 @@ NAMES = ["nnx_tied", "dropout_nnx", "moe", "unet", "shared_block"]
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in NAMES]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [*NAMES, *LONG])
 def test_no_bit_changes(name):
     case = CASES[name]

@@ -51,7 +51,7 @@ def short(path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=short)
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def test_pairs_cover_everything():
     assert {optimizer for _, optimizer, _ in PAIRS} == set(OPTIMIZERS)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("name", "optimizer", "microbatches"),
     [*PAIRS, *MORE],
@@ -131,6 +131,7 @@ SCHEDULED = [
 
 
 # One test of both, since they share what is traced and compiled.
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(("name", "optimizer", "microbatches", "budgets", "residuals"), SCHEDULED)
 def test_budgets_change_no_bit_and_residuals_no_more_than_rounding(

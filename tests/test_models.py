@@ -93,7 +93,7 @@ def test_packed_documents_are_as_each_alone(pair):
     np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), atol=1e-4)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(10)
 def test_logits_and_gradients(pair):
     _, reference, pretrained = pair
     tokens = random_tokens()

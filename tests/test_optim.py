@@ -42,6 +42,7 @@ STACKED = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -44,6 +44,7 @@ def trained(case):
 
 
 # Every kind of source with a model of every kind and with one whose layers are stacked.
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "sources"),
     [

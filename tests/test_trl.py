@@ -202,6 +202,7 @@ PAIRED = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     kind, config, options = PAIRED[name]()

@@ -70,7 +70,7 @@ def test_every_value_is_drawn(seed):
     assert draw(str(seed)) != draw(str(seed + 1))
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.usefixtures("started_without_residuals")
 @pytest.mark.parametrize("model", [case.name for case in CASES.values() if case.microbatches])
 def test_waves_give_the_results_of_one_wave(model, drawn):
