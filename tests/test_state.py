@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("spectral", 2), ("dropout", 4), ("linen", 2), ("teacher", 1), ("teacher", 4)],
