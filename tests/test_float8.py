@@ -38,7 +38,6 @@ def forms():
         yield f"{''.join(axes[0])},{''.join(axes[1])}->{out}", dtype, arrays
 
 
-@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     ("formula", "dtype", "arrays"), [pytest.param(*row, id=f"{row[0]} {row[1]}") for row in forms()]
 )

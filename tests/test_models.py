@@ -55,7 +55,6 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         return model(torch.tensor(tokens).long(), **options).logits.numpy()
 
 
-@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     "pair",
     ["llama", "mistral", "qwen3-moe", "gemma2", "gemma3", "phi3", "olmo3", "smollm3", "granite"]

@@ -38,7 +38,6 @@ def check_same_tensors(ours: Path, theirs: Path) -> None:
         assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.filterwarnings("ignore:Casting complex values")  # of Llama 4's vision tower

@@ -82,7 +82,6 @@ _WITHOUT_EFFECT |= {"original_max_position_embeddings"}  # null, which is read a
 _WITHOUT_EFFECT |= {"layer_types"}  # 0, in families that have none
 
 
-@pytest.mark.drawn(15)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_spoiled_configuration_is_refused_or_read_as_transformers_reads_it(name, tmp_path):

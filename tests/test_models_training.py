@@ -98,7 +98,7 @@ def packed_loss(model, batch):
     return loss if experts is None else loss + experts.balance_weight * balance
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("loss_fn", [plain_loss, packed_loss])
 def test_equal_layers_share_a_template(name, loss_fn):

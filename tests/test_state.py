@@ -87,7 +87,6 @@ CASES = {
 }
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     [("spectral", 2), ("dropout", 4), ("linen", 2), ("teacher", 1), ("teacher", 4)],

@@ -162,7 +162,6 @@ def test_the_model_writes_its_own_copies_of_variables():
     assert float(trainer.step(x)["loss"]) == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan", "last_axis"])
 def test_the_model_computes_with_the_trained_parameters(name):
     case = CASES[name]

@@ -68,7 +68,6 @@ def leaf_by_leaf(part, layout):
     return compute
 
 
-@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_whole_slabs_get_what_their_leaves_get(name):
     for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
