@@ -9,8 +9,8 @@ gaps in parentheses::
     two are freed, after their new versions have been written   (140) 70 70 70
     an activation gets the whole gap, and 10 MiB are lost       130+10 70 70 70
 
-On four GPUs, each pool had 17 GiB, of which arrays took 14. No gap was large enough for 155 MB, so
-each pool grew by 16 GiB, which took ten seconds.
+On four GPUs, arrays took 14 of the 17 GiB of each pool. No gap was large enough for 155 MB, so each
+pool grew by 16 GiB, in ten seconds.
 """
 
 import math
@@ -43,7 +43,7 @@ def bytes_with_gaps(
         arrays: The bytes of the arrays of a part.
 
     Returns:
-        Bytes, at least those of the state at rest.
+        Bytes, at least as many as the state at rest takes.
     """
     pool, held = _EndlessPool(), dict[Key, list[int]]()
     leaving: list[tuple[int, int]] = []  # arrays that are read until a task has been computed

@@ -120,12 +120,13 @@ def reserve(
         grows = any(pools[d].likely_bytes for d in devices) and growth > growth_for(least_bytes)
         if not all(placement.processes.gather("asking for gaps", fits and not grows)):
             num_bytes = least_bytes
-    share, growth = -(-num_bytes // len(devices)), growth_for(num_bytes)
+    share = -(-num_bytes // len(devices))
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
     # Every process takes part, even if it needs nothing, because its peers wait for it.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
+    growth = sum(more for _, more in rooms.values())
     # Every process checks before any takes memory, and the needs of one host's processes add up.
     _check(number * num_bytes, number * growth, share, number * _beside(growth))
     placement.processes.gather("taking host memory")
