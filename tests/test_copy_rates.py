@@ -51,11 +51,11 @@ def with_peer(placement: Placement, slower: float) -> Placement:
         (3, MIB, 1, 2),
     ],
 )
-def test_rates_are_those_of_the_middle_round_and_the_slowest_process(
+def test_rates_are_means_of_the_slowest_process(
     num_devices, num_bytes, array_bytes, each, number, monkeypatch
 ):
-    """The first round allocates memory; others may be slow, because a program copies meanwhile."""
-    rounds = iter([(99.0, 99.0), (2.0, 9.0), (8.0, 1.0), (4.0, 2.0), (3.0, 2.5), (5.0, 3.0)])
+    """Only the first round doesn't count, because it allocates memory."""
+    rounds = iter([(99.0, 99.0), (2.0, 7.0), (10.0, 1.0), (2.0, 2.0), (3.0, 2.0), (3.0, 3.0)])
 
     def seconds(streams, inward, outward):
         assert [x.size for x in (*inward, *outward)] == 2 * number * [num_devices * each]
@@ -69,7 +69,7 @@ def test_rates_are_those_of_the_middle_round_and_the_slowest_process(
         with_peer(placement(num_devices), 2.0), num_bytes, array_bytes
     )
     assert 2 * number * each <= max(num_bytes, 4), "one way's arrays, and the other way's copies"
-    assert found == (number * each / 8.0, number * each / 5.0)
+    assert found == (number * each / 8.0, number * each / 6.0)
     assert next(rounds, None) is None
 
 

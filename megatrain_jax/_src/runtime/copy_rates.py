@@ -22,9 +22,9 @@ _FEWEST, _MOST = 2, 64
 # The most bytes of an array, and the bytes each way for which several smaller ones are copied.
 # Longer copies give the same rates.
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
-# The first round is not timed, because it allocates memory. The median of the rest counts. A
-# median of 5 rounds was 10% off once in three times; those of 30 rounds differ by 2%.
-_NUM_ROUNDS = 20
+# The first round is not timed, because it allocates memory. The mean of the rest counts, as it does
+# in a step: on a machine that others use too, some rounds take 1.6 times as long.
+_NUM_ROUNDS = 40
 
 
 def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
@@ -51,8 +51,8 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     for _ in range(1 + _NUM_ROUNDS):
         gather("beginning to time copies")  # all devices of a host share its memory
         rounds.append(_seconds(streams, at_rest, on_device))
-    middle = [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
-    slowest = (max(seconds) for seconds in zip(*gather("timing copies", middle), strict=True))
+    means = [statistics.fmean(seconds) for seconds in zip(*rounds[1:], strict=True)]
+    slowest = (max(seconds) for seconds in zip(*gather("timing copies", means), strict=True))
     inward, outward = (number * each / x for x in slowest)
     return inward, outward
 
