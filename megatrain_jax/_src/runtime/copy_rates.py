@@ -22,8 +22,9 @@ _FEWEST, _MOST = 2, 64
 # The most bytes of an array, and the bytes each way for which several smaller ones are copied.
 # Longer copies give the same rates.
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
-# The first round is not timed, because it allocates memory. The mean of the rest counts, as it does
-# in a step: on a machine that others use too, some rounds take 1.6 times as long.
+# The first round is not timed, because it allocates memory. The mean of the rest counts, because a
+# step meets slow spells too: on an H100's host that others used, a tenth of the time was slower by
+# 30%. Means of 20 rounds differed by 5%, those of 40 by 2%.
 _NUM_ROUNDS = 40
 
 
