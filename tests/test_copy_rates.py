@@ -32,6 +32,8 @@ def with_peer(placement: Placement, slower: float) -> Placement:
     """A placement of two processes, of which the other one takes `slower` times as long."""
 
     def gather(where: str, value=None):
+        if isinstance(value, float):
+            return [value, slower * value]
         return [value, value and [slower * x for x in value]]
 
     processes = SimpleNamespace(gather=gather, count=1)
@@ -56,12 +58,13 @@ def test_rates_are_means_of_the_slowest_process(
 ):
     """Only the first round doesn't count, because it allocates memory."""
     rounds = iter([(99.0, 99.0), (2.0, 7.0), (10.0, 1.0), (2.0, 2.0), (3.0, 2.0), (3.0, 3.0)])
+    monkeypatch.setattr(copy_rates, "_SECONDS", 5 * 2 * 7.0)  # the slower process's first round
+    monkeypatch.setattr(copy_rates, "_FEWEST_ROUNDS", 2)
 
     def seconds(streams, inward, outward):
         assert [x.size for x in (*inward, *outward)] == 2 * number * [num_devices * each]
         return next(rounds)
 
-    monkeypatch.setattr(copy_rates, "_NUM_ROUNDS", 5)
     monkeypatch.setattr(copy_rates, "_seconds", seconds)
     monkeypatch.setattr(copy_rates, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
     monkeypatch.setattr(Placement, "move", lambda self, arrays, sharding: arrays)
@@ -71,6 +74,22 @@ def test_rates_are_means_of_the_slowest_process(
     assert 2 * number * each <= max(num_bytes, 4), "one way's arrays, and the other way's copies"
     assert found == (number * each / 8.0, number * each / 6.0)
     assert next(rounds, None) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number"), [(0.025, 120), (0.05, 60), (0.1, 30), (0.9, 20), (1e-4, 120)]
+)
+def test_rates_are_timed_for_some_seconds_and_within_some_rounds(seconds, number, monkeypatch):
+    """The number of rounds follows from the first one that is timed: 3 seconds of them."""
+    taken = []
+
+    def round_trip(*_):
+        taken.append(seconds)
+        return 0.7 * seconds, seconds if len(taken) == 2 else 9.0
+
+    monkeypatch.setattr(copy_rates, "_seconds", round_trip)
+    copy_rates.measured_rates(placement(), 8, 1)
+    assert len(taken) == 1 + number
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

@@ -24,8 +24,9 @@ _FEWEST, _MOST = 2, 64
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
 # The first round is not timed, because it allocates memory. The mean of the rest counts, because a
 # step meets slow spells too: on an H100's host that others used, a tenth of the time was slower by
-# 30%. Means of 20 rounds differed by 5%, those of 40 by 2%.
-_NUM_ROUNDS = 40
+# 30%. Means over 1 s were up to 9% off, those over 3 s up to 3%.
+_SECONDS = 3.0
+_FEWEST_ROUNDS, _MOST_ROUNDS = 20, 120
 
 
 def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
@@ -48,11 +49,17 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     on_device = [make() for _ in range(number)]
     at_rest = jax.block_until_ready(placement.move(on_device, placement.slabs_at_rest))
     streams, gather = Streams(placement), placement.processes.gather
-    rounds = []
-    for _ in range(1 + _NUM_ROUNDS):
+
+    def timed() -> tuple[float, float]:
         gather("beginning to time copies")  # all devices of a host share its memory
-        rounds.append(_seconds(streams, at_rest, on_device))
-    means = [statistics.fmean(seconds) for seconds in zip(*rounds[1:], strict=True)]
+        return _seconds(streams, at_rest, on_device)
+
+    timed()
+    rounds = [timed()]
+    longest = max(gather("timing the first copies", max(rounds[0])))
+    for _ in range(1, max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, round(_SECONDS / longest)))):
+        rounds.append(timed())
+    means = [statistics.fmean(seconds) for seconds in zip(*rounds, strict=True)]
     slowest = (max(seconds) for seconds in zip(*gather("timing copies", means), strict=True))
     inward, outward = (number * each / x for x in slowest)
     return inward, outward
