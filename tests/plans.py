@@ -24,6 +24,7 @@ BALANCED = Hardware(
     device_share=1.0,
     link_bytes_per_s=10.0,
     flops_per_s=100.0,
+    sustained=1.0,
 )
 SMALL = Plan(
     num_parameters=6,

@@ -14,7 +14,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.flops import count_flops, is_float32_product
-from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs
 from megatrain_jax._src.spec.costs import batch_seconds, find_costs
@@ -95,6 +95,19 @@ def test_an_update_s_products_of_matrices_take_time():
     assert muon - adam == expected
 
 
+@pytest.mark.parametrize("case", ["equinox", "nnx_scan", "moe"])
+def test_the_parts_of_a_gpus_time_add_up_to_its_computations(case):
+    spec = make_spec(CASES[case], OPTIMIZERS["adam"], hardware=H100)
+    plan, step = make_plan(spec), spec.first
+    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
+    # The optimizer's few operations count as arithmetic and in the update's passes over memory.
+    updates = plan.flops_per_step - step.microbatches * microbatch_work(step).flops
+    more = updates / H100.flops_per_s / H100.sustained
+    expected = build_task_lists(workload).computing + more
+    assert plan.seconds_memory
+    assert plan.busy["device"][1] == pytest.approx(expected)
+
+
 def test_float32_products_have_their_own_rate():
     # Without transfers and passes over memory, a plan's seconds are those of its operations.
     machine = dataclasses.replace(H100, memory_bytes_per_s=1e30, float32_share=0.25)
@@ -113,7 +126,8 @@ def test_float32_products_have_their_own_rate():
     assert narrow.float32_flops_per_step == 0 < wide.float32_flops_per_step
     assert wide.seconds_compute is not None
     others = wide.flops_per_step - wide.float32_flops_per_step
-    expected = (others + 4 * wide.float32_flops_per_step) / machine.flops_per_s
+    sustained = machine.sustained * machine.flops_per_s
+    expected = (others + 4 * wide.float32_flops_per_step) / sustained
     assert wide.seconds_compute == pytest.approx(expected)
     # The clock has the same rate, at the share that whole steps reach.
     alike = dataclasses.replace(machine, float32_share=1.0)

@@ -29,6 +29,7 @@ ROUND = Hardware(
     host_bytes_per_s=3 * GIB,
     peer_bytes_per_s=None,
     flops_per_s=10e12,
+    sustained=1.0,
     sustained_attention=0.5,
 )
 PLAN = big_plan(

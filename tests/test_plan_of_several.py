@@ -47,6 +47,7 @@ MACHINE = Hardware(
     host_bytes_per_s=40.0,
     peer_bytes_per_s=10.0,
     flops_per_s=100.0,
+    sustained=1.0,
 )
 
 

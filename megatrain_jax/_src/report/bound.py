@@ -73,7 +73,7 @@ def busy_resources(
     # Over a direct connection, collectives use neither the links nor the host.
     over_links = collective_bytes if hardware.peer_bytes_per_s is None else 0
     seconds = hardware.compute_seconds(
-        flops, attention_flops, float8=float8_flops, float32=float32_flops
+        flops, attention_flops, hardware.sustained, float8_flops, float32_flops
     )
     computing = seconds / num_devices
     on_device: dict[Bound, float] = {

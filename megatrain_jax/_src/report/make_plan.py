@@ -201,7 +201,7 @@ def _by_kernels(step: BoundStep) -> tuple[str, ...]:
 def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
     if hardware is None:
         return 0.0
-    return step.microbatches * work.loop_seconds(hardware, num_devices=step.num_devices)
+    return step.microbatches * work.loop_seconds(hardware, hardware.sustained, step.num_devices)
 
 
 def _memory_bytes(work: Work, step: BoundStep, hardware: Hardware | None) -> float:

@@ -329,9 +329,9 @@ class Plan:
         self, flops: int, attention: int, float8: int = 0, float32: int = 0
     ) -> float | None:
         """Seconds for operations of all devices, of which some have a rate of their own."""
-        if self.hardware is None:
+        if (machine := self.hardware) is None:
             return None
-        found = self.hardware.compute_seconds(flops, attention, float8=float8, float32=float32)
+        found = machine.compute_seconds(flops, attention, machine.sustained, float8, float32)
         return found / self.num_devices
 
     def _seconds_alone(self, num_bytes: int, way: int) -> float | None:

@@ -166,8 +166,7 @@ class Hardware:
             float8: Number of operations in float8 products.
             float32: Number of operations in float32 products.
         """
-        # 1 gives the minimum time, for a bound; plans pass the stages' rate. For attention kernels,
-        # the measured rate serves as both.
+        # Attention kernels have a rate of their own, measured in steps.
         others = (flops - attention) / sustained
         found = (others + attention / self.sustained_attention) / self.flops_per_s
         found += float32 * (1 / self.float32_share - 1) / sustained / self.flops_per_s
