@@ -8,22 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.kernels.gpu_traffic import Traffic
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.program.flops import count_flops, is_float32_product
-from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs
 from megatrain_jax._src.spec.costs import batch_seconds, find_costs
 from megatrain_jax._src.spec.make_spec import make_run_spec
+from megatrain_jax._src.spec.run_spec import RunSpec
 from megatrain_jax._src.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.spec.work import Work
 from megatrain_jax._src.state.cards import H100
 from optimizers import OPTIMIZERS
 from runs import make_spec
+from test_float8_choice import spec_with
+from test_float8_runs import layers
 from zoo import CASES
 
 
@@ -88,23 +92,40 @@ def test_an_update_s_products_of_matrices_take_time():
     sides = [sorted(shape) for shape in shapes if len(shape) == 2]
     expected = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
     assert expected > 0 and seconds("adam", 1.0) == pytest.approx(0, abs=1e-9)
-    assert seconds("muon", 1.0) == pytest.approx(expected)
-    assert seconds("muon", 0.25) == pytest.approx(4 * expected)
+    sustained = expected / H100.sustained
+    assert seconds("muon", 1.0) == pytest.approx(sustained)
+    assert seconds("muon", 0.25) == pytest.approx(4 * sustained)
     plans = [make_plan(make_spec(CASES["equinox"], OPTIMIZERS[n])) for n in ("adam", "muon")]
     adam, muon = (plan.float32_flops_per_step for plan in plans)
     assert muon - adam == expected
 
 
-@pytest.mark.parametrize("case", ["equinox", "nnx_scan", "moe"])
-def test_the_parts_of_a_gpus_time_add_up_to_its_computations(case):
-    spec = make_spec(CASES[case], OPTIMIZERS["adam"], hardware=H100)
+@pytest.mark.parametrize(
+    ("case", "optimizer", "num_devices"),
+    [
+        ("nnx_scan", "adam", 1),
+        ("moe", "adam", 1),
+        ("equinox", "muon", 1),
+        ("equinox", "muon", 2),
+        ("nnx_scan", "adam", 2),
+    ],
+)
+def test_the_parts_of_a_gpus_time_add_up_to_its_computations(case, optimizer, num_devices):
+    mesh = Mesh(jax.devices()[:num_devices], "data")
+    spec = make_spec(CASES[case], OPTIMIZERS[optimizer], hardware=H100, mesh=mesh)
+    assert_busy_as_scheduled(spec)
+
+
+def test_codes_of_float8_products_are_a_part_of_a_gpus_time():
+    assert_busy_as_scheduled(spec_with(layers(), "float8", hardware=H100))
+
+
+def assert_busy_as_scheduled(spec: RunSpec) -> None:
+    """The GPU's seconds in a plan, of which `bound` is made, are the schedule's."""
     plan, step = make_plan(spec), spec.first
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    # The optimizer's few operations count as arithmetic and in the update's passes over memory.
-    updates = plan.flops_per_step - step.microbatches * microbatch_work(step).flops
-    more = updates / H100.flops_per_s / H100.sustained
-    expected = build_task_lists(workload).computing + more
     assert plan.seconds_memory
+    expected = build_task_lists(workload).computing
     assert plan.busy["device"][1] == pytest.approx(expected)
 
 

@@ -85,6 +85,18 @@ def test_the_bottleneck_follows_from_printed_times(link, loops, memory, bound):
     assert last.endswith(f"GPU {2 + loops + memory:g} s, link {link:g} s")
 
 
+@pytest.mark.parametrize(("share", "line"), [(0.0, False), (0.04, False), (0.06, True)])
+def test_the_arrival_of_a_batch_has_a_row_where_it_is_long(share, line):
+    plan = make_plan(layers_spec(hardware=mt.H200))
+    assert plan.workload is not None and plan.seconds_per_step is not None
+    costs = replace(plan.workload.costs, batch=share * plan.seconds_per_step)
+    changed = replace(plan, workload=replace(plan.workload, costs=costs))
+    rows = [x for x in str(changed).splitlines() if x.startswith("the batch's arrival, a step")]
+    assert len(rows) == line
+    assert not line or rows[0].endswith("s  before its computations")
+    assert "arrival" not in str(replace(changed, seconds_per_step=None, hardware=None))
+
+
 def _row(lines: list[str], name: str) -> str:
     """The cells after a row's name, joined by single blanks."""
     return " ".join(next(x for x in lines if x.startswith(name)).removeprefix(name).split())

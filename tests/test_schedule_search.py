@@ -11,6 +11,7 @@ import pytest
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.schedule import choices, search
+from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.least_time import least_seconds
 from megatrain_jax._src.schedule.memory_demand import least_bytes
@@ -18,6 +19,7 @@ from megatrain_jax._src.schedule.schedule import BudgetError
 from megatrain_jax._src.schedule.search import find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.timed_steps import SLOWER, write_steps
+from megatrain_jax._src.schedule.timeline import replay
 from megatrain_jax._src.schedule.transient_host_bytes import least_transient_host_bytes
 from schedule_machine import run_everything
 from workloads import (
@@ -283,6 +285,32 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
     assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
     moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in (roomier, smallest)]
     assert moved[0] < moved[1] / 4
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    # With the first four, two lists of instructions alternate while they are written.
+    [(71, 247, 289, 130, *range(20)), pytest.param(range(400), marks=pytest.mark.long)],
+    ids=["24", "400"],
+)
+def test_the_estimate_is_the_time_of_the_steady_step_repeated(seeds):
+    for seed in seeds:
+        workload, rng = random_workload(seed), random.Random(seed)
+        least = least_bytes(build_task_lists(workload), frozenset())
+        most = max(least + 1, all_resident_bytes(workload))
+        for budget in (least, rng.randint(least, most), rng.randint(least, most)):
+            try:
+                schedule = find_schedule(workload, budget)
+            except BudgetError:
+                continue
+            lists = build_task_lists(replace(workload, kept=schedule.kept))
+            clock, begins = Clock(costs=workload.costs), []
+            replay(clock, workload, schedule.cold, lists.cold)
+            for _ in range(12):
+                clock = clock.next_step(schedule.num_tasks)
+                begins.append(clock.device)
+                replay(clock, workload, schedule.steady, lists.steady)
+            assert schedule.seconds == pytest.approx(begins[-1] - begins[-2])
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():

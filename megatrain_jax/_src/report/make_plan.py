@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from megatrain_jax._src.common.keys import Kind
@@ -10,7 +10,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.stage_kernels import residual_kernel_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.flops import flops_by_kind
+from megatrain_jax._src.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.loss.expert_leaves import num_groups
@@ -49,6 +49,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
+    counts = _counts_per_step(work, step, spec.optimizer)
+    loops = _loop_seconds(work, step, hardware)
     return Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -70,10 +72,10 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_in=moved[0],
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
-        **_counts_per_step(work, step.microbatches, spec.optimizer),
+        **counts,
         by_kernels=_by_kernels(step),
-        seconds_loops=_loop_seconds(work, step, hardware),
-        memory_bytes=_memory_bytes(work, step, hardware),
+        seconds_loops=loops,
+        memory_bytes=_memory_bytes(counts, loops, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
         microbatches=step.microbatches,
@@ -172,17 +174,27 @@ def microbatch_work(step: BoundStep) -> Work:
     return total
 
 
-def _optimizer_flops(cut: OptimizerCut) -> tuple[int, int]:
-    """Counts the operations of one update of all groups, and of its float32 products."""
+def _optimizer_flops(cut: OptimizerCut, num_devices: int) -> tuple[int, int]:
+    """Counts the operations of one update of all groups, and of its float32 products.
+
+    All devices compute the products of whole matrices; they divide the other operations.
+    """
     parts = (*cut.reduce, *cut.apply)
     # Counted once per key, because equal blocks have equal fragments.
-    found = {part.key: flops_by_kind(part.jaxpr) for part in {p.key: p for p in parts}.values()}
-    return sum(found[p.key].total for p in parts), sum(found[p.key].float32 for p in parts)
+    jaxprs = {part.key: part.jaxpr for part in parts}
+    found = {key: flops_by_kind(jaxpr) for key, jaxpr in jaxprs.items()}
+    products = {key: flops_by_kind(jaxpr, is_product).total for key, jaxpr in jaxprs.items()}
+    again = num_devices - 1
+    return (
+        sum(found[p.key].total + again * products[p.key] for p in parts),
+        sum(num_devices * found[p.key].float32 for p in parts),
+    )
 
 
-def _counts_per_step(work: Work, microbatches: int, cut: OptimizerCut) -> dict[str, int]:
+def _counts_per_step(work: Work, step: BoundStep, cut: OptimizerCut) -> dict[str, int]:
     """The operations of a step that a plan counts by kind, and the kernels of its loops."""
-    of_update, in_float32 = _optimizer_flops(cut)
+    of_update, in_float32 = _optimizer_flops(cut, step.num_devices)
+    microbatches = step.microbatches
     return {
         "flops_per_step": microbatches * round(work.flops) + of_update,
         "attention_flops_per_step": microbatches * round(work.attention),
@@ -204,13 +216,18 @@ def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> flo
     return step.microbatches * work.loop_seconds(hardware, hardware.sustained, step.num_devices)
 
 
-def _memory_bytes(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
-    """Each device's memory traffic in bytes, in the time without products, loops, collectives."""
+def _memory_bytes(
+    counts: Mapping[str, int], loops: float, step: BoundStep, hardware: Hardware | None
+) -> float:
+    """Bytes that a device can move in its time besides arithmetic, loops and collectives."""
     if hardware is None or math.isinf(hardware.memory_bytes_per_s):
         return 0.0
-    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    others = step.microbatches * work.seconds(hardware, hardware.sustained, step.num_devices)
+    kinds = ("", "attention_", "float8_", "float32_")
+    flops, attention, float8, float32 = (counts[f"{kind}flops_per_step"] for kind in kinds)
+    arithmetic = hardware.compute_seconds(flops, attention, hardware.sustained, float8, float32)
+    others = arithmetic / step.num_devices + loops
     others += _collective_bytes(step) / hardware.collective_bytes_per_s(step.num_devices)
+    workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
     beside = build_task_lists(workload, few_waves=True).computing - others
     return max(0.0, beside) * hardware.memory_bytes_per_s
 

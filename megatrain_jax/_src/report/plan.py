@@ -108,8 +108,8 @@ class Plan:
             plan for one Hopper GPU, made on another machine, assumes that the extra is installed.
         seconds_loops: Estimate of the time of these loops beyond their computation, because their
             kernels are short or only copy.
-        memory_bytes: Bytes that each device reads and writes in the time of all remaining kernels,
-            such as norms and updates.
+        memory_bytes: Bytes that each device could read and write in the time of its remaining
+            kernels, such as norms and updates.
         seconds_per_step: Estimate of a step's time, with transfers and computation overlapping as
             scheduled; `None` without hardware.
         is_measured: Whether that estimate comes from the measured times of the step's compiled
@@ -250,9 +250,8 @@ class Plan:
     @property
     def link_share(self) -> float | None:
         """Share of a step in which its link is busy, in its busier way; `None` without hardware."""
-        if not self.seconds_per_step:
-            return None
-        return max(self.seconds_in or 0.0, self.seconds_out or 0.0) / self.seconds_per_step
+        busy, seconds = self.busy, self.seconds_per_step
+        return busy["link"][1] / seconds if busy and seconds else None
 
     @property
     def seconds_compute(self) -> float | None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
 _SHOWN_ROWS = 11
-# Fraction of a step's operations from which attention gets its own line; likewise loops.
+# Fraction of a step's operations from which attention gets its own line; likewise loops. A batch
+# gets one if its copy takes this fraction of a step.
 _LARGE_SHARE = 0.05
 _OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
@@ -111,6 +112,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
         *_shared_cells(plan),
         *_part_cells(plan),
+        *_batch_cells(plan),
         *_arithmetic_cells(plan),
         *_recompute_cells(plan),
         *_tile_cells(plan),
@@ -195,6 +197,14 @@ def _part_cells(plan: "Plan") -> list[list[str]]:
         busy = "" if plan.link_share is None else f"; the link is busy for {plan.link_share:.0%}"
         cells.append(["waves", str(plan.waves), said + busy])
     return cells
+
+
+def _batch_cells(plan: "Plan") -> list[list[str]]:
+    """A row of the time until a batch is on the device, if that is a large part of the step."""
+    batch = 0.0 if plan.workload is None else plan.workload.costs.batch
+    if plan.seconds_per_step is None or batch <= _LARGE_SHARE * plan.seconds_per_step:
+        return []
+    return [["the batch's arrival, a step", seconds(batch), "before its computations"]]
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:

@@ -2,8 +2,9 @@
 
 Rates depend on the link's generation and number of lanes, on the host's memory and on programs
 beside this one. Copies to the device and to the host have different rates, and both are slower at
-once than alone. An H100 that copies 53 GB/s to the device and 54 back alone copies 41 and 48 both
-ways at once, as steps do.
+once than alone. An H100 that copies 50 GB/s to the device and 54 back alone copies 39 and 49 if
+both ways begin at once, as in steps. The faster way ends first, so the slower one is alone for the
+rest.
 """
 
 import statistics
@@ -17,7 +18,7 @@ from megatrain_jax._src.runtime.streams import Streams
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool import unfilled
 
-# The fewest and most arrays copied each way; the fewest are one for each of a device's streams.
+# The fewest and most arrays copied each way; the fewest are one for each stream of a direction.
 _FEWEST, _MOST = 2, 64
 # The most bytes of an array, and the bytes each way for which several smaller ones are copied.
 # Longer copies give the same rates.
@@ -25,8 +26,7 @@ _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
 # The first round is not timed, because it allocates memory. The mean of the rest counts, because a
 # step meets slow spells too: on an H100's host that others used, a tenth of the time was slower by
 # 30%. Means over 1 s were up to 9% off, those over 3 s up to 3%.
-_SECONDS = 3.0
-_FEWEST_ROUNDS, _MOST_ROUNDS = 20, 120
+_SECONDS, _FEWEST_ROUNDS = 3.0, 5
 
 
 def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
@@ -49,16 +49,16 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     on_device = [make() for _ in range(number)]
     at_rest = jax.block_until_ready(placement.move(on_device, placement.slabs_at_rest))
     streams, gather = Streams(placement), placement.processes.gather
+    _seconds(streams, at_rest, on_device)
+    rounds: list[tuple[float, float]] = []
 
-    def timed() -> tuple[float, float]:
-        gather("beginning to time copies")  # all devices of a host share its memory
-        return _seconds(streams, at_rest, on_device)
+    def enough() -> bool:
+        """Whether copies were timed for long enough; waits for all processes of a host."""
+        elapsed = gather("beginning to time copies", sum(map(max, rounds)))
+        return len(rounds) >= _FEWEST_ROUNDS and max(elapsed) >= _SECONDS
 
-    timed()
-    rounds = [timed()]
-    longest = max(gather("timing the first copies", max(rounds[0])))
-    for _ in range(1, max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, round(_SECONDS / longest)))):
-        rounds.append(timed())
+    while not enough():
+        rounds.append(_seconds(streams, at_rest, on_device))
     means = [statistics.fmean(seconds) for seconds in zip(*rounds, strict=True)]
     slowest = (max(seconds) for seconds in zip(*gather("timing copies", means), strict=True))
     inward, outward = (number * each / x for x in slowest)

@@ -21,6 +21,7 @@ from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.memory_demand import least_of, next_uses_that_fit
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.tasks import TaskLists
+from megatrain_jax._src.schedule.timeline import replay
 from megatrain_jax._src.schedule.transient_host_bytes import (
     TransientHostBytes,
     find_waiting,
@@ -32,6 +33,10 @@ from megatrain_jax._src.schedule.workload import Workload
 # have the same effect.
 _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
+# Steps that differ by no more than this fraction take equally long.
+_SETTLED = 1e-3
+# How often a step is repeated at most, until two in a row take equally long.
+_MOST_REPEATED = 6
 # Copies may take longer than estimated by this fraction.
 SLOWER = 0.05
 # Number of written steps that a search keeps for reuse.
@@ -122,17 +127,21 @@ def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Step
     # instructions must be valid after any step. So each step starts from the union of all earlier
     # leftovers, until one leaves no more than that. This ends, because the union only grows and the
     # number of parts is finite.
-    begin, covered, num_steps = cold.next_step(num_tasks, boundary), False, 0
+    begin, covered, num_steps, seconds = cold.next_step(num_tasks, boundary), False, 0, math.nan
     least = _MIN_STEPS if lists.workload.waves == 1 else _MIN_STEPS_OF_WAVES
     while not covered or num_steps < least:
         steady = begin.next_step(0, boundary)
         steady.run(lists.steady, lists.steady, boundary)
         end = steady.next_step(num_tasks, boundary)
         # The wait for a step's batch is part of the step before it.
-        seconds = end.clock.device - begin.clock.device + _left_out(lists, steady)
+        before, seconds = seconds, end.clock.device - begin.clock.device + _left_out(lists, steady)
         most = begin.joined(end)
         covered, num_steps = most.is_covered_by(begin), num_steps + 1
         begin = most
+    if num_steps > 1 and not math.isclose(before, seconds, rel_tol=_SETTLED):
+        # Two lists may alternate, each of them written at times that the other one leaves. A run
+        # repeats the last one.
+        seconds = _repeated_seconds(lists, steady, begin.clock) + _left_out(lists, steady)
     return Steps(
         lists=lists,
         limit=limit,
@@ -142,6 +151,19 @@ def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Step
         end=begin,
         seconds=seconds,
     )
+
+
+def _repeated_seconds(lists: TaskLists, steady: Residency, clock: Clock) -> float:
+    """Seconds of a steady step if the steps before it have the same instructions."""
+    clock, seconds = clock.next_step(0), math.nan
+    for _ in range(_MOST_REPEATED):
+        start = clock.device
+        replay(clock, lists.workload, steady.instructions, lists.steady)
+        clock = clock.next_step(len(lists.steady))
+        before, seconds = seconds, clock.device - start
+        if math.isclose(before, seconds, rel_tol=_SETTLED):
+            break
+    return seconds
 
 
 def _left_out(lists: TaskLists, steady: Residency) -> float:

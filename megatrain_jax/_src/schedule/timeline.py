@@ -76,16 +76,16 @@ def _steady(workload: Workload, schedule: Schedule) -> tuple[list[Span], list[fl
     """Spans of a steady step, the device's time before each instruction, and the step's start."""
     lists = build_task_lists(replace(workload, kept=schedule.kept))
     clock = Clock(costs=workload.costs)
-    spans, times = _run(clock, workload, schedule.cold, lists.cold)
+    spans, times = replay(clock, workload, schedule.cold, lists.cold)
     began = 0.0
     for _ in range(_STEADY_STEPS):
         began = clock.device
         clock = clock.next_step(schedule.num_tasks)
-        spans, times = _run(clock, workload, schedule.steady, lists.steady)
+        spans, times = replay(clock, workload, schedule.steady, lists.steady)
     return spans, times, began
 
 
-def _run(
+def replay(
     clock: Clock, workload: Workload, instructions: Sequence[Instruction], tasks: Iterable[Task]
 ) -> tuple[list[Span], list[float]]:
     """Runs one list of instructions on a clock.

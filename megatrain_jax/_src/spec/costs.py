@@ -149,7 +149,8 @@ def update_seconds(
         hardware: The rates. Devices that share a step all compute the products of whole matrices.
     """
     products = [
-        _work_of_products(_Update(fragment)).seconds(hardware) for fragment in optimizer.apply
+        _work_of_products(_Update(fragment)).seconds(hardware, hardware.sustained)
+        for fragment in optimizer.apply
     ]
     return _sums(coding_seconds(optimizer, layouts), products)
 
