@@ -32,8 +32,8 @@ def with_peer(placement: Placement, slower: float) -> Placement:
     """A placement of two processes, of which the other one takes `slower` times as long."""
 
     def gather(where: str, value=None):
-        if isinstance(value, float):
-            return [value, slower * value]
+        if isinstance(value, float):  # the seconds so far
+            return [value, value / slower]
         return [value, value and [slower * x for x in value]]
 
     processes = SimpleNamespace(gather=gather, count=1)
@@ -58,14 +58,18 @@ def test_rates_are_means_of_the_slowest_process(
 ):
     """Only the first round doesn't count, because it allocates memory."""
     rounds = iter([(99.0, 99.0), (2.0, 7.0), (10.0, 1.0), (2.0, 2.0), (3.0, 2.0), (3.0, 3.0)])
-    # The slower process has timed for so long after five rounds.
-    monkeypatch.setattr(copy_rates, "_SECONDS", 2 * (7.0 + 10 + 2 + 3 + 3))
-    monkeypatch.setattr(copy_rates, "_FEWEST_ROUNDS", 1)
+    now = [5.0]
 
     def seconds(streams, inward, outward):
         assert [x.size for x in (*inward, *outward)] == 2 * number * [num_devices * each]
-        return next(rounds)
+        found = next(rounds)
+        now[0] += max(found)
+        return found
 
+    # After five rounds, also in the process whose clock is slower.
+    monkeypatch.setattr(copy_rates, "_LEAST_SECONDS", 0.5 * (7.0 + 10 + 2 + 3 + 3))
+    monkeypatch.setattr(copy_rates, "_LEAST_ROUNDS", 1)
+    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(copy_rates, "_seconds", seconds)
     monkeypatch.setattr(copy_rates, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
     monkeypatch.setattr(Placement, "move", lambda self, arrays, sharding: arrays)
@@ -81,12 +85,14 @@ def test_rates_are_means_of_the_slowest_process(
     ("seconds", "number"), [(0.0131, 230), (0.0251, 120), (0.51, 6), (0.7, 5), (2.0, 5)]
 )
 def test_rates_are_timed_for_three_seconds_and_in_five_rounds(seconds, number, monkeypatch):
-    taken = []
+    now, taken = [0.0], []
 
     def round_trip(*_):
-        taken.append(seconds)
-        return 0.7 * seconds, seconds if len(taken) > 1 else 9.0
+        taken.append(seconds if taken else 9.0)
+        now[0] += taken[-1]
+        return 0.7 * taken[-1], taken[-1]
 
+    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(copy_rates, "_seconds", round_trip)
     copy_rates.measured_rates(placement(), 8, 1)
     assert len(taken) == 1 + number
@@ -135,7 +141,7 @@ class OneThread:
 
 
 def test_rates_are_measured_on_real_devices(monkeypatch):
-    monkeypatch.setattr(copy_rates, "_SECONDS", 0.02)
+    monkeypatch.setattr(copy_rates, "_LEAST_SECONDS", 0.02)
     for rate in copy_rates.measured_rates(placement(2), 64 * MIB, MIB):
         assert 1e6 < rate < 1e12
 

@@ -93,7 +93,7 @@ def test_the_arrival_of_a_batch_has_a_row_where_it_is_long(share, line):
     changed = replace(plan, workload=replace(plan.workload, costs=costs))
     rows = [x for x in str(changed).splitlines() if x.startswith("the batch's arrival, a step")]
     assert len(rows) == line
-    assert not line or rows[0].endswith("s  before its computations")
+    assert not line or rows[0].endswith("s  partly beside the previous step")
     assert "arrival" not in str(replace(changed, seconds_per_step=None, hardware=None))
 
 

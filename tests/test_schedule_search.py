@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.remembering import remembering
-from megatrain_jax._src.schedule import choices, search
+from megatrain_jax._src.schedule import choices, search, timed_steps
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.least_time import least_seconds
@@ -296,6 +296,9 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
 def test_the_estimate_is_the_time_of_the_steady_step_repeated(seeds):
     for seed in seeds:
         workload, rng = random_workload(seed), random.Random(seed)
+        if seed in (2, 5, 8):  # with waves, and with batches that take long to arrive
+            costs_ = replace(workload.costs, batch=30.0)
+            workload = replace(workload, waves=3, accumulate=True, costs=costs_)
         least = least_bytes(build_task_lists(workload), frozenset())
         most = max(least + 1, all_resident_bytes(workload))
         for budget in (least, rng.randint(least, most), rng.randint(least, most)):
@@ -303,6 +306,7 @@ def test_the_estimate_is_the_time_of_the_steady_step_repeated(seeds):
                 schedule = find_schedule(workload, budget)
             except BudgetError:
                 continue
+            schedule = whole_schedule(workload, schedule)
             lists = build_task_lists(replace(workload, kept=schedule.kept))
             clock, begins = Clock(costs=workload.costs), []
             replay(clock, workload, schedule.cold, lists.cold)
@@ -310,7 +314,8 @@ def test_the_estimate_is_the_time_of_the_steady_step_repeated(seeds):
                 clock = clock.next_step(schedule.num_tasks)
                 begins.append(clock.device)
                 replay(clock, workload, schedule.steady, lists.steady)
-            assert schedule.seconds == pytest.approx(begins[-1] - begins[-2])
+            repeated = begins[-1] - begins[-2]
+            assert schedule.seconds == pytest.approx(repeated, rel=2 * timed_steps._SETTLED)
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():

@@ -6,8 +6,8 @@ The speeds are those of MPT models on eight A100 80GB with activation checkpoint
 tokens per sequence, from the training benchmarks of MosaicML's LLM Foundry (github.com/mosaicml/
 llm-foundry, scripts/train/benchmarking/README.md). Their state is divided by FSDP, and gathered
 while the GPUs compute. A plan counts the computations of one GPU, with all blocks recomputed, as
-if copies took no time. The cost of a block and of all else follows from plans of two and of four
-blocks.
+if copies took no time. Plans of two and of four blocks give the time
+of a block, and that of all else.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import megatrain_jax as mt
 from megatrain_jax import losses, models
 
 VOCABULARY = 50_368
-TOKENS = 65_536  # of one plan; so many that the update takes little of the step
+TOKENS = 65_536  # per planned step; so many that the update takes little of it
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def microbatch_work(step: BoundStep) -> Work:
 def _optimizer_flops(cut: OptimizerCut, num_devices: int) -> tuple[int, int]:
     """Counts the operations of one update of all groups, and of its float32 products.
 
-    All devices compute the products of whole matrices; they divide the other operations.
+    Every device computes the products of whole matrices, so these count once for each device.
     """
     parts = (*cut.reduce, *cut.apply)
     # Counted once per key, because equal blocks have equal fragments.
@@ -219,7 +219,10 @@ def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> flo
 def _memory_bytes(
     counts: Mapping[str, int], loops: float, step: BoundStep, hardware: Hardware | None
 ) -> float:
-    """Bytes that a device can move in its time besides arithmetic, loops and collectives."""
+    """Bytes that a device's memory could move in its time without arithmetic, loops, collectives.
+
+    0 if timed functions are faster than the estimates of these.
+    """
     if hardware is None or math.isinf(hardware.memory_bytes_per_s):
         return 0.0
     kinds = ("", "attention_", "float8_", "float32_")

@@ -249,7 +249,7 @@ class Plan:
 
     @property
     def link_share(self) -> float | None:
-        """Share of a step in which its link is busy, in its busier way; `None` without hardware."""
+        """Share of a step in which its link is busy, with exchanges; `None` without hardware."""
         busy, seconds = self.busy, self.seconds_per_step
         return busy["link"][1] / seconds if busy and seconds else None
 

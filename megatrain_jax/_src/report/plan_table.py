@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SHOWN_ROWS = 11
 # Fraction of a step's operations from which attention gets its own line; likewise loops. A batch
-# gets one if its copy takes this fraction of a step.
+# gets one if its copy takes more than this fraction of a step.
 _LARGE_SHARE = 0.05
 _OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
@@ -204,7 +204,13 @@ def _batch_cells(plan: "Plan") -> list[list[str]]:
     batch = 0.0 if plan.workload is None else plan.workload.costs.batch
     if plan.seconds_per_step is None or batch <= _LARGE_SHARE * plan.seconds_per_step:
         return []
-    return [["the batch's arrival, a step", seconds(batch), "before its computations"]]
+    return [
+        [
+            "the batch's arrival, a step",
+            seconds(batch),
+            "partly beside the previous step",
+        ]
+    ]
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:

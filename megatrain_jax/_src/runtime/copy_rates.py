@@ -2,9 +2,8 @@
 
 Rates depend on the link's generation and number of lanes, on the host's memory and on programs
 beside this one. Copies to the device and to the host have different rates, and both are slower at
-once than alone. An H100 that copies 50 GB/s to the device and 54 back alone copies 39 and 49 if
-both ways begin at once, as in steps. The faster way ends first, so the slower one is alone for the
-rest.
+once than alone: an H100 that copies 50 GB/s to the device and 54 back alone copies 37 and 51 at
+once. In a round of copies the faster way ends first, so the slower one is alone for the rest.
 """
 
 import statistics
@@ -19,14 +18,14 @@ from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool import unfilled
 
 # The fewest and most arrays copied each way; the fewest are one for each stream of a direction.
-_FEWEST, _MOST = 2, 64
+_FEWEST_ARRAYS, _MOST_ARRAYS = 2, 64
 # The most bytes of an array, and the bytes each way for which several smaller ones are copied.
 # Longer copies give the same rates.
 _MOST_BYTES, _ENOUGH_BYTES = 2**29, 2**28
-# The first round is not timed, because it allocates memory. The mean of the rest counts, because a
-# step meets slow spells too: on an H100's host that others used, a tenth of the time was slower by
-# 30%. Means over 1 s were up to 9% off, those over 3 s up to 3%.
-_SECONDS, _FEWEST_ROUNDS = 3.0, 5
+# The mean of many rounds counts, because a step meets slow spells too: on an H100's host that
+# others used, a tenth of the time was slower by 30%. Means over 1 s differed by up to 9% from that
+# of 12 s, means over 3 s by up to 3%.
+_LEAST_SECONDS, _LEAST_ROUNDS = 3.0, 5
 
 
 def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tuple[float, float]:
@@ -42,20 +41,24 @@ def measured_rates(placement: Placement, num_bytes: int, array_bytes: int) -> tu
     """
     # Both sides hold arrays to be copied, and copies of the opposite side's arrays.
     room = num_bytes // 2
-    each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST))
-    number = max(_FEWEST, min(_MOST, _ENOUGH_BYTES // each, room // each))
+    each = max(1, min(_MOST_BYTES, array_bytes, room // _FEWEST_ARRAYS))
+    number = max(_FEWEST_ARRAYS, min(_MOST_ARRAYS, _ENOUGH_BYTES // each, room // each))
     size = placement.num_devices * each
     make = unfilled(size, placement.slabs_on_device)
     on_device = [make() for _ in range(number)]
     at_rest = jax.block_until_ready(placement.move(on_device, placement.slabs_at_rest))
     streams, gather = Streams(placement), placement.processes.gather
-    _seconds(streams, at_rest, on_device)
+    _seconds(streams, at_rest, on_device)  # not timed, because it allocates memory
     rounds: list[tuple[float, float]] = []
+    start = time.perf_counter()
 
     def enough() -> bool:
-        """Whether copies were timed for long enough; waits for all processes of a host."""
-        elapsed = gather("beginning to time copies", sum(map(max, rounds)))
-        return len(rounds) >= _FEWEST_ROUNDS and max(elapsed) >= _SECONDS
+        """Whether copies were timed for long enough, in the process that began last.
+
+        All processes begin a round together, because those of one host share its memory.
+        """
+        elapsed = gather("beginning to time copies", time.perf_counter() - start)
+        return len(rounds) >= _LEAST_ROUNDS and min(elapsed) >= _LEAST_SECONDS
 
     while not enough():
         rounds.append(_seconds(streams, at_rest, on_device))

@@ -33,9 +33,9 @@ from megatrain_jax._src.schedule.workload import Workload
 # have the same effect.
 _MIN_STEPS = 3
 _MIN_STEPS_OF_WAVES = 1
-# Steps that differ by no more than this fraction take equally long.
+# Relative difference up to which two steps count as equally long.
 _SETTLED = 1e-3
-# How often a step is repeated at most, until two in a row take equally long.
+# Maximum number of repetitions of a step until two in a row are equally long.
 _MOST_REPEATED = 6
 # Copies may take longer than estimated by this fraction.
 SLOWER = 0.05
@@ -139,8 +139,8 @@ def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Step
         covered, num_steps = most.is_covered_by(begin), num_steps + 1
         begin = most
     if num_steps > 1 and not math.isclose(before, seconds, rel_tol=_SETTLED):
-        # Two lists may alternate, each of them written at times that the other one leaves. A run
-        # repeats the last one.
+        # Written steps may alternate between two lists of instructions, because a list depends on
+        # the times at which the step before it ended. A run repeats the last list.
         seconds = _repeated_seconds(lists, steady, begin.clock) + _left_out(lists, steady)
     return Steps(
         lists=lists,
@@ -155,7 +155,7 @@ def _write_steps(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Step
 
 def _repeated_seconds(lists: TaskLists, steady: Residency, clock: Clock) -> float:
     """Seconds of a steady step if the steps before it have the same instructions."""
-    clock, seconds = clock.next_step(0), math.nan
+    clock, seconds = clock.next_step(0), math.nan  # a copy, since the caller's clock goes on
     for _ in range(_MOST_REPEATED):
         start = clock.device
         replay(clock, lists.workload, steady.instructions, lists.steady)
