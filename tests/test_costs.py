@@ -124,9 +124,11 @@ def assert_busy_as_scheduled(spec: RunSpec) -> None:
     """The GPU's seconds in a plan, of which `bound` is made, are the schedule's."""
     plan, step = make_plan(spec), spec.first
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    assert plan.seconds_memory
+    assert plan.seconds_memory and plan.seconds_compute and plan.seconds_collectives is not None
     expected = build_task_lists(workload).computing
     assert plan.busy["device"][1] == pytest.approx(expected)
+    shown = plan.seconds_compute + plan.seconds_loops + plan.seconds_memory
+    assert shown + plan.seconds_collectives == pytest.approx(expected)
 
 
 def test_float32_products_have_their_own_rate():

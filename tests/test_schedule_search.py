@@ -297,8 +297,8 @@ def test_the_estimate_is_the_time_of_the_steady_step_repeated(seeds):
     for seed in seeds:
         workload, rng = random_workload(seed), random.Random(seed)
         if seed in (2, 5, 8):  # with waves, and with batches that take long to arrive
-            costs_ = replace(workload.costs, batch=30.0)
-            workload = replace(workload, waves=3, accumulate=True, costs=costs_)
+            changed = replace(workload.costs, batch=30.0)
+            workload = replace(workload, waves=3, accumulate=True, costs=changed)
         least = least_bytes(build_task_lists(workload), frozenset())
         most = max(least + 1, all_resident_bytes(workload))
         for budget in (least, rng.randint(least, most), rng.randint(least, most)):

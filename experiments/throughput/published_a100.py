@@ -1,13 +1,13 @@
-"""Plans for an A100 beside training speeds that others published: tokens per second of one GPU.
+"""Compares plans for an A100 with published training speeds, in tokens per second of one GPU.
 
     python experiments/throughput/published_a100.py
 
-The speeds are those of MPT models on eight A100 80GB with activation checkpoints and at most 4,096
-tokens per sequence, from the training benchmarks of MosaicML's LLM Foundry (github.com/mosaicml/
-llm-foundry, scripts/train/benchmarking/README.md). Their state is divided by FSDP, and gathered
-while the GPUs compute. A plan counts the computations of one GPU, with all blocks recomputed, as
-if copies took no time. Plans of two and of four blocks give the time
-of a block, and that of all else.
+The training benchmarks of MosaicML's LLM Foundry (github.com/mosaicml/llm-foundry,
+scripts/train/benchmarking/README.md) have the speeds of MPT models on eight A100 80GB. The rows
+here are all with 7B to 30B parameters, activation checkpoints and at most 4,096 tokens per
+sequence. FSDP divides their state, and gathers parameters while the GPUs compute. A plan here
+counts only the computations of one GPU, with all blocks recomputed; copies take no time. Plans of
+two and of four blocks give the time of a block, and the time of the rest of the model.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ import megatrain_jax as mt
 from megatrain_jax import losses, models
 
 VOCABULARY = 50_368
-TOKENS = 65_536  # per planned step; so many that the update takes little of it
+TOKENS = 65_536  # per planned step: with so many, the update takes little of the step
 
 
 @dataclass(frozen=True)
 class Published:
-    """One row of the benchmarks: a model, its tokens per sequence, and a GPU's per second."""
+    """One row of the benchmarks: a model, its tokens per sequence, and tokens/s of a GPU."""
 
     name: str
     width: int
@@ -54,14 +54,14 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         """Initializes the weights of a block."""
-        norm = {"use_bias": False, "rngs": rngs, "dtype": jnp.bfloat16}
+        options = {"use_bias": False, "rngs": rngs, "dtype": jnp.bfloat16}
         self.heads = heads
-        self.before_attention = nnx.LayerNorm(width, **norm)
-        self.before_mlp = nnx.LayerNorm(width, **norm)
-        self.qkv = nnx.Linear(width, 3 * width, **norm)
-        self.out = nnx.Linear(width, width, **norm)
-        self.up = nnx.Linear(width, 4 * width, **norm)
-        self.down = nnx.Linear(4 * width, width, **norm)
+        self.before_attention = nnx.LayerNorm(width, **options)
+        self.before_mlp = nnx.LayerNorm(width, **options)
+        self.qkv = nnx.Linear(width, 3 * width, **options)
+        self.out = nnx.Linear(width, width, **options)
+        self.up = nnx.Linear(width, 4 * width, **options)
+        self.down = nnx.Linear(4 * width, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the block's output, (rows, length, width)."""
@@ -73,7 +73,7 @@ class Block(nnx.Module):
 
 
 class Mpt(nnx.Module):
-    """A decoder of these blocks whose head is its embedding."""
+    """A decoder of these blocks; the embedding is also its head."""
 
     def __init__(self, row: Published, layers: int, rngs: nnx.Rngs):
         """Initializes the weights."""
@@ -96,7 +96,7 @@ def loss_fn(model: Mpt, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def planned_tokens_per_second(row: Published) -> float:
-    """Returns the tokens per second at which a plan has an A100 compute a row's model."""
+    """Returns the tokens per second of an A100 by plans of a row's model."""
     two, four = (_computing_seconds(row, layers) for layers in (2, 4))
     return TOKENS / (two + (row.layers - 2) * (four - two) / 2)
 
@@ -122,7 +122,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for row in ROWS:
         planned = planned_tokens_per_second(row)
-        # The error of the step's time, as on all pages: below 0 if the plan was too fast.
+        # The error of the step's time, as on all pages: negative if the plan is too fast.
         error = f"{row.tokens_per_second / planned - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
         cells = row.name, f"{row.length:,}", f"{planned:,.0f}", f"{row.tokens_per_second:,}", error
         print(f"| {' | '.join(cells)} |", flush=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
 from megatrain_jax._src.common.keys import Kind
@@ -49,9 +49,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
-    counts = _counts_per_step(work, step, spec.optimizer)
-    loops = _loop_seconds(work, step, hardware)
-    return Plan(
+    plan = Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
         frozen_bytes=sum(state[g] for g in grouping.frozen),
@@ -72,10 +70,9 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_in=moved[0],
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
-        **counts,
+        **_counts_per_step(work, step, spec.optimizer),
         by_kernels=_by_kernels(step),
-        seconds_loops=loops,
-        memory_bytes=_memory_bytes(counts, loops, step, hardware),
+        seconds_loops=_loop_seconds(work, step, hardware),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
         microbatches=step.microbatches,
@@ -100,6 +97,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         workload=step.scheduled,
         schedule=schedule,
     )
+    return dataclasses.replace(plan, memory_bytes=_memory_bytes(plan, step))
 
 
 def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> dict[str, int]:
@@ -216,23 +214,20 @@ def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> flo
     return step.microbatches * work.loop_seconds(hardware, hardware.sustained, step.num_devices)
 
 
-def _memory_bytes(
-    counts: Mapping[str, int], loops: float, step: BoundStep, hardware: Hardware | None
-) -> float:
+def _memory_bytes(plan: Plan, step: BoundStep) -> float:
     """Bytes that a device's memory could move in its time without arithmetic, loops, collectives.
 
     0 if timed functions are faster than the estimates of these.
+
+    Args:
+        plan: The step's plan with a `memory_bytes` of 0.
+        step: The step.
     """
-    if hardware is None or math.isinf(hardware.memory_bytes_per_s):
+    if plan.hardware is None or math.isinf(plan.hardware.memory_bytes_per_s):
         return 0.0
-    kinds = ("", "attention_", "float8_", "float32_")
-    flops, attention, float8, float32 = (counts[f"{kind}flops_per_step"] for kind in kinds)
-    arithmetic = hardware.compute_seconds(flops, attention, hardware.sustained, float8, float32)
-    others = arithmetic / step.num_devices + loops
-    others += _collective_bytes(step) / hardware.collective_bytes_per_s(step.num_devices)
     workload = dataclasses.replace(step.scheduled, kept=step.schedule.kept)
-    beside = build_task_lists(workload, few_waves=True).computing - others
-    return max(0.0, beside) * hardware.memory_bytes_per_s
+    computing = build_task_lists(workload, few_waves=True).computing
+    return max(0.0, computing - plan.busy["device"][1]) * plan.hardware.memory_bytes_per_s
 
 
 def _excess(spec: RunSpec) -> str:

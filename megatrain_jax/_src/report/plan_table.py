@@ -204,13 +204,7 @@ def _batch_cells(plan: "Plan") -> list[list[str]]:
     batch = 0.0 if plan.workload is None else plan.workload.costs.batch
     if plan.seconds_per_step is None or batch <= _LARGE_SHARE * plan.seconds_per_step:
         return []
-    return [
-        [
-            "the batch's arrival, a step",
-            seconds(batch),
-            "partly beside the previous step",
-        ]
-    ]
+    return [["the batch's arrival, a step", seconds(batch), "partly beside the previous step"]]
 
 
 def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
