@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pytest
 import transformers
 
 from families_dense import DENSE
@@ -16,6 +16,11 @@ from families_experts import EXPERTS
 from families_images import IMAGES
 from families_mixers import MIXERS
 from family_options import VOCAB
+
+# Skips the modules of tests that import this one, too.
+torch: Any = pytest.importorskip(
+    "torch", reason='makes checkpoints with PyTorch: pip install -e ".[torch]"'
+)
 
 LENGTH = 24
 

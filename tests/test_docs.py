@@ -9,17 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from mkdocs import config as mkdocs_config
 
-import megatrain_jax as mt
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
-from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, execute, links
+from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 from site_pages import documented, parameters_had, parameters_said, rendered, shown_outputs
 
 pytestmark = [
@@ -133,23 +130,6 @@ def test_a_row_of_a_table_is_one_line():
     assert not [line for line in lines if line[1].startswith("|") and not line[1].endswith("|")]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=short)
-def test_code_fits_the_column_of_the_site(page: Path):
-    assert not [line for line in code_lines(page) if len(line) > 80]
-
-
-def test_examples_of_the_reference_fit_the_column_of_the_site():
-    wide = []
-    for module in (mt, mt.callbacks, mt.data, mt.losses, mt.models):
-        objects = {name: getattr(module, name) for name in module.__all__}
-        for name, value in objects.items():
-            if isinstance(value, type | FunctionType):
-                for test in doctest.DocTestFinder().find(value, name, module=False):
-                    lines = [line for e in test.examples for line in e.source.splitlines()]
-                    wide += [(test.name, line) for line in lines if len(f">>> {line}") > 80]
-    assert not wide
-
-
 @pytest.mark.parametrize(
     "package",
     [
@@ -163,27 +143,6 @@ def test_reference_has_every_public_name(package: str):
     listed = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
     assert set(public) <= {line.rpartition(".")[2] for line in lines}
-
-
-def test_navigation_shows_few_entries():
-    sections: Any = mkdocs_config.load_config(str(ROOT / "mkdocs.yml")).nav
-    shown = [entry for section in sections for entries in section.values() for entry in entries]
-    assert len(sections) + len(shown) <= 25
-
-
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("OOM", "troubleshooting.md"),
-        ("inference", "finetuning.md"),
-        ("generate", "logging.md"),
-        ("continues prompts", "generation.md"),
-        ("validation", "logging.md"),
-        ("gradient accumulation", "your_model.md"),
-    ],
-)
-def test_search_finds_the_words_of_the_field(words: str, page: str):
-    assert words in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 # What cells of the notebooks print or show.

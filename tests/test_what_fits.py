@@ -6,10 +6,8 @@ import pytest
 from what_fits import GPUS, MODELS, PAGE, row, tables_in
 
 ROWS = [(gpu, model) for gpu in GPUS for model in MODELS]
-# Of the two smallest models, which are planned soonest; other rows whenever the page changes.
-SAMPLE = random.Random(PAGE.read_text(encoding="utf-8")).sample(
-    [(gpu, model) for gpu, model in ROWS if model in MODELS[:2]], 2
-)
+# Of the two smallest models, which are planned soonest.
+SAMPLE = random.Random(0).sample([(gpu, model) for gpu, model in ROWS if model in MODELS[:2]], 2)
 
 
 def published(gpu: str) -> dict[str, str]:

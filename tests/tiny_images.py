@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pytest
 import transformers
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+torch: Any = pytest.importorskip(
+    "torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"'
+)
 
 # Special tokens after those of text, and the placeholders of an image.
 IMAGE, BEGIN, END = 90, 91, 92
