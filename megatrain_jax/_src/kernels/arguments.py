@@ -11,10 +11,13 @@ are timed. Example: a router passes on each token's experts as value 7.
 
     1. the router is timed, and value 7 is kept
     2. a stage of experts takes value 7; its parameters and tokens are random numbers
+
+The residuals of a backward come from its own forward. Scales of float8 products are residuals, and
+with made-up scales all codes would be zeros: a backward took 26.4 ms on an H200 instead of 32.1.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,15 +42,22 @@ def can_be_made(kernel: Kernel) -> bool:
     return kernel.takes is not None and _has_usual_keys(kernel.takes)
 
 
-def maker(kernel: Kernel) -> jax.stages.Lowered:
-    """The lowered function without arguments that makes a kernel's arguments."""
+def maker(kernel: Kernel, *, has_residuals: bool = False) -> jax.stages.Lowered:
+    """The lowered function without arguments that makes a kernel's arguments.
+
+    Args:
+        kernel: The kernel.
+        has_residuals: Whether its third argument is a stage's residuals, which are left out; see
+            `with_residuals`.
+    """
     # The square root of a negative second moment would be no number.
     lowest = 0.0 if kernel.name == "update" else -1.0
+    takes = (*kernel.takes[:2], [], *kernel.takes[3:]) if has_residuals else kernel.takes
 
     def make() -> Any:
-        return jax.tree.map(lambda like: _numbers(like, lowest), kernel.takes)
+        return jax.tree.map(lambda like: _numbers(like, lowest), takes)
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, kernel.takes)).lower()
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, takes)).lower()
 
 
 def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Integers:
@@ -98,6 +108,13 @@ def with_integers(
     masters, inputs, *rest = arguments
     rows = zip(reads, inputs, strict=True)
     return masters, [known.get(i, made) for i, made in rows], *rest
+
+
+def with_residuals(arguments: Sequence[Any], forward: Callable[..., Any]) -> tuple[Any, ...]:
+    """A backward's arguments with the residuals that its forward saves for the same inputs."""
+    masters, inputs, _, *rest = arguments
+    _, residuals = forward(masters, inputs)
+    return masters, inputs, residuals, *rest
 
 
 def integers_passed_on(writes: Sequence[int], outputs: Sequence[jax.Array]) -> Integers:

@@ -36,6 +36,7 @@ from megatrain_jax._src.kernels.arguments import (
     integers_passed_on,
     maker,
     with_integers,
+    with_residuals,
 )
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
@@ -141,11 +142,13 @@ class Timed(NamedTuple):
         kernel: The kernel.
         reads: Ids of the values that a stage's kernel takes as its second argument.
         writes: Ids of the values that a stage's forward returns.
+        forward: The forward that saves the residuals which the kernel takes as its third argument.
     """
 
     kernel: Kernel
     reads: Sequence[int] = ()
     writes: Sequence[int] = ()
+    forward: Kernel | None = None
 
     @property
     def name(self) -> tuple[str, Hashable]:
@@ -181,7 +184,10 @@ def time_kernels(
     for row in functions:
         if can_be_made(row.kernel):
             different.setdefault(row.name, []).append(row)
-    makers = [maker(alike[0].kernel) for alike in different.values()]
+    makers = [
+        maker(first.kernel, has_residuals=first.forward is not None)
+        for first, *_ in different.values()
+    ]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         made = pool.map(lambda lowered: lowered.compile(), makers)
         make = dict(zip(different, made, strict=True))
@@ -189,10 +195,12 @@ def time_kernels(
     found, heat = {}, _FIRST_HEAT
     pause = 0.0 if share is None else 1 / max(share, _LEAST_SHARE) - 1
     for name, alike in different.items():
-        kernel, reads, _ = alike[0]
+        kernel, reads, _, forward = alike[0]
         arguments = make[name]()
         if reads:
             arguments = with_integers(arguments, reads, known)
+        if forward is not None:
+            arguments = with_residuals(arguments, cache.get(forward))
         call = RepeatedCall(cache.get(kernel), kernel, arguments)
         del arguments
         found[name] = measured_seconds(call, agree)

@@ -27,7 +27,7 @@ from megatrain_jax._src.spec.rescheduled import (
     with_all_waves,
 )
 from megatrain_jax._src.spec.run_spec import RunSpec
-from megatrain_jax._src.spec.step_kernels import numbered_kernels
+from megatrain_jax._src.spec.step_kernels import numbered_kernels, stage_kernel
 from megatrain_jax._src.state.placement import Placement
 
 # In seconds: the functions of a step with a shorter estimate are not timed.
@@ -63,7 +63,12 @@ def by_measured_times(
             # A stage that prints, or calls back, must not do so here.
             if has_side_effects(stage.jaxpr):
                 continue
-            row = Timed(kernel, stage.inputs, stage.outputs if op is Op.FORWARD else ())
+            if op is Op.FORWARD:
+                row = Timed(kernel, stage.inputs, stage.outputs)
+            else:
+                keeps = number in step.schedule.kept
+                forward = stage_kernel(step, Op.FORWARD, number, placement) if keeps else None
+                row = Timed(kernel, stage.inputs, forward=forward)
         timed.setdefault((op, number), []).append(row)
 
     def agree(seconds: float) -> float:
