@@ -52,6 +52,7 @@ def maker(kernel: Kernel, *, has_residuals: bool = False) -> jax.stages.Lowered:
     """
     # The square root of a negative second moment would be no number.
     lowest = 0.0 if kernel.name == "update" else -1.0
+    assert kernel.takes is not None
     takes = (*kernel.takes[:2], [], *kernel.takes[3:]) if has_residuals else kernel.takes
 
     def make() -> Any:
