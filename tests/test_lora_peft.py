@@ -291,11 +291,11 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, told in (
         ({"r": 2}, "of another shape: base_model"),
-        ({"rank_pattern": {"q_proj": 2}}, "doesn't have: rank_pattern={'q_proj': 2}"),
+        ({"rank_pattern": {"q_proj": 2}}, "be trained here: rank_pattern={'q_proj': 2}"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
-        ({"lora_alpha": None}, "has no number `lora_alpha`"),
+        ({"lora_alpha": None}, "adapter_config.json: `lora_alpha` must be a finite number"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=re.escape(told)):

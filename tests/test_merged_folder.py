@@ -1,6 +1,8 @@
 """Adapters' folders merged into their base, against PEFT's own merging and our models' export."""
 
 import json
+import math
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,11 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
             torch.float32,
         ),
         ({"use_dora": True, "modules_to_save": ["lm_head"]}, torch.float32),
+        # Initial values that leave the base as it is.
+        ({"init_lora_weights": "orthogonal", "lora_alpha": -6}, torch.float32),
+        ({"init_lora_weights": "mica"}, torch.float32),
     ],
-    ids=["rslora", "patterns", "dora"],
+    ids=["rslora", "patterns", "dora", "orthogonal", "mica"],
 )
 def test_merged_folders_are_those_of_peft(options, dtype, tmp_path):
     base = save(make_torch("qwen3"), tmp_path / "base", dtype=dtype, max_shard_size="30KB")
@@ -152,8 +157,8 @@ def test_merging_holds_a_few_matrices_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "tensors", "error"),
     [
-        ({"peft_type": "LOHA"}, {}, "type 'LOHA', but only LORA"),
-        ({"bias": "all"}, {}, "`bias` = 'all', which can't be merged"),
+        ({"peft_type": "LOHA"}, {}, "can't be merged here: peft_type='LOHA'"),
+        ({"bias": "all"}, {}, "can't be merged here: bias='all'"),
         ({"base_model_name_or_path": None}, {}, "names no base model: pass its folder as `base`"),
         ({}, {"layers.0.self_attn.q_proj.lora_B": (8, 4)}, "other shapes .*layers.0.self_attn"),
         ({}, {"layers.9.self_attn.q_proj.lora_B": (8, 4)}, "there is no model.layers.9"),
@@ -178,3 +183,205 @@ def test_adapters_that_do_not_fit_are_refused(changes, tensors, error, tmp_path)
     with pytest.raises(ValueError, match=error):
         models.merge_adapter(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory) -> tuple[Path, Path]:
+    """A base in float16 and adapters that fit it."""
+    folder = tmp_path_factory.mktemp("fitting")
+    base = save(make_torch("llama"), folder / "base", dtype=torch.float16)
+    make_adapter(
+        transformers.AutoModelForCausalLM.from_pretrained(base),
+        folder / "adapter",
+        modules_to_save=["model.norm"],
+    )
+    return base, folder / "adapter"
+
+
+def spoiled(adapter: Path, to: Path, changes: dict[str, Any], change: Any = None) -> Path:
+    """A copy of adapters with other settings, or other tensors."""
+    shutil.copytree(adapter, to)
+    config = json.loads((to / "adapter_config.json").read_text()) | changes
+    (to / "adapter_config.json").write_text(json.dumps(config))
+    if change is not None:
+        arrays = load_file(to / "adapter_model.safetensors")
+        save_file(change(arrays), to / "adapter_model.safetensors")
+    return to
+
+
+def with_number(end: str, number: float) -> Any:
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name = next(name for name in reversed(arrays) if name.endswith(end))
+        arrays[name] = arrays[name].astype(np.float32)
+        arrays[name].flat[-1] = number
+        return arrays
+
+    return change
+
+
+def train_from(base: Path, adapter: Path) -> None:
+    """Reads adapters as a run's start does, which converts them to arrays."""
+    jax.tree.map(np.asarray, models.load_lora(models.load_pretrained(base), adapter).params)
+
+
+@pytest.mark.parametrize("way", ["merged", "trained"])
+@pytest.mark.parametrize(
+    ("changes", "change", "named"),
+    [
+        # PEFT changes the base when it reads these.
+        ({"init_lora_weights": "pissa"}, None, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "olora"}, None, "init_lora_weights='olora'"),
+        ({"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights='pissa_niter_4'"),
+        ({"init_lora_weights": "lora_ga"}, None, "init_lora_weights='lora_ga'"),
+        ({"init_lora_weights": ["loftq"]}, None, "init_lora_weights="),
+        # Options of later versions of PEFT; zero may mean something.
+        ({"new_option": 0}, None, "new_option=0"),
+        ({"use_new": True, "further": {"a": 1}}, None, "further=.*use_new=True"),
+        ({"use_bdlora": {"nblocks": 2}}, None, "use_bdlora="),
+        ({"kasa_config": {}, "arrow_config": {"top_k": 3}}, None, "here: arrow_config="),
+        *(
+            ({"lora_alpha": alpha}, None, "`lora_alpha`")
+            for alpha in (math.nan, math.inf, 1e308, 10**400, None, "16", True)
+        ),
+        *(({"r": r}, None, "`r`") for r in (-4, 0, 4.0, "4", True)),
+        ({"r": 3}, None, r"q_proj.*\(4, 32\)"),
+        ({"lora_dropout": math.nan}, None, "`lora_dropout`"),
+        ({"lora_dropout": 1}, None, "`lora_dropout`"),
+        ({"use_rslora": "no"}, None, "`use_rslora`"),
+        ({"target_modules": "("}, None, "`target_modules`"),
+        ({"target_modules": 5}, None, "`target_modules`"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, None, "alpha_pattern.*q_proj"),
+        ({"alpha_pattern": {"(": 3}}, None, r"alpha_pattern.*\("),
+        ({"rank_pattern": ["q_proj"]}, None, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 7}}, None, "rank_pattern=|of rank 7"),
+        ({"use_dora": True}, None, "layers.1.self_attn.v_proj.lora_magnitude_vector"),
+        ({}, lambda arrays: {}, "adapter_model.safetensors holds no tensors"),
+        ({}, with_number("lora_A.weight", math.nan), "layers.1.*lora_A.weight"),
+        ({}, with_number("lora_B.weight", math.inf), "layers.1.*lora_B.weight"),
+        ({}, with_number("model.norm.weight", -math.inf), "model.norm.weight"),
+        (
+            {},
+            lambda arrays: {
+                n: a for n, a in arrays.items() if "1.self_attn.q_proj.lora_B" not in n
+            },
+            "layers.1.self_attn.q_proj.lora_B",
+        ),
+        (
+            {},
+            lambda arrays: {n: a.astype(np.int8) for n, a in arrays.items()},
+            "lora_A.weight .*I8",
+        ),
+        (
+            {},
+            lambda arrays: {
+                **arrays,
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": np.ones(
+                    32, np.float32
+                ),
+            },
+            "q_proj.lora_magnitude_vector",
+        ),
+    ],
+)
+def test_what_is_not_known_of_adapters_is_refused(changes, change, named, way, fitting, tmp_path):
+    base, adapter = fitting
+    adapter = spoiled(adapter, tmp_path / "adapter", changes, change)
+    with pytest.raises(ValueError, match=f"(?s){adapter}.*{named}"):
+        if way == "merged":
+            models.merge_adapter(adapter, tmp_path / "merged", base=base)
+        else:
+            train_from(base, adapter)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "name"),
+    [
+        ({"lora_alpha": 1e38}, None, "model.layers.0.self_attn.q_proj.weight"),
+        ({}, with_number("model.norm.weight", 1e5), "model.norm.weight"),
+    ],
+)
+def test_merged_numbers_too_large_for_the_base_are_refused(
+    changes, change, name, fitting, tmp_path
+):
+    base, adapter = fitting
+    adapter = spoiled(adapter, tmp_path / "adapter", changes, change)
+    with pytest.raises(ValueError, match=f"{name} .* not finite in float16"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+    train_from(base, adapter)
+
+
+def test_adapters_that_only_merging_reads(fitting, tmp_path):
+    base, adapter = fitting
+    for changes in ({"lora_alpha": -8}, {"init_lora_weights": "mica"}, {"rank_pattern": {"k": 2}}):
+        (name,) = changes
+        other = spoiled(adapter, tmp_path / name, changes)
+        models.merge_adapter(other, tmp_path / "merged", base=base, overwrite=True)
+        with pytest.raises(ValueError, match=f"adapter_config.json.*{name}"):
+            train_from(base, other)
+
+
+def test_a_matrix_with_adapters_and_a_whole_one_is_refused(fitting, tmp_path):
+    base, adapter = fitting
+    name = "model.layers.0.self_attn.q_proj.weight"
+    whole = {f"base_model.model.{name}": np.ones((32, 32), np.float32)}
+    other = spoiled(adapter, tmp_path / "adapter", {}, lambda arrays: arrays | whole)
+    with pytest.raises(ValueError, match=f"both adapters and a whole matrix of {name}"):
+        models.merge_adapter(other, tmp_path / "merged", base=base)
+
+
+def test_missing_numbers_are_those_of_peft(fitting, tmp_path):
+    base, adapter = fitting
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    del config["lora_alpha"], config["use_rslora"], config["lora_dropout"], config["alpha_pattern"]
+    other = spoiled(adapter, tmp_path / "adapter", {})
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = peft.PeftModel.from_pretrained(load(base, dtype=torch.float32), other)
+    expected = theirs.merge_and_unload().state_dict()
+    found = tensors_of(models.merge_adapter(other, tmp_path / "merged", base=base))
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name].half().numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_lora_of_head_and_embeddings_gets_a_reason(module, saved, tmp_path):
+    base = save(make_torch("llama"), tmp_path / "base")
+    load, adapter = transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "adapter"
+    theirs = make_adapter(load(base), adapter, target_modules=[module, "q_proj"])
+    if saved:  # as PEFT does by default
+        theirs.save_pretrained(adapter, save_embedding_layers=True)
+    ways = [lambda: train_from(base, adapter)]
+    if module == "lm_head" and not saved:
+        found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
+        head = theirs.merge_and_unload().lm_head.weight.detach().numpy()
+        np.testing.assert_allclose(found["lm_head.weight"], head, rtol=1e-6, atol=1e-6)
+    else:
+        ways.append(lambda: models.merge_adapter(adapter, tmp_path / "merged", base=base))
+    remedy = "merge_adapter" if len(ways) == 1 else "merge_and_unload"
+    for way in ways:
+        with pytest.raises(ValueError, match=f"{adapter}.*{module}.*{remedy}"):
+            way()
+
+
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights:UserWarning")
+def test_adapters_that_peft_converted_are_merged(tmp_path):
+    """The way that the refusal of PiSSA names."""
+    base = save(make_torch("llama"), tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = {"r": 4, "target_modules": ATTENTION, "init_lora_weights": "pissa"}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "initial")
+    theirs.peft_config["default"].init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    initial = str(tmp_path / "initial")
+    theirs.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=initial)
+    found = tensors_of(models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base))
+    for name, tensor in theirs.merge_and_unload().state_dict().items():
+        np.testing.assert_allclose(found[name], tensor, atol=5e-6, err_msg=name)

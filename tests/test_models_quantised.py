@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from megatrain_jax._src.models.names import parameter_tensors
+from megatrain_jax._src.models.quantised_tensors import CHUNK, scaled
 from megatrain_jax.models import DecoderConfig, load_pretrained, save_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -18,7 +19,11 @@ torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
 import safetensors.torch as safetensors_torch  # noqa: E402
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
+from transformers import FineGrainedFP8Config  # noqa: E402
+from transformers.integrations.finegrained_fp8 import (  # noqa: E402
+    Fp8Dequantize,
+    _dequantize_fp8_weight,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from families import make_torch, random_tokens, save  # noqa: E402
@@ -243,11 +248,161 @@ def test_weights_of_compressed_tensors(scales, dtype, tmp_path):
             expected[name] = codes.to(scale.dtype) * whole
 
     kind = "int-quantized" if dtype == torch.int8 else "float-quantized"
-    rewritten(source, change, {"quant_method": "compressed-tensors", "format": kind})
+    size = 16 if scales == "group" else {"weight": None, "row": -1}[scales]
+    rewritten(source, change, compressed({"group_size": size}, format=kind))
     pretrained = load_pretrained(source)
     assert len(expected) == 14
     for name, decoded in expected.items():
         check_same(numbers(pretrained.params, name), decoded)
+
+
+def compressed(*weights: dict[str, Any], format: str = "naive-quantized") -> dict[str, Any]:
+    """What a `config.json` says of weights in compressed-tensors."""
+    groups = {f"group_{i}": {"targets": ["Linear"], "weights": w} for i, w in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+def whole_blocks(scales: Any, block: tuple[int, int], shape: Any) -> Any:
+    """A scale for each number of a matrix, in blocks of which the last may be incomplete."""
+    tall, wide = block
+    return scales.repeat_interleave(tall, -2).repeat_interleave(wide, -1)[: shape[0], : shape[1]]
+
+
+FP8 = {"quant_method": "fp8"}
+UP, DOWN = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "about", "block"),
+    [
+        ("_scale_inv", FP8, FineGrainedFP8Config().weight_block_size),
+        ("_scale_inv", FP8 | {"weight_block_size": [128, 128]}, (128, 128)),
+        ("_scale_inv", FP8 | {"weight_block_size": [64, 160]}, (64, 160)),
+        ("_scale", compressed({"group_size": 128}), (1, 128)),
+        ("_scale", compressed({"group_size": -1}, {"group_size": 160}), (1, 160)),
+        ("_scale", compressed({"block_structure": "128x128"}), (128, 128)),
+        ("_scale", compressed({}, {"block_structure": [128, 160]}), (128, 160)),
+    ],
+)
+def test_blocks_are_of_the_size_that_the_configuration_says(suffix, about, block, tmp_path):
+    """Rows or columns of 192 end within a block, and could be divided evenly."""
+    source, expected = save(make_torch("llama", **WIDE), tmp_path / "m", torch.bfloat16), {}
+    shapes = {UP: (192, 64), DOWN: (64, 192)}
+
+    def change(tensors: dict[str, Any]) -> None:
+        for name, (rows, columns) in shapes.items():
+            codes = tensors[name].to(torch.float8_e4m3fn)
+            scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
+            tensors |= {name: codes, f"{name}{suffix}": scales}
+            whole = codes.float() * whole_blocks(scales, block, shapes[name])
+            theirs = _dequantize_fp8_weight(codes, scales, list(block), torch.float32)
+            assert torch.equal(whole, theirs)
+            expected[name] = whole.to(torch.bfloat16)
+
+    params = load_pretrained(rewritten(source, change, about)).params
+    for name, decoded in expected.items():
+        check_same(numbers(params, name), decoded)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "about", "scales", "told"),
+    [
+        ("_scale_inv", FP8, (2, 2), "128 x 128"),
+        ("_scale_inv", FP8, (64, 1), "128 x 128"),
+        ("_scale_inv", FP8 | {"weight_block_size": None}, (1, 2), "all x all"),
+        ("_scale_inv", FP8 | {"weight_block_size": [16, 16]}, (1, 2), "16 x 16"),
+        ("_scale_inv", FP8 | {"weight_block_size": [128, 96]}, (1, 1), "128 x 96"),
+        *(
+            ("_scale_inv", FP8 | {"weight_block_size": size}, (1, 2), "`weight_block_size`")
+            for size in ([128], [0, 128], [128.0, 128], [True, 128], "128", 128, ["a", "b"], [])
+        ),
+        ("_scale", compressed({}), (64, 2), "1 x all or all x all"),
+        ("_scale", compressed({"group_size": 64}), (64, 2), "1 x 64"),
+        # Either may be this weight's.
+        ("_scale", compressed({"group_size": 96}, {"group_size": 128}), (64, 2), "1 x 96 or 1 x"),
+        ("_scale", compressed({"group_size": 0}), (64, 2), "`group_size`"),
+        ("_scale", compressed({"block_structure": "2x"}), (64, 2), "`block_structure`"),
+        ("_scale", {"quant_method": "compressed-tensors", "format": "int-quantized"}, (64, 2), "x"),
+    ],
+)
+def test_blocks_that_do_not_fit_the_scales_are_refused(suffix, about, scales, told, tmp_path):
+    source = save(make_torch("llama", **WIDE), tmp_path / "m", torch.bfloat16)
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[DOWN] = tensors[DOWN].to(torch.float8_e4m3fn)
+        tensors[f"{DOWN}{suffix}"] = torch.ones(scales)
+
+    with pytest.raises(ValueError, match=told):
+        load_pretrained(rewritten(source, change, about))
+
+
+def test_4_bit_codes_in_fp8_checkpoints_are_refused(tmp_path):
+    """Transformers takes bytes there as two 4-bit floats each."""
+    source = save(make_torch("llama"), tmp_path / "m", torch.bfloat16)
+
+    def change(tensors: dict[str, Any]) -> None:
+        scales = {f"{UP}_scale_inv": torch.ones(1, 1)}
+        tensors |= {UP: tensors[UP].to(torch.int8)} | scales
+
+    with pytest.raises(ValueError, match=f"codes and scales of {UP} .*I8"):
+        load_pretrained(rewritten(source, change, FP8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_of_activations_and_zeros_of_symmetric_codes_are_left_out(dtype, tmp_path):
+    source = save(make_torch("qwen2"), tmp_path / "m", torch.bfloat16)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            rows, base = tensors[name].shape[0], name.removesuffix("weight")
+            tensors[name] = tensors[name].mul(50).to(dtype)
+            tensors[f"{name}_scale"] = torch.full((rows, 1), 0.5)
+            tensors[f"{name}_zero_point"] = torch.zeros((rows, 1)).to(dtype)
+            for part in ("input", "output"):
+                tensors[f"{base}{part}_scale"] = torch.tensor(0.5)
+                tensors[f"{base}{part}_zero_point"] = torch.tensor(3, dtype=torch.int8)
+        for layer in range(2):  # of cached keys and values
+            for part in ("q", "k", "v"):
+                tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([0.5])
+            tensors[f"model.layers.{layer}.self_attn.k_zero_point"] = torch.tensor([0])
+        expected[UP] = (tensors[UP].float() * 0.5).to(torch.bfloat16)
+
+    expected: dict[str, Any] = {}
+    pretrained = load_pretrained(rewritten(source, change, compressed({"symmetric": True})))
+    check_same(numbers(pretrained.params, UP), expected[UP])
+    saved = tensors_of(save_pretrained(filled(pretrained), tmp_path / "saved"))
+    assert not [name for name in saved if name.endswith(("_scale", "_zero_point"))]
+
+
+@pytest.mark.parametrize(
+    ("weights", "zeros"),
+    [
+        ({"symmetric": True}, torch.tensor([[0], [3]], dtype=torch.int8)),
+        ({"symmetric": False}, torch.tensor([[0], [-128]], dtype=torch.int8)),
+        ({"symmetric": False}, None),
+    ],
+)
+def test_asymmetric_codes_are_refused(weights, zeros, tmp_path):
+    source = save(make_torch("llama"), tmp_path / "m", torch.bfloat16)
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[UP] = tensors[UP].to(torch.int8)
+        tensors[f"{UP}_scale"] = torch.ones(len(tensors[UP]), 1)
+        if zeros is not None:
+            tensors[f"{UP}_zero_point"] = zeros.repeat(len(tensors[UP]) // 2, 1)
+
+    with pytest.raises(ValueError, match=f"{UP}_zero_point.*`symmetric`"):
+        load_pretrained(rewritten(source, change, compressed(weights)))
+
+
+def test_each_row_has_its_own_scales_beyond_the_first_rows_decoded():
+    rows, columns = CHUNK // 128 + 200, 128
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-128, 128, (2, rows, columns), dtype=np.int8)
+    scales = rng.random((2, -(-rows // 100), 2), dtype=np.float32)
+    whole = np.repeat(np.repeat(scales, 100, axis=1)[:, :rows], 64, axis=2)
+    found = scaled(codes, scales, name="x", tiles=(100, 64), dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(found, codes * whole)
 
 
 def test_what_no_layer_reads_is_exported_decoded(tmp_path):

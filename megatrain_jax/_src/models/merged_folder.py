@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,67 +24,79 @@ from megatrain_jax._src.models.expert_tensors import split_experts, stack_expert
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
 from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.folders import atomic_folder, new_folder
+from megatrain_jax._src.models.peft_reading import (
+    CONFIG,
+    WEIGHTS,
+    AdapterSettings,
+    read_settings,
+    read_tensors,
+)
 from megatrain_jax._src.models.quantised import open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
-from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, LazyArray, Tensor, open_file, some
+from megatrain_jax._src.models.tensors import (
+    DTYPES,
+    ITEM_BYTES,
+    LazyArray,
+    Tensor,
+    finite_numbers,
+    some,
+)
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_PREFIX = "base_model.model."
 _PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
-# PEFT options that change the computation of adapters, and their values without effect.
-_PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None,),
-    "lora_bias": (None, False),
-    "use_qalora": (None, False),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedTensor:
-    """A matrix with its adapter, computed when it is converted to an array, in fp32.
+    """A changed tensor of the base, computed when it is converted to an array.
 
     Attributes:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape.
+        numbers: Function that returns its numbers before they are rounded.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    numbers: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Computes the numbers; nothing is kept here."""
+        if copy is False:
+            raise ValueError("a merged matrix can't be had without computing it")
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            array = self.numbers().astype(self.dtype, copy=False)
+        if not np.isfinite(array).all():
+            raise ValueError(
+                f"{self.name} with its adapters has numbers that are not finite in {self.dtype}: "
+                "the adapters, or their `lora_alpha`, are damaged or too large"
+            )
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _with_adapter(
+    base: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None
+) -> np.ndarray:
+    """A matrix and its adapter's product, in fp32.
+
+    Args:
         base: The matrix, of shape (out, in).
         a: The factor of shape (rank, in).
         b: The factor of shape (out, rank).
         scale: The factor of their product.
         magnitude: The norm of each row of the merged matrix, for DoRA; None without.
     """
-
-    base: Tensor
-    a: Tensor
-    b: Tensor
-    scale: float
-    magnitude: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The matrix's shape."""
-        return self.base.shape
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Computes the numbers; nothing is kept here."""
-        if copy is False:
-            raise ValueError("a merged matrix can't be had without computing it")
-        a, b = (factor.read().astype(np.float32) for factor in (self.a, self.b))
-        total = (b @ a) * np.float32(self.scale)
-        total += self.base.read()
-        if self.magnitude is not None:
-            norms = np.linalg.norm(total, axis=1)
-            total *= (self.magnitude.read().astype(np.float32).reshape(-1) / norms)[:, None]
-        return total if dtype is None else total.astype(dtype)
+    factors = (finite_numbers(factor).astype(np.float32) for factor in (b, a))
+    total = np.matmul(*factors) * np.float32(scale)
+    total += finite_numbers(base)
+    if magnitude is not None:
+        norms = np.linalg.norm(total, axis=1)
+        own = finite_numbers(magnitude).astype(np.float32).reshape(-1)
+        total *= (own / norms)[:, None]
+    return total
 
 
 def merge_adapter(
@@ -120,11 +133,11 @@ def merge_adapter(
     """
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
     folder = new_folder(folder, overwrite=overwrite)
-    holds = f"adapters ({_CONFIG} and {_TENSORS})"
+    holds = f"adapters ({CONFIG} and {WEIGHTS})"
     source = folder_or_download("adapter", adapter, holds, _ADAPTER_FILES)
-    about = read_json(required_file(source, _CONFIG))
-    factors, whole = _read_adapter(source, about)
-    at_base = _open_base(source, about, base)
+    settings = read_settings(source, merging=True)
+    factors, whole = _read_adapter(source)
+    at_base = _open_base(source, settings, base)
     config = required_file(at_base, "config.json")
     values = read_json(config)
     tensors = open_weights(at_base, config.read_text(encoding="utf-8"))
@@ -136,10 +149,12 @@ def merge_adapter(
         name: tensor if name in tensors else LazyArray((tensor,), stacked=False)
         for name, tensor in single.items()
     }
-    arrays |= _adapted(single, factors, about, fault)
+    arrays |= _adapted(single, factors, settings, fault)
     modules = [name.removesuffix(".weight") for name in single]
-    if different := different_layers(factors, modules, about):
+    if different := different_layers(factors, modules, settings.values):
         raise ValueError(f"{fault}it has layers without adapters: {some(different)}")
+    if both := [name for name in whole if name.removesuffix(".weight") in factors]:
+        raise ValueError(f"{fault}it has both adapters and a whole matrix of {some(both)}")
     arrays |= _replaced(single, whole, fault)
     if (rows := _more_rows(single, whole, fault)) is not None:
         values.get("text_config", values)["vocab_size"] = rows
@@ -158,43 +173,34 @@ def merge_adapter(
     return folder
 
 
-def _open_base(source: Path, about: Mapping[str, Any], base: Any) -> Path:
-    named = about.get("base_model_name_or_path")
+def _open_base(source: Path, settings: AdapterSettings, base: Any) -> Path:
+    named = settings.values.get("base_model_name_or_path")
     if base is None and (not isinstance(named, str) or not named):
-        raise ValueError(f"{source / _CONFIG} names no base model: pass its folder as `base`")
+        raise ValueError(f"{source / CONFIG} names no base model: pass its folder as `base`")
     holds = "the checkpoint that the adapters belong to"
     return folder_or_download("base", named if base is None else base, holds, CHECKPOINT_FILES)
 
 
-def _read_adapter(
-    source: Path, about: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+def _read_adapter(source: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """The factors of each module, and the whole tensors, by names as in the base.
 
     Raises:
-        ValueError: If the adapters are of a kind that can't be merged.
+        FileNotFoundError: See `read_tensors`.
+        ValueError: See `read_tensors`; or tensors are of a kind that can't be merged.
     """
-    path = source / _CONFIG
-    if (kind := about.get("peft_type")) != "LORA":
-        raise ValueError(f"{path} is of the type {kind!r}, but only LORA can be merged")
-    for name, plain in _PLAIN_VALUES.items():
-        if (given := about.get(name)) not in plain:
-            raise ValueError(
-                f"{path} has `{name}` = {given!r}, which can't be merged here; PEFT's "
-                "`merge_and_unload` can"
-            )
     factors: dict[str, dict[str, Tensor]] = {}
     whole, strange = {}, []
-    for key, tensor in open_file(required_file(source, _TENSORS)).items():
-        name = key.removeprefix(_PREFIX)
-        if (match := _FACTOR.fullmatch(name)) is not None:
-            factors.setdefault(match[1], {})[match[2]] = tensor
-        elif name != key and "lora_" not in name and "token_adapter" not in name:
+    for name, tensor in read_tensors(source).items():
+        match = _FACTOR.fullmatch(name)
+        known = match is not None or ("lora_" not in name and "token_adapter" not in name)
+        if tensor.dtype not in DTYPES or not known:
+            strange.append(f"{tensor.name} ({tensor.dtype})")
+        elif match is None:
             whole[name] = tensor
         else:
-            strange.append(key)
+            factors.setdefault(match[1], {})[match[2]] = tensor
     if strange:
-        raise ValueError(f"{source / _TENSORS} has tensors that can't be merged: {some(strange)}")
+        raise ValueError(f"{source / WEIGHTS} has tensors that can't be merged: {some(strange)}")
     return factors, whole
 
 
@@ -225,56 +231,56 @@ def _check_tied(
 def _adapted(
     tensors: Mapping[str, Tensor],
     factors: Mapping[str, Mapping[str, Tensor]],
-    about: Mapping[str, Any],
+    settings: AdapterSettings,
     fault: str,
 ) -> dict[str, MergedTensor]:
     """The merged matrices by name.
 
     Raises:
-        ValueError: If the base lacks a matrix, or it has another shape.
+        ValueError: If the base lacks a matrix, or it has another shape; or a factor is missing.
     """
-    scale_of = _scales(about)
-    found, absent, misshapen = {}, [], []
+    wanted = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if settings.dora else set())
+    found, absent, misshapen, beside = {}, [], [], []
     for module, parts in factors.items():
         name = f"{module}.weight"
-        base, a, b = tensors.get(name), parts.get("lora_A"), parts.get("lora_B")
-        if base is None or a is None or b is None:
-            absent.append(name if base is None else f"{module}.lora_A and lora_B")
+        if name not in tensors:
+            absent.append(name)
+        absent += [f"{module}.{part}" for part in sorted(wanted - parts.keys())]
+        beside += [f"{module}.{part}" for part in sorted(parts.keys() - wanted)]
+        if name not in tensors or parts.keys() != wanted:
             continue
-        magnitude = parts.get("lora_magnitude_vector")
-        rows = None if magnitude is None else math.prod(magnitude.shape)
-        shapes = [base.shape, a.shape, b.shape]
-        fits = all(len(shape) == 2 for shape in shapes) and (
-            (b.shape[0], a.shape[1]) == base.shape and a.shape[0] == b.shape[1]
+        base, a, b = tensors[name], parts["lora_A"], parts["lora_B"]
+        rank, magnitude = settings.rank_of(module), parts.get("lora_magnitude_vector")
+        fits = len(base.shape) == 2 and (b.shape, a.shape) == (
+            (base.shape[0], rank),
+            (rank, base.shape[1]),
         )
-        if not fits or rows not in (None, base.shape[0]) or base.dtype not in DTYPES:
-            misshapen.append(f"{name} (adapters {b.shape} and {a.shape}, matrix {base.shape})")
+        fits = fits and (magnitude is None or math.prod(magnitude.shape) == base.shape[0])
+        if not fits or base.dtype not in DTYPES:
+            misshapen.append(
+                f"{name} (adapters {b.shape} and {a.shape} of rank {rank}, matrix {base.shape})"
+            )
             continue
-        found[name] = MergedTensor(
-            base=base, a=a, b=b, scale=scale_of(module, a.shape[0]), magnitude=magnitude
-        )
+        numbers = partial(_with_adapter, base, a, b, settings.scale_of(module), magnitude)
+        found[name] = _merged(name, base, base.shape, numbers)
     if absent:
         raise ValueError(f"{fault}there is no {some(absent)}")
+    if beside:
+        raise ValueError(f"{fault}`use_dora` is off, but there is {some(beside)}")
     if misshapen:
         raise ValueError(f"{fault}other shapes or dtypes: {some(misshapen)}")
     return found
 
 
-def _scales(about: Mapping[str, Any]) -> Callable[[str, int], float]:
-    """The scale of a module's adapter by its name and rank, as PEFT chooses it."""
-    patterns = about.get("alpha_pattern") or {}
-
-    def scale_of(module: str, rank: int) -> float:
-        matches = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
-        alpha = patterns.get(next(matches, None), about.get("lora_alpha", 8))
-        return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
-
-    return scale_of
+def _merged(
+    name: str, base: Tensor, shape: tuple[int, ...], numbers: Callable[[], np.ndarray]
+) -> MergedTensor:
+    return MergedTensor(name=name, dtype=DTYPES[base.dtype], shape=shape, numbers=numbers)
 
 
 def _replaced(
     tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], fault: str
-) -> dict[str, LazyArray]:
+) -> dict[str, MergedTensor]:
     """The whole tensors that the adapters' folder has in place of the base's.
 
     Embeddings and head may have more rows than the base's, for new tokens.
@@ -287,11 +293,14 @@ def _replaced(
         for name, tensor in whole.items()
         if name not in tensors
         or not _fits(name, tensor.shape, tensors[name].shape)
-        or not {tensors[name].dtype, tensor.dtype} <= DTYPES.keys()
+        or tensors[name].dtype not in DTYPES
     ]
     if wrong:
         raise ValueError(f"{fault}the base has no tensor of that shape for {some(wrong)}")
-    return {name: LazyArray((tensor,), stacked=False) for name, tensor in whole.items()}
+    return {
+        name: _merged(name, tensors[name], tensor.shape, partial(finite_numbers, tensor))
+        for name, tensor in whole.items()
+    }
 
 
 def _fits(name: str, shape: tuple[int, ...], old: tuple[int, ...]) -> bool:

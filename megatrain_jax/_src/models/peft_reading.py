@@ -1,14 +1,20 @@
 """Reads adapters in PEFT's format, to go on training them."""
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
 from megatrain_jax._src.common.hub import folder_or_download
+from megatrain_jax._src.models.hf_fields import shown
 from megatrain_jax._src.models.lora import Lora, lora
 from megatrain_jax._src.models.low_rank import name_of
 from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
@@ -20,19 +26,68 @@ PREFIX = "base_model.model."
 # The ends of tensors' names for each parameter of an adapted module.
 ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
 DORA_ENDS = ENDS | {"lora_magnitude": "lora_magnitude_vector"}
-# Fields of adapter_config.json that are read here, and fields that don't change the computation.
-# The modules with adapters are known from the tensors in the file.
-_READ = frozenset(
-    "peft_type r lora_alpha lora_dropout use_rslora use_dora bias init_lora_weights target_modules "
-    "modules_to_save".split()
-)
+# The options of PEFT's LoraConfig that are known here. All further ones must be off.
+# They don't change the computation of trained adapters; modules with adapters are known from the
+# tensors.
 _WITHOUT_EFFECT = frozenset(
-    "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode "
-    "layers_pattern layers_to_transform loftq_config lora_ga_config megatron_core peft_version "
-    "qalora_group_size revision runtime_config task_type".split()
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
+    "exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_ga_config "
+    "megatron_core modules_to_save peft_version qalora_group_size revision runtime_config "
+    "target_modules task_type".split()
 )
-# Initial values that leave the base model as it is; "pissa", for example, changes it.
-_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
+_NUMBERS = frozenset("r lora_alpha lora_dropout use_rslora use_dora".split())
+# By module, which `models.lora` doesn't have.
+_PATTERNS = frozenset(("rank_pattern", "alpha_pattern"))
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    # Initial values that leave the base model as it is; "pissa", for example, changes it.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+# It leaves the base as it is, but trains `lora_A` alone.
+_MERGED_ONLY = {"init_lora_weights": ("mica",)}
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """The settings of adapters in PEFT's format.
+
+    Attributes:
+        values: The contents of adapter_config.json.
+        rank: Rank of the adapters that `ranks` doesn't name.
+        alpha: The same for `alphas`.
+        dropout: Fraction of a module's inputs hidden from its adapter.
+        rslora: Whether alpha is divided by the square root of the rank.
+        dora: Whether the norms of rows are trained, too.
+        ranks: Ranks by regular expressions, which match the ends of modules' names.
+        alphas: The same for alpha.
+    """
+
+    values: Mapping[str, Any]
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    dora: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """Returns the rank of a module's adapter, as PEFT chooses it."""
+        return self._of(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Returns the factor of a module's adapter, as PEFT chooses it."""
+        rank = self.rank_of(module)
+        return self._of(self.alphas, module, self.alpha) / (
+            math.sqrt(rank) if self.rslora else rank
+        )
+
+    @staticmethod
+    def _of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+        matches = (value for key, value in pattern.items() if _module_pattern(key).match(module))
+        return next(matches, default)
 
 
 def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int = 0) -> Lora:
@@ -60,20 +115,26 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
         raise TypeError(checks.refused("pretrained", "from models.load_pretrained", pretrained))
     holds = f"adapters ({CONFIG} and {WEIGHTS})"
     folder = folder_or_download("folder", folder, holds, (CONFIG, WEIGHTS))
-    values = _config(folder)
+    settings = read_settings(folder, merging=False)
     parameters = _parameters(pretrained, folder)
-    found = _found(parameters, _tensors(folder), values, pretrained, folder)
+    found = _found(parameters, read_tensors(folder), settings, pretrained, folder)
     chosen = {name_of(p.path) for p, arrays in found if "lora_A" in arrays}
+    if "lm_head/weight" in chosen:
+        raise ValueError(
+            f"the adapters in {folder} adapt lm_head, which can't have adapters here, because "
+            "losses read its matrix as it is: `models.merge_adapter` makes them part of a "
+            "checkpoint to go on from"
+        )
     whole = {name_of(p.path[:-1]) for p, arrays in found if "lora_A" not in arrays}
     adapted = lora(
         pretrained.model,
         targets=lambda path: path in chosen,
-        rank=values["r"],
-        alpha=values["lora_alpha"],
-        dropout=values.get("lora_dropout", 0.0),
-        rslora=values.get("use_rslora", False),
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        rslora=settings.rslora,
         modules_to_save=sorted(whole),
-        dora=values.get("use_dora", False),
+        dora=settings.dora,
         seed=seed,
         params=pretrained.params,
     )
@@ -86,45 +147,137 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     return adapted
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The contents of adapter_config.json.
+def read_settings(folder: Path, *, merging: bool) -> AdapterSettings:
+    """Reads adapter_config.json; a missing number has PEFT's default.
+
+    Args:
+        folder: The adapters' folder.
+        merging: Whether the adapters are only merged, instead of trained further.
 
     Raises:
-        ValueError: If they describe adapters of another kind, or with further options.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, or describes adapters of another kind, or with an option that
+            isn't known.
     """
     path = required_file(folder, CONFIG)
     values = read_json(path)
-    for name, kind in (("r", int), ("lora_alpha", int | float)):
-        if not isinstance(values.get(name), kind):
-            raise ValueError(f"{path} has no number `{name}`")
-    further = set(values) - _READ - _WITHOUT_EFFECT
-    wrong = {name: values[name] for name in sorted(further) if values[name]}
-    wrong |= {
-        name: values[name]
-        for name, allowed in (
-            ("peft_type", ("LORA",)),
-            ("bias", (None, "none")),
-            ("init_lora_weights", _INITIAL),
-        )
-        if values.get(name) not in allowed
-    }
+    given = {"peft_type": None, **values}
+    wrong = [
+        f"{name[:60]}={shown(value)}"
+        for name, value in given.items()
+        if not _is_right(name, value, merging)
+    ]
     if wrong:
-        options = ", ".join(f"{name}={value!r}"[:100] for name, value in wrong.items())
-        raise ValueError(
-            f"{path} has options that models.lora doesn't have: {options}. PEFT's "
-            "`merge_and_unload` can make these adapters part of their model"
+        initial = any(text.startswith("init_lora_weights") for text in wrong)
+        why = (
+            "; such adapters may belong to a base that their initialisation changed, and PEFT's "
+            "`save_pretrained(..., path_initial_model_for_weight_conversion=...)` writes them for "
+            "the unchanged one"
         )
-    return values
+        raise ValueError(
+            f"{path} has options that can't be {'merged' if merging else 'trained'} here: "
+            f"{some(sorted(wrong))}{why if initial else ''}. PEFT's `merge_and_unload` can make "
+            "these adapters part of their model"
+        )
+    try:
+        return _checked_settings(values, merging)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the folder, by their names in the base model."""
+def _is_right(name: str, value: Any, merging: bool) -> bool:
+    if name in _VALUES:
+        return value in _VALUES[name] or (merging and value in _MERGED_ONLY.get(name, ()))
+    known = name in _WITHOUT_EFFECT or name in _NUMBERS or (merging and name in _PATTERNS)
+    # An unknown option that is empty or off has no effect. Zero may have one.
+    return known or value is None or value is False or value in ("", [], {})
+
+
+def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettings:
+    def alpha(name: str, value: Any) -> float:
+        number = checks.number(name, value, above=None if merging else 0)
+        if abs(number) > _LARGEST:
+            raise ValueError(checks.refused(name, "within the range of float32", value))
+        return number
+
+    targets = values.get("target_modules")
+    if isinstance(targets, str):
+        _compiled("target_modules", targets)
+    elif targets is not None and not (
+        isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+    ):
+        raise TypeError(checks.refused("target_modules", "names or a regular expression", targets))
+    dropout = checks.number("lora_dropout", values.get("lora_dropout", 0.0), least=0)
+    if dropout >= 1:
+        raise ValueError(checks.refused("lora_dropout", "below 1", dropout))
+    return AdapterSettings(
+        values=values,
+        rank=checks.integer("r", values.get("r", 8)),
+        alpha=alpha("lora_alpha", values.get("lora_alpha", 8)),
+        dropout=dropout,
+        rslora=_flag(values, "use_rslora"),
+        dora=_flag(values, "use_dora"),
+        ranks=_pattern(values, "rank_pattern", checks.integer),
+        alphas=_pattern(values, "alpha_pattern", alpha),
+    )
+
+
+def _flag(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    return False if value is None else checks.boolean(name, value)
+
+
+def _pattern(
+    values: Mapping[str, Any], name: str, check: Callable[[str, Any], Any]
+) -> dict[str, Any]:
+    given = values.get(name)
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(checks.refused(name, "an object", given))
+    for key in given:
+        _compiled(name, key)
+    return {key: check(f"{name}.{key}", value) for key, value in given.items()}
+
+
+def _module_pattern(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})$")
+
+
+def _compiled(name: str, key: str) -> None:
+    try:
+        _module_pattern(key)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"`{name}` has {key[:100]!r}, no regular expression: {error}") from error
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapters' folder, by their names in the base model.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, has no tensors, or LoRA of embeddings.
+    """
     path = regular_file(folder, WEIGHTS)
     if path is None:
         raise FileNotFoundError(
             f"there is no {WEIGHTS} in {folder}; PEFT writes it with `safe_serialization=True`"
         )
-    return {name.removeprefix(PREFIX): tensor for name, tensor in open_file(path).items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in open_file(path).items()}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors, so there are no adapters")
+    if embeddings := [name for name in tensors if ".lora_embedding_" in name]:
+        raise ValueError(
+            f"{path} has LoRA of embeddings ({some(embeddings)}), whose rows are looked up, so it "
+            "can be neither trained nor merged here. PEFT's `merge_and_unload` can merge it; train "
+            "embeddings whole, by `modules_to_save`"
+        )
+    if copies := [name for name in tensors if name.endswith(".base_layer.weight")]:
+        raise ValueError(
+            f"{path} has matrices of the base beside their LoRA ({some(copies)}), because PEFT "
+            "saves the ones of embeddings and head: save it with `save_embedding_layers=False`, or "
+            "merge it by PEFT's `merge_and_unload`"
+        )
+    return tensors
 
 
 def _parameters(pretrained: Pretrained, folder: Path) -> list[ParameterTensors]:
@@ -144,7 +297,7 @@ def _modules(parameters: list[ParameterTensors]) -> list[str]:
 def _found(
     parameters: list[ParameterTensors],
     tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
+    settings: AdapterSettings,
     pretrained: Pretrained,
     folder: Path,
 ) -> list[tuple[ParameterTensors, dict[str, LazyArray]]]:
@@ -153,19 +306,19 @@ def _found(
     Raises:
         ValueError: If tensors are missing, unknown, or of another shape or dtype than expected.
     """
-    left, ends = dict(tensors), DORA_ENDS if values.get("use_dora") else ENDS
+    left, ends = dict(tensors), DORA_ENDS if settings.dora else ENDS
     found, missing, misshapen = [], [], []
     for parameter in parameters:
         modules = [name.removesuffix(".weight") for name in parameter.names]
         names = {f: [f"{module}.{end}" for module in modules] for f, end in ends.items()}
         every = [name for part in names.values() for name in part]
         if not any(name in left for name in every):
-            if values.get("modules_to_save") and parameter.names[0] in left:
+            if settings.values.get("modules_to_save") and parameter.names[0] in left:
                 tensor = left.pop(parameter.names[0])
                 if tensor.shape != parameter.shape or tensor.dtype not in DTYPES:
                     misshapen.append(f"{tensor.name} {tensor.shape}, not {parameter.shape}")
                 else:
-                    array = LazyArray((tensor,), stacked=False)
+                    array = LazyArray((tensor,), stacked=False, finite=True)
                     found.append((parameter, {str(parameter.path[-1]): array}))
             continue
         if lacking := [name for name in every if name not in left]:
@@ -173,7 +326,7 @@ def _found(
             left = {name: tensor for name, tensor in left.items() if name not in every}
             continue
         out, *inside = parameter.tensor_shape
-        shapes = {"lora_A": (values["r"], *inside), "lora_B": (out, values["r"])}
+        shapes = {"lora_A": (settings.rank, *inside), "lora_B": (out, settings.rank)}
         shapes["lora_magnitude"] = (out,)
         parts = {f: tuple(left.pop(name) for name in names[f]) for f in ends}
         wrong = [
@@ -185,18 +338,20 @@ def _found(
         if wrong:
             misshapen += wrong
             continue
-        arrays = {f: LazyArray(parts[f], stacked=parameter.stacked) for f in ends}
+        arrays = {f: LazyArray(parts[f], stacked=parameter.stacked, finite=True) for f in ends}
         found.append((parameter, arrays))
     adapted = [parameter for parameter, arrays in found if "lora_A" in arrays]
     faults = {
         "not part of it": list(left),
-        "without adapters": different_layers(_modules(adapted), _modules(parameters), values),
+        "without adapters": different_layers(
+            _modules(adapted), _modules(parameters), settings.values
+        ),
         "missing": missing,
         "of another shape": misshapen,
     }
     if not found or any(faults.values()):
         told = "; ".join(f"{fault}: {some(names)}" for fault, names in faults.items() if names)
-        base = values.get("base_model_name_or_path") or "an unnamed model"
+        base = settings.values.get("base_model_name_or_path") or "an unnamed model"
         raise ValueError(
             f"the adapters in {folder} are of {base}, and don't fit `pretrained` = "
             f"{pretrained.folder}. {told or 'There are none'}"

@@ -19,7 +19,8 @@ weight exists beside its destination.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ _SCALES = {
     "compressed-tensors": "_scale",
     "bitsandbytes": ".quant_state.bitsandbytes__nf4",
 }
+# Transformers' default.
+_FP8_BLOCK = (128, 128)
+# Rows or columns of a block that is as large as any weight.
+_WHOLE = 2**31
+_OF_ACTIVATIONS = re.compile(r"(^|\.)(activation|input|output|[qkv])_(scale|zero_point)$")
 _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized")
 # The floats of 4 bits in the order of their codes, without signs.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -162,71 +168,120 @@ def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray, *, dtype: np.dtype) -> n
 
 
 def _fp8(tensors: Mapping[str, Tensor], about: Any, code: str) -> dict[str, Tensor]:
-    return _scaled_weights(tensors, _SCALES["fp8"], about.get("weight_block_size"), code)
+    # Null means one scale for a weight; Transformers' default holds where nothing is said.
+    given = about.get("weight_block_size", _FP8_BLOCK)
+    block = (_WHOLE, _WHOLE) if given is None else _two_sizes("weight_block_size", given)
+    floats = ("F8_E4M3", "F8_E5M2")
+    return _scaled_weights(tensors, _SCALES["fp8"], {block}, floats, code)
 
 
 def _compressed(tensors: Mapping[str, Tensor], about: Any, code: str) -> dict[str, Tensor]:
     groups = about.get("config_groups")
     rows = groups.values() if isinstance(groups, Mapping) else ()
     weights = [row.get("weights") for row in rows if isinstance(row, Mapping)]
-    blocks = [w.get("block_structure") for w in weights if isinstance(w, Mapping)]
-    return _scaled_weights(
-        tensors, _SCALES["compressed-tensors"], next(filter(None, blocks), None), code
-    )
-
-
-def _scaled_weights(
-    tensors: Mapping[str, Tensor], suffix: str, block: Any, code: str
-) -> dict[str, Tensor]:
-    """Replaces weights that have a tensor of scales, named with this suffix."""
-    found = dict(tensors)
-    for name in tensors:
-        if (scales := tensors.get(f"{name}{suffix}")) is None:
+    weights = [own for own in weights if isinstance(own, Mapping)]
+    # One scale for a weight or for a row can't be mistaken for anything else.
+    blocks = {(_WHOLE, _WHOLE), (1, _WHOLE)}
+    for own in weights:
+        size, structure = own.get("group_size"), own.get("block_structure")
+        if size is not None and size != -1:  # -1 stands for rows
+            blocks.add(_two_sizes("group_size", [1, size]))
+        if structure is not None:
+            blocks.add(_two_sizes("block_structure", structure))
+    needed = bool(weights) and all(own.get("symmetric") is False for own in weights)
+    numbers = ("F8_E4M3", "F8_E5M2", "I8")
+    found = _scaled_weights(tensors, _SCALES["compressed-tensors"], blocks, numbers, code)
+    for name in [name for name in found if f"{name}_scale" in tensors]:
+        zero = found.pop(f"{name}_zero_point", None)
+        if zero is None and not needed:
             continue
-        weight = tensors[name]
-        parts = weight, found.pop(scales.name)
-        known = weight.dtype in ("F8_E4M3", "F8_E5M2", "I8") and scales.dtype in (
-            "F32",
-            "BF16",
-            "F16",
-            "F8_E8M0",
-        )
-        tiles = _tiles(weight.shape, scales.shape, block)
-        check_fit(name, parts, known and tiles != (0, 0))
-        found[name] = weight_of(
-            name, parts, weight.shape, code, partial(scaled, name=scales.name, tiles=tiles)
-        )
-        # Scales of activations serve inference in 8 bits only.
-        base = name.removesuffix("weight")
-        for activation in (f"{base}activation_scale", f"{base}input_scale"):
-            found.pop(activation, None)
+        if zero is None or zero.read().astype(np.float32).any():
+            problem = "are missing" if zero is None else "are not zero"
+            raise ValueError(
+                f"{name[:200]} can't be decoded: its zero points, {name[:200]}_zero_point, "
+                f"{problem}. Only symmetric codes (`symmetric` in `quantization_config`) can be "
+                "read: start from the checkpoint in bfloat16 that was quantised"
+            )
     return found
 
 
-def _tiles(shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, int]:
-    """Rows and columns that share a scale; zeros if shapes of weight and scales don't fit.
+def _two_sizes(name: str, given: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale, from the configuration.
+
+    Raises:
+        ValueError: If they are not two integers above 0.
+    """
+    sizes = given.split("x") if isinstance(given, str) else given  # as in "128x128"
+    if isinstance(sizes, list | tuple) and len(sizes) == 2:
+        rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sizes)
+        if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
+            return min(rows, _WHOLE), min(columns, _WHOLE)
+    allowed = "integers above 0, rows and columns that share a scale,"
+    raise ValueError(checks.refused(f"{name}` of `quantization_config", allowed, given))
+
+
+def _scaled_weights(
+    tensors: Mapping[str, Tensor],
+    suffix: str,
+    blocks: Set[tuple[int, int]],
+    codes: tuple[str, ...],
+    code: str,
+) -> dict[str, Tensor]:
+    """Replaces weights that have a tensor of scales.
+
+    Args:
+        tensors: The tensors in the files.
+        suffix: End of the names of scales.
+        blocks: Rows and columns that may share a scale.
+        codes: dtypes of the weights' codes.
+        code: dtype of the decoded weights.
+    """
+    # Scales of activations, and of cached keys and values, serve inference in 8 bits only.
+    found = {name: x for name, x in tensors.items() if _OF_ACTIVATIONS.search(name) is None}
+    for name in tensors:
+        if (scales := tensors.get(f"{name}{suffix}")) is None or scales.name not in found:
+            continue
+        weight = tensors[name]
+        parts = weight, found.pop(scales.name)
+        known = weight.dtype in codes and scales.dtype in ("F32", "BF16", "F16", "F8_E8M0")
+        tiles = _tiles(weight.shape, scales.shape, blocks)
+        check_fit(name, parts, known and tiles is not None, f"blocks of {_shown(blocks)}")
+        assert tiles is not None
+        found[name] = weight_of(
+            name, parts, weight.shape, code, partial(scaled, name=scales.name, tiles=tiles)
+        )
+    return found
+
+
+def _tiles(
+    shape: tuple[int, ...], scales: tuple[int, ...], blocks: Set[tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None if shapes of weight and scales don't fit.
 
     Args:
         shape: Shape of the weight.
         scales: Shape of its scales.
-        block: Rows and columns from the configuration; the last block may be incomplete.
+        blocks: Rows and columns that may share a scale; the last block may be incomplete.
     """
     if len(shape) < 2 or not all(shape):
-        return 0, 0
+        return None
     front, (rows, columns) = shape[:-2], shape[-2:]
-    if math.prod(scales) == math.prod(front):
+    if len(scales) <= len(front) + 1 and math.prod(scales) == math.prod(front):
         return rows, columns
-    if scales[:-2] != front or len(scales) < 2:
-        return 0, 0
-    by_rows, by_columns = scales[-2:]
-    given = isinstance(block, list | tuple) and len(block) == 2
-    if given and all(type(x) is int and x > 0 for x in block):
-        tall, wide = block
-        if (by_rows, by_columns) == (-(-rows // tall), -(-columns // wide)):
-            return tall, wide
-    if by_rows and by_columns and rows % by_rows == 0 and columns % by_columns == 0:
-        return rows // by_rows, columns // by_columns
-    return 0, 0
+    fitting = {
+        (min(tall, rows), min(wide, columns))
+        for tall, wide in blocks
+        if scales == (*front, -(-rows // tall), -(-columns // wide))
+    }
+    # With several, the configuration doesn't say which blocks this weight has.
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _shown(blocks: Set[tuple[int, int]]) -> str:
+    def shown(size: int) -> str:
+        return "all" if size == _WHOLE else str(size)
+
+    return " or ".join(f"{shown(tall)} x {shown(wide)}" for tall, wide in sorted(blocks))
 
 
 _Reader = Callable[[Mapping[str, Tensor], Any, str], dict[str, Tensor]]

@@ -71,15 +71,24 @@ def weight_of(
     )
 
 
-def check_fit(name: str, parts: Sequence[Tensor], fits: bool) -> None:
+def check_fit(name: str, parts: Sequence[Tensor], fits: bool, said: str = "") -> None:
     """Refuses tensors of one weight that don't fit each other.
+
+    Args:
+        name: The weight.
+        parts: The tensors.
+        fits: Whether they fit.
+        said: What the configuration says about them, for the message.
 
     Raises:
         ValueError: If they don't.
     """
     if not fits:
         shapes = [f"{part.name} {part.shape} {part.dtype}" for part in parts]
-        raise ValueError(f"codes and scales of {name[:200]} don't fit each other: {some(shapes)}")
+        end = f"; `quantization_config` says {said}" if said else ""
+        raise ValueError(
+            f"codes and scales of {name[:200]} don't fit each other: {some(shapes)}{end}"
+        )
 
 
 def scaled(

@@ -86,6 +86,20 @@ class Tensor:
         return self.file.get_slice(self.name)[index]
 
 
+def finite_numbers(tensor: Tensor) -> np.ndarray:
+    """Returns a copy of a tensor's numbers.
+
+    Raises:
+        ValueError: If one is not finite.
+    """
+    array = tensor.read()
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"{tensor.path} is damaged: {tensor.name[:200]} has numbers that are not finite"
+        )
+    return array
+
+
 class LazyArray:
     """An array in files, with shape and dtype; its numbers exist only while they are used.
 
@@ -95,9 +109,16 @@ class LazyArray:
         source_files: Paths of the files, for a run that reads them ahead.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], *, stacked: bool):
-        """Refers to one tensor, or to several of one shape to be stacked along a first axis."""
+    def __init__(self, tensors: tuple[Tensor, ...], *, stacked: bool, finite: bool = False):
+        """Refers to one tensor, or to several of one shape to be stacked along a first axis.
+
+        Args:
+            tensors: The tensors.
+            stacked: Whether they are stacked.
+            finite: Whether reading numbers that are not finite is an error.
+        """
         self._tensors, self._stacked = tensors, stacked
+        self._read = finite_numbers if finite else Tensor.read
         first = tensors[0]
         self.shape = (len(tensors), *first.shape) if stacked else first.shape
         self.dtype = DTYPES[first.dtype]
@@ -109,11 +130,11 @@ class LazyArray:
             raise ValueError("an array in a file can't be had without copying it")
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         if not self._stacked:
-            return self._tensors[0].read().astype(dtype, copy=False)
+            return self._read(self._tensors[0]).astype(dtype, copy=False)
         # Tensor by tensor, so that at most one exists twice.
         array = np.empty(self.shape, dtype)
         for i, tensor in enumerate(self._tensors):
-            array[i] = tensor.read()
+            array[i] = self._read(tensor)
         return array
 
     def __repr__(self) -> str:
