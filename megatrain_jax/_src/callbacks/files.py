@@ -10,6 +10,7 @@ from pathlib import Path
 from megatrain_jax._src.callbacks.callback import Log, Rows, finite_or_none
 from megatrain_jax._src.callbacks.texts import TextFile, replace_file
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import integer, parsed_json
 
 
 class CSVLog(Log):
@@ -136,12 +137,14 @@ class JSONLog(Log):
 def _step_of(line: str, path: Path) -> float:
     """The step of a line; infinite if the line was cut off by a kill."""
     try:
-        record = json.loads(line)
+        record = parsed_json(line)
     except json.JSONDecodeError:
         return float("inf")
+    except ValueError as error:
+        raise ValueError(f"{path} is no log of a run: {error}") from error
     if not isinstance(record, dict) or "step" not in record:
         raise ValueError(f"{path} is no log of a run: it has a line without `step`")
-    return record["step"]
+    return integer(path, "step", record["step"])
 
 
 def _line(cells: Iterable[object]) -> str:

@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain_jax._src.checkpoint.folder import CheckpointError, in_first_process
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
 from megatrain_jax._src.state.processes import Processes
@@ -266,7 +267,7 @@ def _in_use(what: Path, lock: int) -> str:
     text = os.pread(lock, 1000, 0)
     os.close(lock)
     try:
-        facts = json.loads(text)
+        facts = parsed_json(text)
         who = f"process {facts['pid']} on {facts['host']}, since {facts['since']}"
     except (ValueError, KeyError, TypeError):
         who = "another process"

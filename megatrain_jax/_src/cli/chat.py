@@ -1,7 +1,6 @@
 """`megatrain-jax chat`: a conversation with an exported model."""
 
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
 from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.hf_folder import read_all_json, read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.common.outside import integer
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -131,9 +132,9 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
     has_adapters = (folder / _ADAPTER).is_file()
     base, about = folder, {}
     if has_adapters:
-        about = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
+        about = read_json(required_file(folder, _ADAPTER))
         named = settings.base or about.get("base_model_name_or_path")
-        if not named:
+        if not isinstance(named, str) or not named:
             raise ValueError(f"{folder / _ADAPTER} names no base model: set `base`")
         base = folder_or_download("base", named, "the base model", CHECKPOINT_FILES)
     elif settings.base is not None:
@@ -182,7 +183,9 @@ def _folder(given: str) -> Path:
 
 
 def _options(settings: ChatSettings, model: Any, tokenizer: Any) -> dict[str, Any]:
-    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+    where = f"{model.name_or_path}, its tokenizer or its generation_config.json"
+    ids = (*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id))
+    ends = {integer(where, "eos_token_id", end) for end in ids}
     options: dict[str, Any] = {"max_new_tokens": settings.max_tokens}
     if ends:
         pad = tokenizer.pad_token_id
@@ -268,6 +271,7 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    read_all_json(folder)
     try:
         return kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options

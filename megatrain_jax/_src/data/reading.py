@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow
 import pyarrow.parquet
 
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.data.columnar import restored_row
 from megatrain_jax._src.data.json_values import NO_JSON, Scanner, checked_utf8, invalid_utf8
 from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
@@ -191,11 +192,11 @@ def _json_lines(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 def _loads(line: str) -> Any:
     """Returns the value of a line of JSON, or its fault as an `InvalidRow`."""
     try:
-        return checked_utf8(line, json.loads(line))
+        return checked_utf8(line, parsed_json(line))
     except json.JSONDecodeError as caught:
         return InvalidRow(NO_JSON, f"{caught.msg} at column {caught.colno}")
-    except RecursionError:
-        return InvalidRow(NO_JSON, "it is nested too deeply")
+    except ValueError as caught:
+        return InvalidRow(NO_JSON, str(caught))
 
 
 def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
@@ -222,7 +223,7 @@ def _first_line(path: str) -> bytes:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line.decode("utf-8-sig", "surrogateescape"))
+        parsed_json(line.decode("utf-8-sig", "surrogateescape"))
     except ValueError:
         return False
     return True

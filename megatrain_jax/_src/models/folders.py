@@ -26,6 +26,7 @@ from pathlib import Path
 import xxhash
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import read_json
 
 MARKER = "megatrain_export.json"
 # Flags of Linux's renameat2: relative to the current folder; exchange names.
@@ -70,8 +71,10 @@ def _why_not_export(path: Path) -> str | None:
     if path.is_symlink() or not path.is_dir():
         return "is no folder of its own"
     try:
-        known = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        known = read_json(path / MARKER).get("files")
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
         return f"has no {MARKER} that lists its files"
     for name in _names(path):
         if name not in known:

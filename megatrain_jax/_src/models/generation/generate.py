@@ -12,6 +12,7 @@ import numpy as np
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.outside import MOST, integer
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
 from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.models.config import DecoderConfig
@@ -333,7 +334,7 @@ def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray
         raise ValueError(checks.refused("stop", "token ids", stop, hint))
     if "" in ends:
         raise ValueError(checks.refused("stop", "texts of one character at least", stop))
-    most = None if stop is None else config.vocab_size - 1
+    most = MOST if stop is None else config.vocab_size - 1
     ids = {checks.integer("stop", i, least=0, most=most) for i in given if not isinstance(i, str)}
     # -1 is no token; padded, so that few programs are compiled.
     padded = np.full(bucket(max(len(ids), 1), 4), -1, np.int32)
@@ -346,5 +347,6 @@ def _named_ends(config: DecoderConfig) -> list[int]:
     folder = None if config.source is None else Path(config.source)
     path = regular_file(folder, "generation_config.json") if folder and folder.is_dir() else None
     found = read_json(path).get("eos_token_id") if path else None
-    ids = found if isinstance(found, list) else [found]
-    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    # Some files say -1 for none.
+    return [i for i in ids if integer(str(path), "eos_token_id", i, least=-1) >= 0]
