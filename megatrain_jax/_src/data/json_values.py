@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from megatrain_jax._src.common.outside import too_deep
 from megatrain_jax._src.data.report import DataError, InvalidRow, RowOrigin
 
 NO_JSON = "no valid JSON"
@@ -72,15 +71,13 @@ class Scanner:
                 if not self._more():
                     raise self._broken(caught.msg, caught.pos) from None
                 continue
-            except (RecursionError, ValueError):
-                raise self._broken("it is nested too deeply or has an endless number") from None
+            except RecursionError:
+                raise self._broken("it is nested too deeply") from None
             # A number may continue in the next chunk.
             if end < len(self._text) or not self._more():
                 break
         text = self._text[self._at : end]
         self._move(end)
-        if too_deep(value):
-            return origin, InvalidRow(NO_JSON, "it is nested too deeply")
         return origin, checked_utf8(text, value)
 
     def peek(self) -> str:

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow
 import pyarrow.parquet
 
-from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.data.columnar import restored_row
 from megatrain_jax._src.data.json_values import NO_JSON, Scanner, checked_utf8, invalid_utf8
 from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
@@ -192,11 +191,11 @@ def _json_lines(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 def _loads(line: str) -> Any:
     """Returns the value of a line of JSON, or its fault as an `InvalidRow`."""
     try:
-        return checked_utf8(line, parsed_json(line))
+        return checked_utf8(line, json.loads(line))
     except json.JSONDecodeError as caught:
         return InvalidRow(NO_JSON, f"{caught.msg} at column {caught.colno}")
-    except ValueError as caught:
-        return InvalidRow(NO_JSON, str(caught))
+    except RecursionError:
+        return InvalidRow(NO_JSON, "it is nested too deeply")
 
 
 def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
@@ -223,7 +222,7 @@ def _first_line(path: str) -> bytes:
 
 def _is_json(line: bytes) -> bool:
     try:
-        parsed_json(line.decode("utf-8-sig", "surrogateescape"))
+        json.loads(line.decode("utf-8-sig", "surrogateescape"))
     except ValueError:
         return False
     return True

@@ -3,11 +3,11 @@
 Rows of every format become these turns, as messages for chat templates.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.data.report import InvalidRow
 
 Message = dict[str, Any]
@@ -163,7 +163,7 @@ def read_tools(tools: Any) -> list[Any] | None:
     """
     if isinstance(tools, str):
         try:
-            tools = parsed_json(tools) if tools.strip() else None
+            tools = json.loads(tools) if tools.strip() else None
         except ValueError:
             raise InvalidRow("tools that are no valid JSON") from None
     if not tools:
@@ -214,7 +214,7 @@ def _opened(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = parsed_json(arguments)
+            arguments = json.loads(arguments)
         except ValueError:
             raise InvalidRow("arguments that are no valid JSON", f"in turn {number}") from None
         function = {**function, "arguments": arguments}
