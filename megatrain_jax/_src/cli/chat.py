@@ -91,7 +91,8 @@ class TransformersChatModel:
         inputs = self._inputs(messages).to(self.model.device)
         length = inputs["input_ids"].shape[-1]
         most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and length >= most:
+        where = f"{self.model.name_or_path}/{_CONFIG}"
+        if most is not None and length >= integer(where, "max_position_embeddings", most, least=1):
             raise ValueError(
                 f"the conversation has {length:,} tokens, but the model's maximum is {most:,}: "
                 "begin a new chat"
@@ -99,7 +100,14 @@ class TransformersChatModel:
         streamer = transformers.TextStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True
         )
-        found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        try:
+            found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        except Exception as error:  # Transformers' errors for wrong settings have no common type
+            why = " ".join(str(error).split())[:500]
+            raise ValueError(
+                f"Transformers can't answer with {self.model.name_or_path}: "
+                f"{type(error).__name__}: {why}"
+            ) from error
         return self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
 
     def _inputs(self, messages: Messages) -> Any:
@@ -111,7 +119,10 @@ class TransformersChatModel:
             )
         except Exception as error:  # a template may raise any error
             why = " ".join(str(error).split())[:500]
-            raise ValueError(f"the chat template fails on these messages: {why}") from error
+            name = self.tokenizer.name_or_path
+            raise ValueError(
+                f"the chat template of {name} fails on these messages: {why}"
+            ) from error
 
 
 def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatModel:

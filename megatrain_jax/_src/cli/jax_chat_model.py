@@ -70,7 +70,10 @@ class JaxChatModel:
             return prompt_ids(prompt, self.tokenizer)
         except Exception as error:  # a template may raise any error
             why = " ".join(str(error).split())[:500]
-            raise ValueError(f"the chat template fails on these messages: {why}") from error
+            name = self.tokenizer.name_or_path
+            raise ValueError(
+                f"the chat template of {name} fails on these messages: {why}"
+            ) from error
 
 
 def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
