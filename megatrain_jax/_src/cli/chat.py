@@ -194,9 +194,7 @@ def _folder(given: str) -> Path:
 
 
 def _options(settings: ChatSettings, model: Any, tokenizer: Any) -> dict[str, Any]:
-    where = f"{model.name_or_path}, its tokenizer or its generation_config.json"
-    ids = (*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id))
-    ends = {integer(where, "eos_token_id", end) for end in ids}
+    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
     options: dict[str, Any] = {"max_new_tokens": settings.max_tokens}
     if ends:
         pad = tokenizer.pad_token_id
@@ -282,7 +280,11 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
-    read_all_json(folder)
+    for name, values in read_all_json(folder).items():
+        ids = values.get("eos_token_id")
+        for end in ids if isinstance(ids, list) else [ids]:
+            if end is not None:
+                integer(folder / name, "eos_token_id", end, least=-1)  # for none
     try:
         return kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options

@@ -13,6 +13,7 @@ import numpy as np
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import companion_names, existing_folder, own_file
+from megatrain_jax._src.common.prompts import check_template
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
@@ -83,6 +84,8 @@ def save_pretrained(
         raise TypeError(
             checks.refused("chat_template", "a Jinja template, as a str", chat_template)
         )
+    if chat_template is not None:
+        check_template("`chat_template`", chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")

@@ -12,8 +12,9 @@ import numpy as np
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
-from megatrain_jax._src.common.outside import MOST, integer
+from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
@@ -48,6 +49,8 @@ _hinted = hinting(
 
 
 _LEAST_TEMPERATURE = 1e-30
+# What Python takes for a completion besides its tokens: an object, two lists and their numbers.
+_TEXT_BYTES = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,7 @@ class Generator:
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
         if not rows:
             return []
+        _check_count(num_samples, len(rows), max(map(len, rows)))
         texts = [
             OpenText(prompt=i, sample=sample, ids=list(ids), start=len(ids))
             for i, ids in enumerate(rows)
@@ -302,6 +306,22 @@ def generate(
         )
 
 
+def _check_count(num_samples: int, num_prompts: int, length: int) -> None:
+    """Refuses more completions than host memory has room for; their lists come before any token.
+
+    Raises:
+        MemoryError: If there are more.
+    """
+    count = num_samples * num_prompts
+    least, free = count * (_TEXT_BYTES + 8 * length), available_bytes()
+    if least > free:
+        raise MemoryError(
+            f"`num_samples`={num_samples:,} for {num_prompts:,} prompts are {count:,} completions, "
+            f"which take at least {sized(least)} of host memory, of which {sized(free)} are free: "
+            "pass fewer, and call this several times, with another `seed` each time"
+        )
+
+
 def _sampling(
     temperature: Any, top_p: Any, top_k: Any, seed: Any
 ) -> tuple[SamplingKind, SamplingParams]:
@@ -334,7 +354,7 @@ def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray
         raise ValueError(checks.refused("stop", "token ids", stop, hint))
     if "" in ends:
         raise ValueError(checks.refused("stop", "texts of one character at least", stop))
-    most = MOST if stop is None else config.vocab_size - 1
+    most = None if stop is None else config.vocab_size - 1
     ids = {checks.integer("stop", i, least=0, most=most) for i in given if not isinstance(i, str)}
     # -1 is no token; padded, so that few programs are compiled.
     padded = np.full(bucket(max(len(ids), 1), 4), -1, np.int32)
@@ -347,6 +367,5 @@ def _named_ends(config: DecoderConfig) -> list[int]:
     folder = None if config.source is None else Path(config.source)
     path = regular_file(folder, "generation_config.json") if folder and folder.is_dir() else None
     found = read_json(path).get("eos_token_id") if path else None
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    # Some files say -1 for none.
-    return [i for i in ids if integer(str(path), "eos_token_id", i, least=-1) >= 0]
+    ids = found if isinstance(found, list) else [found]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
