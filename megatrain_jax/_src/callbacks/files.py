@@ -11,6 +11,7 @@ from megatrain_jax._src.callbacks.callback import Log, Rows, finite_or_none
 from megatrain_jax._src.callbacks.texts import TextFile, replace_file
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import integer, parsed_json
+from megatrain_jax._src.common.unfinished import naming_file
 
 
 class CSVLog(Log):
@@ -72,7 +73,7 @@ class CSVLog(Log):
         # Appended, so a kill costs at most the last line.
         row = {"step": step, **values}
         line = _line([row.get(name, "") for name in self._columns])
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(line)
 
     def _write_table(self, step: int, name: str, rows: Rows) -> None:
@@ -127,7 +128,7 @@ class JSONLog(Log):
         if step <= self._last_step:
             self._keep(step - 1)
         self._last_step = step
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
 
     def _write_table(self, step: int, name: str, rows: Rows) -> None:

@@ -14,6 +14,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.unfinished import naming_file
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
 # last.
@@ -186,7 +187,8 @@ class RunFolder:
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         unfinished = self.path / f"{name}.unfinished"
         # Complete or absent, whenever the process dies.
-        unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        with naming_file(unfinished):
+            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path / name)
 
 

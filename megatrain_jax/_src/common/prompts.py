@@ -101,8 +101,8 @@ def check_template(what: str, template: str) -> None:
     """
     if "{{" not in template and "{%" not in template:
         raise ValueError(
-            f"{what} must be a Jinja template, with {{{{ or {{%, but is {template[:200]!r}. If it is "
-            "the path of a file, pass the file's text; the command needs an existing file"
+            f"{what} must be a Jinja template, with {{{{ or {{%, but is {template[:200]!r}. "
+            "If that is a path: the command needs an existing file, and functions need its text"
         )
     with naming(what):
         check_text(template)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatrain_jax._src.common.outside import number, parsed_json
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.models.quantised_tensors import (
     CHUNK,
     CODES,
@@ -89,13 +90,13 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         sizes = shape if isinstance(shape, list) and shape else [None]
         whole = all(type(x) is int and 0 < x < 2**40 for x in (*numbers, *sizes))
         whole = whole and about["blocksize"] % 2 == 0
-        whole = whole and about.get("dtype") in [*CODES]  # which may be no text
-        if whole:
-            where = f"{tensor.path}, {tensor.name[:200]}"
-            about["nested_offset"] = number(where, "nested_offset", about.get("nested_offset", 0.0))
-            return about
+        known = about.get("dtype") in [*CODES]  # it may be no text
+        with suppress(TypeError, ValueError):
+            offset = checks.number("nested_offset", about.get("nested_offset", 0.0))
+            if whole and known:
+                return about | {"nested_offset": offset}
     raise ValueError(
-        f"{tensor.path} is damaged: {tensor.name[:200]} doesn't describe a weight of bitsandbytes"
+        f"{tensor.name[:200]} is damaged: it doesn't describe a weight, in {tensor.path}"
     )
 
 
