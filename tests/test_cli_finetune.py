@@ -292,6 +292,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
         (["--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--trainable", "a", "--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
+        (["--chat-template", "/no/such.jinja"], "`chat_template` must be a Jinja template"),
         (["--learning-rate", "fast"], "--learning-rate takes a number, but is fast"),
         (["--compute", "fp16"], "float32 or null, but is fp16; did you mean `float16`?"),
         (["--clip", "none"], "--clip takes a number or null, but is none; did you mean `null`?"),
@@ -347,6 +348,42 @@ def test_what_datasets_on_the_hub_need_is_told_before_the_plan(
     printed = capsys.readouterr()
     assert "`data` = some/chats:train is a dataset on" in printed.err and not printed.out
     assert "pip install datasets" in printed.err
+
+
+@pytest.mark.parametrize("name", ["settings.json", "notes.json", "ended.json", "report.json"])
+def test_damaged_files_of_a_run_are_named(name, tmp_path):
+    folder = RunFolder(tmp_path)
+    common: dict[str, Any] = {"model": "m", "data": "d", "out": str(tmp_path), "steps": 10}
+    settings = FinetuneSettings(**common)
+    folder.begin(settings)
+    (folder.checkpoints / "10").mkdir(parents=True)
+
+    def read() -> None:
+        folder.check(settings)
+        folder.check_data("1")
+        assert folder.report is folder.ended is None
+
+    texts = ["", "{", "[]", "[" * 100_000 + "]" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+    if name == "notes.json":
+        texts += ['{"data": 10}', '{"data": []}']
+    for text in texts:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            read()
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is a named pipe"):
+        read()
+
+
+@pytest.mark.parametrize("began", ["1 x", "-1", "3000000000", "1.5", "9" * 5000])
+def test_the_notes_of_a_run_are_checked(began, tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.take_note("began", "1 8")
+    assert folder.began == [1, 8]
+    folder.take_note("began", began)
+    with pytest.raises(ValueError, match=str(tmp_path / "notes.json")):
+        _ = folder.began
 
 
 def test_a_longer_run_is_told_where_to_begin(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -306,6 +307,69 @@ def test_a_damaged_image_is_named_with_advice(processor, tmp_path):
             dataset = made(rows, processor, invalid="drop")
             assert dataset.num_documents == 1
             assert dataset.summary.left_out == {"an image that can't be read": 1}
+
+
+def of_format(name: str) -> bytes:
+    file = io.BytesIO()
+    picture(0).convert("RGB").save(file, name)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge", "EPS", "PDF", "PSD"])
+def test_only_ordinary_images_are_opened(kind, processor, tmp_path, monkeypatch):
+    def spawn(*_, **__):
+        raise AssertionError("another program was started")
+
+    monkeypatch.setattr("subprocess.Popen", spawn)
+    file, given = tmp_path / "a.png", []
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "huge":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 30 - 1)
+        picture(0, 30, 24).save(file)
+    else:
+        # The header of a PSD file, which Pillow doesn't write.
+        size = (20).to_bytes(4, "big")
+        psd = b"8BPS\0\1" + bytes(6) + b"\0\3" + size + size + b"\0\x08\0\3" + bytes(14)
+        file.write_bytes(psd if kind == "PSD" else of_format(kind))
+    if file.is_file() and kind != "huge":
+        given.append(file.read_bytes())
+        if kind == "EPS":
+            given.append(Image.open(io.BytesIO(file.read_bytes())))
+    if kind == "huge":
+        given.append(picture(0, 30, 24))
+    for one in (file, *given):
+        rows = [conversation([*own(one), "a"]), ROWS[2]]
+        with pytest.raises(data.DataError, match="row 1: an image that can't be read"):
+            made(rows, processor)
+        assert made(rows, processor, invalid="drop").num_documents == 1
+    if kind == "huge":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 24 * 30)
+        assert made([conversation([*own(file), "a"])], processor).num_documents == 1
+
+
+@pytest.mark.parametrize("name", ["BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"])
+def test_pictures_of_the_usual_formats_are_read(name, processor, tmp_path):
+    content = of_format(name)
+    (tmp_path / "a").write_bytes(content)
+    for given in (content, tmp_path / "a"):
+        (batch,) = made([conversation([*own(given), "a"])], processor)
+        with Image.open(tmp_path / "a") as image:
+            expected = processor.image_processor([image.convert("RGB")], return_tensors="np")
+        assert (batch["pixel_values"][0] == np.asarray(expected["pixel_values"])).all()
+
+
+def test_a_picture_that_becomes_a_pipe_is_refused(processor, tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    dataset = made([conversation([*own(tmp_path / "a.png"), "a"])], processor)
+    (tmp_path / "a.png").unlink()
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"row 1, \S*a.png, can't be read: .*named pipe"):
+        next(iter(dataset))
 
 
 def test_what_is_not_supported_is_refused(processor, tmp_path):

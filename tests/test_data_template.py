@@ -272,6 +272,25 @@ def test_no_template_says_what_to_pass(tmp_path: Path):
         np.testing.assert_array_equal(one["mask"], other["mask"])
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("/no/such.jinja", "must be a Jinja template"),
+        ("chatml", "must be a Jinja template"),
+        ("", "must be a Jinja template"),
+        ("{{ 'a' }}\ud800", "half of a surrogate pair"),
+        (r"{{ '\ud800' }}", "half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_template_is_refused(template: str, why: str, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [openai(m) for m in conversations(1)])
+    with pytest.raises(data.DataError, match=f"`chat_template`.*{why}"):
+        batches_of(path, chats.CHATML, chat_template=template)
+    if template:
+        with pytest.raises(data.DataError, match=f"the chat template of .*{why}"):
+            batches_of(path, template)
+
+
 BROKEN = {
     # The prompt is not how the conversation goes on.
     "the prompt that it gives": chats.CHATML.replace(

@@ -81,7 +81,8 @@ NESTED = "[" * 10_000 + "]" * 10_000
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_damaged_files_are_named(name, folder):
-    for text in ("", "{", "[]", "5", "null", NESTED, '{"a": ' + NESTED + "}", "\0"):
+    digits, half = '{"a": ' + "9" * 5000 + "}", '{"a": [{"b": "\\ud83d"}]}'
+    for text in ("", "{", "[]", "5", "null", NESTED, '{"a": ' + NESTED + "}", "\0", digits, half):
         (folder / name).write_text(text)
         with pytest.raises(ValueError, match=f"{name} (is no JSON|must hold|is nested)"):
             chat(folder, folder)

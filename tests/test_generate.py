@@ -461,6 +461,8 @@ def test_layers_without_a_cache_are_refused_by_name(layer: Any):
         ({"stop": ["a"]}, ValueError, "to stop at texts, pass `tokenizer`"),
         ({"seed": -1}, ValueError, "`seed` must be"),
         ({"num_samples": 0}, ValueError, "`num_samples` must be at least 1"),
+        ({"num_samples": 10**9}, MemoryError, "`num_samples`=1,000,000,000"),
+        ({"num_samples": 10**30}, MemoryError, "`num_samples`=1,000,000,000"),
         ({"max_batch": 0}, ValueError, "`max_batch` must be at least 1"),
         ({"tokenizer": "gpt2"}, TypeError, "`tokenizer` must be anything with `encode`"),
         ({"dtype": "int8"}, TypeError, "`dtype` must be a dtype of floating numbers"),

@@ -96,5 +96,7 @@ def test_a_template_given_by_hand_is_exported_with_the_tokenizer(tmp_path: Path)
         assert ours["tokens"].tolist() == theirs["tokens"].tolist()
     copied = save_pretrained(model, tmp_path / "copied")
     assert transformers.AutoTokenizer.from_pretrained(copied).chat_template == CHATML
+    with pytest.raises(ValueError, match="`chat_template` must be a Jinja template"):
+        save_pretrained(model, tmp_path / "other", chat_template="/no/such.jinja")
     with pytest.raises(TypeError, match="`chat_template` must be a Jinja template"):
         save_pretrained(model, tmp_path / "other", chat_template=3)  # type: ignore[arg-type]

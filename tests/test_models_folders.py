@@ -1,15 +1,22 @@
 """An export replaces an earlier export and nothing else, whole or not at all."""
 
 import ctypes
+import errno
+import fcntl
 import functools
+import os
+import resource
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from flax import nnx
 
+import killed_writers
 import small
+from megatrain_jax._src.common import unfinished
 from megatrain_jax._src.models import export, folders
 from megatrain_jax.models import Decoder, DecoderConfig, lora, save_lora, save_pretrained
 
@@ -171,3 +178,100 @@ def test_the_earlier_export_comes_back_where_the_new_one_gets_no_name(tmp_path, 
     with pytest.raises(OSError, match="no more names"):
         save_pretrained(decoder(1), tmp_path / "mine", overwrite=True)
     assert small.tree(tmp_path) == {f"mine/{name}": text for name, text in before.items()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
+    with killed_writers.left_by(tmp_path / "mine") as left:
+        export_of(0, tmp_path / "mine")
+        export_of(1, tmp_path / "other")
+        # Its writer lives.
+        assert names(tmp_path) == ["mine", left.name, f"{left.name}.lock", "other"]
+        assert (left / "part").exists()
+    export_of(2, tmp_path / "third")
+    assert names(tmp_path) == ["mine", "other", "third"]
+
+
+@pytest.mark.parametrize("other", ["machine", "mount"])
+def test_a_lock_of_another_machine_or_mount_is_not_trusted(other, tmp_path, monkeypatch):
+    with killed_writers.left_by(tmp_path / "mine") as left:
+        pass
+    own = unfinished._place(tmp_path)
+    place = ["another", own[1]] if other == "machine" else [own[0], "99"]
+    monkeypatch.setattr(unfinished, "_place", lambda _: place)
+    unfinished.remove_leftovers(tmp_path)
+    assert names(tmp_path) == [left.name, f"{left.name}.lock"]
+    # As long as anything in it changes, somebody may be writing.
+    long_ago = time.time() - 8 * 24 * 3600
+    for path in (left, left.with_name(f"{left.name}.lock")):
+        os.utime(path, (long_ago, long_ago))
+    unfinished.remove_leftovers(tmp_path)
+    assert (left / "part").exists()
+    os.utime(left / "part", (long_ago, long_ago))
+    unfinished.remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_nothing_is_removed_that_is_not_of_a_killed_writer(tmp_path):
+    with killed_writers.left_by(tmp_path / "mine") as left:
+        pass
+    lock = left.with_name(f"{left.name}.lock")
+    for number, text in enumerate(["", "mine", "megatrain_jax", "megatrain_jax a b"]):
+        (tmp_path / f"theirs.unfinished-{number}.lock").write_text(text)
+        (tmp_path / f"theirs.unfinished-{number}").mkdir()
+    (tmp_path / "linked.unfinished-1.lock").symlink_to(lock)
+    (tmp_path / "linked.unfinished-1").mkdir()
+    (tmp_path / "old.unfinished-1").mkdir()
+    os.mkfifo(tmp_path / "pipe.unfinished-1.lock")
+    expected = set(names(tmp_path)) - {lock.name, left.name}
+    unfinished.remove_leftovers(tmp_path)
+    assert set(names(tmp_path)) == expected
+
+
+def test_without_locks_a_folder_is_written_and_nothing_is_removed(tmp_path, monkeypatch):
+    with killed_writers.left_by(tmp_path / "mine") as left:
+        pass
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    export_of(0, tmp_path / "mine")
+    assert names(tmp_path) == ["mine", left.name, f"{left.name}.lock"]
+
+
+def test_a_new_name_that_is_taken_for_a_leftover_is_not_used(tmp_path, monkeypatch):
+    flock, taken = fcntl.flock, []
+
+    def late(opened, how):
+        # Before the writer has the lock, a cleaner locks the file; then it deletes it.
+        if not taken:
+            (path,) = tmp_path.glob("*.lock")
+            taken.append(path)
+            with path.open() as file:
+                flock(file, how)
+                return flock(opened, how)
+        if len(taken) == 1:
+            path.unlink() if (path := next(tmp_path.glob("*.lock"))) != taken[0] else None
+            taken.append(path)
+        return flock(opened, how)
+
+    (tmp_path / "old").mkdir()
+    monkeypatch.setattr(fcntl, "flock", late)
+    export_of(0, tmp_path / "mine")
+    assert len(taken) == 2
+    assert "mine" in names(tmp_path) and not list(tmp_path.glob("*.unfinished-*[!k]"))
+
+
+def test_a_full_disk_names_the_export(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path}/mine"):
+            save_pretrained(decoder(0), tmp_path / "mine")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []

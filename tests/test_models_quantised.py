@@ -1,5 +1,6 @@
 """Quantised checkpoints against the libraries that write them: Transformers and bitsandbytes."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -502,11 +503,25 @@ def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
         {"shape": [48, "32"]},
         {"dtype": "int8"},
         {"nested_blocksize": 256, "nested_offset": "x"},
+        {"nested_blocksize": 256, "nested_offset": 10**400},
+        {"nested_offset": float("nan")},
+        {"dtype": []},
+        {"dtype": "\ud800"},
+        {"blocksize": 10**400},
+        {"other": functools.reduce(lambda value, _: [value], range(500), 0)},
     ]
     for changed in wrong:
         rewritten(source, lambda t, changed=changed: nf4(t, **changed), about)
-        with pytest.raises(ValueError, match=f"{state} is damaged"):
+        with pytest.raises(ValueError, match=f"{state} is damaged.*{source}"):
             load_pretrained(source)
+    # Blocks may be longer than the weight: that must not take memory.
+    long = {"blocksize": 2**39}
+    rewritten(
+        source,
+        lambda t: (nf4(t, **long), t.update({f"{name}.absmax": torch.ones(1)})),
+        about,
+    )
+    assert (numbers(load_pretrained(source).params, name) == -1).all()
     for changed in ({"shape": [48, 64]}, {"blocksize": 32}):
         rewritten(source, lambda t, changed=changed: nf4(t, **changed), about)
         with pytest.raises(ValueError, match=f"codes and scales of {name} don't fit"):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import shutil
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import killed_writers
 from chats import conversations, openai, tokenizer
 from megatrain_jax import data
+from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.data import corpus as corpus_module
 from megatrain_jax._src.data import packing
 from megatrain_jax._src.data.corpus import CorpusBuilder
@@ -136,6 +140,33 @@ def test_a_folder_that_can_not_be_made_is_named(folder, chats):
         data.chat(chats, tokenizer(), cache=chats.parent / folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("spilled", [1, corpus_module._SPILLED])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_full_disk_is_that_of_the_cache(spilled, share, chats, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_SPILLED", spilled)
+    cache = tmp_path / "cache"
+    data.chat(chats, tokenizer(), cache=cache, **OPTIONS)
+    largest = max(path.stat().st_size for path in cache.glob("*/*"))
+    shutil.rmtree(cache)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(200, int(share * largest)), before[1]))
+    try:
+        with pytest.raises(OSError, match=rf"`cache` = {cache}: "):
+            data.chat(chats, tokenizer(), cache=cache, **OPTIONS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(cache.iterdir())
+
+
+def test_what_a_killed_start_leaves_is_removed_by_the_next(chats, tmp_path):
+    cache = tmp_path / "cache"
+    with killed_writers.left_by(cache / "3f0c") as left:
+        data.chat(chats, tokenizer(), cache=cache, **OPTIONS)
+        assert left.exists()  # its writer lives
+    data.chat(chats, tokenizer(), cache=cache, **OPTIONS | {"length": 512})
+    assert all((path / "corpus.json").exists() for path in cache.iterdir())
+
+
 def test_starts_at_the_same_time_make_the_same_data(chats, tmp_path):
     def read(_: int) -> data.Dataset:
         return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
@@ -157,7 +188,8 @@ def test_memory_holds_a_part_of_the_tokens(tmp_path, monkeypatch):
     entries = {"topk_logprobs": np.ones((1000, 2), np.float32)}
     total = 0
     for name in ("memory", "files"):
-        files = GrowingFiles(tmp_path) if name == "files" else None
+        new = UnfinishedFolder(tmp_path / "new")
+        files = GrowingFiles(new) if name == "files" else None
         tracemalloc.start()
         try:
             builder = CorpusBuilder(1000, "error", True, Report(), lambda _: None, files=files)

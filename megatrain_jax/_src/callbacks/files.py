@@ -10,6 +10,8 @@ from pathlib import Path
 from megatrain_jax._src.callbacks.callback import Log, Rows, finite_or_none
 from megatrain_jax._src.callbacks.texts import TextFile, replace_file
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import integer, parsed_json
+from megatrain_jax._src.common.unfinished import naming_file
 
 
 class CSVLog(Log):
@@ -71,7 +73,7 @@ class CSVLog(Log):
         # Appended, so a kill costs at most the last line.
         row = {"step": step, **values}
         line = _line([row.get(name, "") for name in self._columns])
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(line)
 
     def _write_table(self, step: int, name: str, rows: Rows) -> None:
@@ -126,7 +128,7 @@ class JSONLog(Log):
         if step <= self._last_step:
             self._keep(step - 1)
         self._last_step = step
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
 
     def _write_table(self, step: int, name: str, rows: Rows) -> None:
@@ -136,12 +138,14 @@ class JSONLog(Log):
 def _step_of(line: str, path: Path) -> float:
     """The step of a line; infinite if the line was cut off by a kill."""
     try:
-        record = json.loads(line)
+        record = parsed_json(line)
     except json.JSONDecodeError:
         return float("inf")
+    except ValueError as error:
+        raise ValueError(f"{path} is no log of a run: {error}") from error
     if not isinstance(record, dict) or "step" not in record:
         raise ValueError(f"{path} is no log of a run: it has a line without `step`")
-    return record["step"]
+    return integer(path, "step", record["step"])
 
 
 def _line(cells: Iterable[object]) -> str:

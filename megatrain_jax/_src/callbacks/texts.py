@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatrain_jax._src.callbacks.callback import Rows
+from megatrain_jax._src.common.unfinished import naming_file
 
 _HEADER = re.compile(r"step (\d+): ")
 
@@ -62,7 +63,7 @@ class TextFile:
 
     def add(self, step: int, name: str, rows: Rows) -> None:
         """Adds a table."""
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        with naming_file(self._path), self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(as_text(step, name, rows))
 
 
@@ -70,7 +71,7 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
     """Replaces a file atomically: readers see either the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8", newline="") as file:
+    with naming_file(new), new.open("w", encoding="utf-8", newline="") as file:
         file.writelines(lines)
     os.replace(new, path)
 

@@ -18,9 +18,12 @@ from megatrain_jax._src.checkpoint.folder import (
     read_error,
     steps,
 )
+from megatrain_jax._src.common.hf_folder import check_regular
+from megatrain_jax._src.common.outside import parsed_json
 
 # The one format that is written and read.
 _FORMAT = 3
+_MOST_LEVELS = 500
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:
@@ -44,8 +47,10 @@ def read(path: Path) -> dict[str, Any]:
             the number of another format.
     """
     try:
-        facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        check_regular(path / MANIFEST)
+        # The position of a pipeline may be nested as deeply as the pipeline is long.
+        facts = parsed_json((path / MANIFEST).read_bytes(), levels=_MOST_LEVELS)
+    except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(_missing(path)) from error
         why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
@@ -142,7 +147,7 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_position(value: Any) -> bool:

@@ -23,6 +23,7 @@ from orbax.checkpoint import type_handlers, v1
 from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Cell, Grid
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
 from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, read_error
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.common.trees import described, listed
 
 # Bytes that Orbax may use in addition to the arrays it reads.
@@ -136,7 +137,7 @@ def folder_of(folder: Path, process: int) -> Path:
 def has_our_arrays(folder: Path) -> bool:
     """Whether a folder has arrays where this library writes them, and Orbax itself doesn't."""
     try:
-        about = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        about = parsed_json((folder / _DESCRIPTION).read_bytes())
         return about["item_handlers"][_ARRAYS] == _HANDLER and (folder / _ARRAYS).is_dir()
     except (OSError, ValueError, LookupError, TypeError):
         return False
@@ -201,7 +202,7 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
         CheckpointError: If the descriptions can't be read.
     """
     try:
-        about = json.loads((folder / _ARRAYS / _TREE).read_text(encoding="utf-8"))
+        about = parsed_json((folder / _ARRAYS / _TREE).read_bytes())
         rows = about["tree_metadata"].values()
         paths = [tuple(key["key"] for key in row["key_metadata"]) for row in rows]
         file, dtype = ("zarr.json", "data_type") if about["use_zarr3"] else (".zarray", "dtype")
@@ -210,7 +211,7 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
         coming = {path: store.read(f"{'.'.join(path)}/{file}") for path in paths}
         texts = {path: read.result().value for path, read in coming.items()}
         # An array without its description is missing, whatever the tree says.
-        found = {path: json.loads(text) for path, text in texts.items() if text}
+        found = {path: parsed_json(text) for path, text in texts.items() if text}
         return {
             path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array[dtype]))
             for path, array in found.items()

@@ -25,6 +25,8 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain_jax._src.checkpoint.folder import CheckpointError, in_first_process
+from megatrain_jax._src.common.outside import parsed_json
+from megatrain_jax._src.common.unfinished import is_still
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
 from megatrain_jax._src.state.processes import Processes
@@ -245,7 +247,7 @@ def _take(path: Path, what: Path) -> int | None:
             return None
         # Between opening and locking, the last holder may have removed the file; a lock on that
         # file would protect nothing.
-        if _is_still(path / _LOCK, lock):
+        if is_still(path / _LOCK, lock):
             os.ftruncate(lock, 0)
             since = datetime.now().astimezone().isoformat(timespec="seconds")
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -254,19 +256,11 @@ def _take(path: Path, what: Path) -> int | None:
         os.close(lock)
 
 
-def _is_still(path: Path, lock: int) -> bool:
-    """Whether an opened file is still the one with its name."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(lock))
-    except FileNotFoundError:
-        return False
-
-
 def _in_use(what: Path, lock: int) -> str:
     text = os.pread(lock, 1000, 0)
     os.close(lock)
     try:
-        facts = json.loads(text)
+        facts = parsed_json(text)
         who = f"process {facts['pid']} on {facts['host']}, since {facts['since']}"
     except (ValueError, KeyError, TypeError):
         who = "another process"

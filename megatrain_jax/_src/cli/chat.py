@@ -1,7 +1,6 @@
 """`megatrain-jax chat`: a conversation with an exported model."""
 
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
 from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.hf_folder import read_all_json, read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.common.outside import integer
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -90,7 +91,8 @@ class TransformersChatModel:
         inputs = self._inputs(messages).to(self.model.device)
         length = inputs["input_ids"].shape[-1]
         most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and length >= most:
+        where = f"{self.model.name_or_path}/{_CONFIG}"
+        if most is not None and length >= integer(where, "max_position_embeddings", most, least=1):
             raise ValueError(
                 f"the conversation has {length:,} tokens, but the model's maximum is {most:,}: "
                 "begin a new chat"
@@ -98,7 +100,14 @@ class TransformersChatModel:
         streamer = transformers.TextStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True
         )
-        found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        try:
+            found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        except Exception as error:  # Transformers' errors for wrong settings have no common type
+            why = " ".join(str(error).split())[:500]
+            raise ValueError(
+                f"Transformers can't answer with {self.model.name_or_path}: "
+                f"{type(error).__name__}: {why}"
+            ) from error
         return self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
 
     def _inputs(self, messages: Messages) -> Any:
@@ -110,7 +119,10 @@ class TransformersChatModel:
             )
         except Exception as error:  # a template may raise any error
             why = " ".join(str(error).split())[:500]
-            raise ValueError(f"the chat template fails on these messages: {why}") from error
+            name = self.tokenizer.name_or_path
+            raise ValueError(
+                f"the chat template of {name} fails on these messages: {why}"
+            ) from error
 
 
 def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatModel:
@@ -131,9 +143,9 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
     has_adapters = (folder / _ADAPTER).is_file()
     base, about = folder, {}
     if has_adapters:
-        about = json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))
+        about = read_json(required_file(folder, _ADAPTER))
         named = settings.base or about.get("base_model_name_or_path")
-        if not named:
+        if not isinstance(named, str) or not named:
             raise ValueError(f"{folder / _ADAPTER} names no base model: set `base`")
         base = folder_or_download("base", named, "the base model", CHECKPOINT_FILES)
     elif settings.base is not None:
@@ -268,6 +280,11 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    for name, values in read_all_json(folder).items():
+        ids = values.get("eos_token_id")
+        for end in ids if isinstance(ids, list) else [ids]:
+            if end is not None:
+                integer(folder / name, "eos_token_id", end, least=-1)  # for none
     try:
         return kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options

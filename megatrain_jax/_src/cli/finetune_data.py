@@ -14,6 +14,7 @@ from megatrain_jax._src.cli.model_and_batch import batch_shapes
 from megatrain_jax._src.cli.new_tokens import readable_tokenizer
 from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.cli.run_data import common_options, summarised
+from megatrain_jax._src.common.outside import naming
 
 # Pairs of answers per row assumed in a plan, before the data is read. No large array depends on it.
 _PAIRS = 8
@@ -57,9 +58,10 @@ def shapes(settings: FinetuneSettings) -> Shapes:
 
 def chat_template(given: str | None) -> str | None:
     """A chat template: the given text, or the contents of the file with this path."""
-    if given is None or "{" in given or not Path(given).is_file():
+    if given is None or "{" in given or not (path := Path(given).expanduser()).is_file():
         return given
-    return Path(given).read_text(encoding="utf-8")
+    with naming(path):
+        return path.read_text(encoding="utf-8")
 
 
 def _conversation_options(settings: FinetuneSettings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from megatrain_jax import models
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.outside import integer, number
 from megatrain_jax._src.common.prompts import prompt_ids
 
 # Transformers' default of `top_k`, for a generation_config.json without it.
@@ -69,7 +70,10 @@ class JaxChatModel:
             return prompt_ids(prompt, self.tokenizer)
         except Exception as error:  # a template may raise any error
             why = " ".join(str(error).split())[:500]
-            raise ValueError(f"the chat template fails on these messages: {why}") from error
+            name = self.tokenizer.name_or_path
+            raise ValueError(
+                f"the chat template of {name} fails on these messages: {why}"
+            ) from error
 
 
 def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
@@ -81,8 +85,10 @@ def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
     path = regular_file(folder, "generation_config.json")
     given = read_json(path) if path else {}
     found = {name: x for name, x in given.items() if x is not None and x is not False}
-    top_k, top_p = found.pop("top_k", _TOP_K), found.pop("top_p", 1.0)
-    temperature = found.pop("temperature", 1.0) if found.pop("do_sample", False) else 0.0
+    top_k = integer(str(path), "top_k", found.pop("top_k", _TOP_K))
+    top_p = number(str(path), "top_p", found.pop("top_p", 1.0), least=0)
+    temperature = number(str(path), "temperature", found.pop("temperature", 1.0), least=0)
+    temperature = temperature if found.pop("do_sample", False) else 0.0
     found = {n: x for n, x in found.items() if n not in _WITHOUT_EFFECT and not n.startswith("_")}
     if found:
         raise ValueError(f"{path} has {', '.join(sorted(found))}, which generation in JAX lacks")
@@ -105,7 +111,10 @@ def open_jax_chat_model(settings: ChatSettings, folder: Path, tokenizer: Any) ->
     """
     options = sampling_of(folder, settings)
     pretrained = models.load_pretrained(folder)
-    longest = read_json(folder / "config.json").get("max_position_embeddings")
+    config = folder / "config.json"
+    longest = read_json(config).get("max_position_embeddings")
+    if longest is not None:
+        longest = integer(config, "max_position_embeddings", longest, least=1)
     return JaxChatModel(
         models.Generator(pretrained, tokenizer=tokenizer), tokenizer, longest, options
     )

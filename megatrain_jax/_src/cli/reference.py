@@ -28,6 +28,7 @@ from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.common.hf_folder import regular_file
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.unfinished import naming_file
 
 _SIZE = 16
 _Batch = Mapping[str, np.ndarray]
@@ -62,7 +63,7 @@ class ReferenceLogProbs:
         unfinished = self.path.with_suffix(".unfinished")
         digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
         values = np.array(list(self.values.values()), np.float32)
-        with unfinished.open("wb") as file:
+        with naming_file(unfinished), unfinished.open("wb") as file:
             np.savez(file, key=self.key, digests=digests, values=values)
         os.replace(unfinished, self.path)
 

@@ -10,7 +10,11 @@ from typing import Any
 
 from megatrain_jax._src.cli.run_settings import RunSettings
 from megatrain_jax._src.cli.training_settings import CHANGEABLE_OPTIONS
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.unfinished import naming_file
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
 # last.
@@ -155,7 +159,10 @@ class RunFolder:
 
     def note(self, name: str) -> str | None:
         """The value that an earlier process saved under a name; None for none."""
-        return (self._read(_NOTES) or {}).get(name)
+        value = (self._read(_NOTES) or {}).get(name)
+        if not isinstance(value, str | None):
+            raise ValueError(f"{self.path / _NOTES}: {checks.refused(name, 'a text', value)}")
+        return value
 
     def take_note(self, name: str, value: str) -> None:
         """Saves a value for later processes."""
@@ -164,20 +171,24 @@ class RunFolder:
     @property
     def began(self) -> list[int]:
         """The first step of each process that has trained."""
-        return [int(step) for step in (self.note("began") or "").split()]
+        path = self.path / _NOTES
+        with naming(path):
+            steps = [int(step) for step in (self.note("began") or "").split()]
+        return [integer(path, "began", step) for step in steps]
 
     def begin_at(self, step: int) -> None:
         """Records the first step of a process."""
         self.take_note("began", " ".join(map(str, sorted({*self.began, step}))))
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        path = regular_file(self.path, name)
+        return None if path is None else read_json(path)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         unfinished = self.path / f"{name}.unfinished"
         # Complete or absent, whenever the process dies.
-        unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        with naming_file(unfinished):
+            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path / name)
 
 

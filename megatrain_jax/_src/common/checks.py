@@ -150,7 +150,9 @@ def number(
     is_other = isinstance(value, (*_BOOLEANS, str, bytes)) or getattr(value, "shape", ())
     try:
         result = None if is_other else float(value)
-    except (TypeError, ValueError, OverflowError):  # a value that JAX traces has no number yet
+    except OverflowError:
+        result = math.inf
+    except (TypeError, ValueError):  # a value that JAX traces has no number yet
         result = None
     if result is None:
         raise TypeError(refused(name, allowed, value))

@@ -1,22 +1,43 @@
 """Safe reading of a Hugging Face checkpoint's folder, which may come from anybody.
 
 Every read of such a folder goes through this file. It opens only regular files, also through links.
-JSON is limited in size and depth. A file name found in the folder must stay within it, and only the
-folder's own files are copied out.
+JSON is limited in size, and read as `outside.py` does. A file name found in the folder must stay
+within it, and only the folder's own files are copied out.
 """
 
-import json
 import os
 import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import check_texts, parsed_json
 
 # Tokenizers with 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
-# Deeper nesting could exceed the JSON reader's recursion limit, which depends on Python's version.
-_MAX_LEVELS = 64
+# Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
+_COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_TEMPLATES = "additional_chat_templates"
+_OTHERS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files of a processor of images; a folder may have only one of them."""
 _KINDS = {
@@ -59,14 +80,25 @@ def regular_file(folder: Path, name: str) -> Path | None:
     """
     path = folder / name
     try:
-        kind = stat.S_IFMT(path.stat().st_mode)
+        check_regular(path)
     except FileNotFoundError:
         if path.is_symlink():
             raise FileNotFoundError(f"{path} is a link to a file that isn't there") from None
         return None
-    if kind != stat.S_IFREG:
-        raise ValueError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
     return path
+
+
+def check_regular(path: Path) -> int:
+    """Returns the bytes of a regular file; see `regular_file`.
+
+    Raises:
+        OSError: If it can't be looked at; a `FileNotFoundError` if nothing has that name.
+        ValueError: If it is not a regular file.
+    """
+    status = path.stat()
+    if (kind := stat.S_IFMT(status.st_mode)) != stat.S_IFREG:
+        raise ValueError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return status.st_size
 
 
 def required_file(folder: Path, name: str) -> Path:
@@ -97,37 +129,45 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a regular file.
 
     Raises:
-        ValueError: If the file is larger than 256 MiB or is not a JSON object.
+        ValueError: If it is not a regular file, is larger than 256 MiB, or is not a JSON object.
     """
-    size = path.stat().st_size
+    size = check_regular(path)
     if size > _MAX_JSON_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, more than the {_MAX_JSON_BYTES:,} allowed")
     with path.open("rb") as file:
         content = file.read(size)
     try:
-        values = json.loads(content.decode())
+        values = parsed_json(content)
+        check_texts(content, values)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{path} is nested more than {_MAX_LEVELS} levels deep") from None
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds a {type(values).__name__}")
-    if too_deep(values):
-        raise ValueError(f"{path} is nested more than {_MAX_LEVELS} levels deep")
     return values
 
 
-def too_deep(values: Any) -> bool:
-    """Whether JSON values are nested more than 64 levels deep."""
-    level = [values]
-    for _ in range(_MAX_LEVELS):
-        level = [
-            child
-            for value in level
-            if isinstance(value, dict | list | tuple)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
-    return bool(level)
+def companion_names(folder: Path) -> list[str]:
+    """The names of files of tokenizers, processors and generation that a folder may have."""
+    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
+    return [*_COMPANIONS, *(f"{_TEMPLATES}/{name}" for name in templates)]
+
+
+def read_all_json(folder: Path) -> dict[str, dict[str, Any]]:
+    """Checks the files of a folder that Transformers or PEFT may read.
+
+    Returns:
+        The JSON objects in them, by the names of their files.
+
+    Raises:
+        FileNotFoundError: If a file is a dangling link.
+        ValueError: If a file is not regular, or one named as JSON is not a JSON object.
+    """
+    files = {name: regular_file(folder, name) for name in (*_OTHERS, *companion_names(folder))}
+    return {
+        name: read_json(path)
+        for name, path in files.items()
+        if path is not None and name.endswith(".json")
+    }
 
 
 def name_within(path: Path, given: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import check_text, naming
 
 _PROMPTS = "a sequence of prompts: texts, messages or token ids"
 _TOKENIZER = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
@@ -46,6 +47,9 @@ def prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
         if tokenizer is None:
             hint = "to continue texts, pass `tokenizer`"
             raise ValueError(checks.refused("prompts", "token ids", prompt, hint))
+        with naming("`prompts`"):
+            for text in _texts(prompt):
+                check_text(text)
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
     else:
         ids = prompt
@@ -71,7 +75,37 @@ def _chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int
     if others := sorted(kinds & {"image", "image_url", "video", "audio"}):
         raise ValueError(f"`prompts` have a part of the type {others[0]}: only text is supported")
     options = {"add_generation_prompt": True, "return_dict": True}
-    return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
+    except TypeError as error:
+        # Its tokenizer says no more of text that is not valid Unicode.
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise ValueError(f"the chat template of {name} fails on `prompts`: {error}") from error
+
+
+def _texts(prompt: Any) -> list[str]:
+    """The texts of a prompt that the tokenizer gets."""
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def check_template(what: str, template: str) -> None:
+    """Checks a chat template; a text without Jinja would be the same for every conversation.
+
+    Args:
+        what: The template, for the message.
+        template: Its text.
+
+    Raises:
+        ValueError: If it has no Jinja, or is not valid Unicode.
+    """
+    if "{{" not in template and "{%" not in template:
+        raise ValueError(
+            f"{what} must be a Jinja template, with {{{{ or {{%, but is {template[:200]!r}. "
+            "If that is a path: the command needs an existing file, and functions need its text"
+        )
+    with naming(what):
+        check_text(template)
 
 
 def shown_prompt(prompt: Any, tokenizer: Any) -> str:

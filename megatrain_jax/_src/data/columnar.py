@@ -7,12 +7,12 @@ absent. Items of lists, values of maps and JSON are kept unchanged, because noth
 them.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow
 
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.data.json_values import NO_JSON
 from megatrain_jax._src.data.report import InvalidRow
 
@@ -105,8 +105,8 @@ def _encoded(feature: Any) -> Any:
 
 def _decoded(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as caught:
+        return parsed_json(text)
+    except ValueError as caught:
         raise InvalidRow(NO_JSON, f"in a column of JSON: {caught}") from None
 
 

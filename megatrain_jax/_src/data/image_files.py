@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from megatrain_jax._src.common.hf_folder import PROCESSOR_FILES, regular_file
+from megatrain_jax._src.common.hf_folder import check_regular
 from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 from megatrain_jax._src.data.report import InvalidRow
 
 _PROCESSORS = ("Gemma3Processor",)
 _UNREADABLE = "an image that can't be read"
+# Pictures that Pillow decodes itself: it would start Ghostscript for EPS, for example.
+_FORMATS = frozenset("AVIF BMP GIF JPEG JPEG2000 MPO PNG PPM TIFF WEBP".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,11 @@ class ImageReference:
         given = self.source
         try:
             if isinstance(given, Image.Image):
+                _check_image(given)
                 given.load()
                 # Pillow converts the mode "La" only to "LA".
                 return given.convert("LA") if given.mode == "La" else given
-            with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
+            with _opened(given) as image:
                 upright = ImageOps.exif_transpose(image)
                 return upright.convert("RGB") if isinstance(given, Path) else upright
         except Exception as error:  # Pillow's errors for damaged files have no common type
@@ -100,6 +103,7 @@ def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
         raise InvalidRow("an image that is no file", f"{given[:60]} isn't downloaded")
     if isinstance(given, Image.Image):
         try:
+            _check_image(given)
             pixels = given.tobytes()
         except Exception as error:  # see `open`; PIL decodes late
             raise InvalidRow(_UNREADABLE, str(error)) from error
@@ -111,13 +115,51 @@ def _referred(given: Any, folder: Path, origin: str) -> ImageReference:
         raise InvalidRow("an image of an unknown kind", f"{type(given).__name__} is not {kinds}")
     source = given if isinstance(given, bytes) else folder / Path(given).expanduser()
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source):
+        with _opened(source):
             pass
         size = 0 if isinstance(source, bytes) else source.stat().st_size
     except Exception as error:  # see `open`
         raise InvalidRow(_UNREADABLE, str(error)) from error
     known = source if isinstance(source, bytes) else f"{source} {size}".encode()
     return ImageReference(source=source, digest=_hash(known), origin=origin)
+
+
+def _opened(source: Path | bytes) -> Image.Image:
+    """An image whose header has been read, but no pixels.
+
+    Raises:
+        ValueError: If it is no regular file, of another format, or too large.
+        Exception: Any error of Pillow.
+    """
+    if isinstance(source, Path):
+        check_regular(source)
+    Image.init()
+    formats = [name for name in Image.ID if name in _FORMATS]
+    try:
+        image = Image.open(
+            io.BytesIO(source) if isinstance(source, bytes) else source, "r", formats
+        )
+    except UnidentifiedImageError as error:
+        raise ValueError(f"it is of none of the formats {', '.join(formats)}") from error
+    try:
+        return _check_image(image)
+    except ValueError:
+        image.close()
+        raise
+
+
+def _check_image(image: Image.Image) -> Image.Image:
+    """Returns an image that can be decoded safely, as far as its header says."""
+    if image.format is not None and image.format not in _FORMATS:
+        raise ValueError(f"it is of the format {image.format}, not {', '.join(sorted(_FORMATS))}")
+    # A small file can have an image that takes gigabytes.
+    most, size = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if most is not None and size > most:
+        raise ValueError(
+            f"it has {image.width:,} × {image.height:,} pixels, more than the {most:,} allowed: "
+            "make it smaller, or set `PIL.Image.MAX_IMAGE_PIXELS` to a larger number"
+        )
+    return image
 
 
 def _hash(content: bytes) -> bytes:
@@ -178,9 +220,6 @@ class ImageProcessor:
 
 def _loaded(given: str | PathLike[str]) -> Any:
     folder = folder_or_download("processor", given, "a processor of images", TOKENIZER_FILES)
-    # Files that are damaged, or links out of the folder, are refused before Transformers reads.
-    for name in PROCESSOR_FILES:
-        regular_file(folder, name)
     from megatrain_jax._src.data.tokenizer import load_tokenizer  # needs Transformers
 
     load_tokenizer(folder, "processor")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatrain_jax._src.common.outside import check_text
+from megatrain_jax._src.common.prompts import check_template
 from megatrain_jax._src.data.report import AssistantTextNotFound, DataError, InvalidRow
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.template_omissions import THOUGHT, left_out
@@ -73,6 +75,10 @@ class Template:
             )
         self.source: str = tokenizer.get_chat_template(chat_template)
         self.name = f"the chat template of {name}" if chat_template is None else "`chat_template`"
+        try:
+            check_template(self.name, self.source)
+        except ValueError as error:
+            raise DataError(str(error)) from error
         self._eos: str = tokenizer.eos_token or ""
         self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
         self.marked = bool(_MARKED.search(self.source))
@@ -218,6 +224,7 @@ class Template:
                 add_generation_prompt=prompt,
                 **self._variables,
             )
+            check_text(rendered[0][0])
         except jinja2.TemplateSyntaxError as caught:
             raise DataError(f"{self.name} is no valid Jinja: {caught}") from caught
         except jinja2.TemplateError as caught:

@@ -16,9 +16,9 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.data.corpus import Corpus
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
@@ -60,12 +61,12 @@ class GrowingFiles:
     """Flat arrays in a new folder, extended piece by piece.
 
     Attributes:
-        folder: The folder, which is deleted by `discard`.
+        folder: The folder.
     """
 
-    def __init__(self, folder: Path):
-        """Writes to an existing folder."""
-        self.folder = folder
+    def __init__(self, unfinished: UnfinishedFolder):
+        """Writes to a folder, which `discard` deletes."""
+        self._unfinished, self.folder = unfinished, unfinished.path
         self._open: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
 
     def append(self, name: str, items: np.ndarray) -> None:
@@ -74,22 +75,24 @@ class GrowingFiles:
             file = (self.folder / f"{name}.npy").open("w+b")
             self._open[name] = (file, items.dtype, items.shape[1:])
             _write_header(file, items.dtype, (0, *items.shape[1:]))
-        self._open[name][0].write(np.ascontiguousarray(items).data.cast("B"))
+        with _named(self.folder):
+            self._open[name][0].write(np.ascontiguousarray(items).data.cast("B"))
 
     def mapped(self, name: str, count: int) -> np.ndarray:
         """Ends an array with this number of items, and maps it."""
         file, dtype, rest = self._open.pop(name)
         # The header leaves space for the largest number of items, so its size stays the same.
-        file.seek(0)
-        _write_header(file, dtype, (count, *rest))
-        file.close()
+        with _named(self.folder), file:
+            file.seek(0)
+            _write_header(file, dtype, (count, *rest))
         return _mapped(self.folder, name)
 
     def discard(self) -> None:
-        """Deletes the folder."""
+        """Deletes the folder, unless it has its final name by now."""
         for file, _, _ in self._open.values():
-            file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):  # of a full disk
+                file.close()
+        self._unfinished.discard()
 
 
 class TokenCache:
@@ -123,17 +126,8 @@ class TokenCache:
         Raises:
             OSError: If it can't be made.
         """
-        parent = self.path.parent
-        name = f"{self.path.name}.unfinished-"
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            return GrowingFiles(Path(tempfile.mkdtemp(prefix=name, dir=parent)))
-        except OSError as error:
-            # Keeps the subclass of OSError, such as PermissionError.
-            raise type(error)(
-                f"there can be no folder for tokens in `cache` = {parent}: "
-                f"{error.strerror or error}. Choose another one, or none"
-            ) from error
+        with _named(self.path):
+            return GrowingFiles(UnfinishedFolder(self.path, 0o700))
 
     def keep(self, files: GrowingFiles, made: Cached) -> Cached:
         """Completes a new dataset; returns it as mapped from its final place.
@@ -145,7 +139,8 @@ class TokenCache:
         arrays = _arrays_of(made.corpus)
         for name, array in arrays.items():
             if not (files.folder / f"{name}.npy").exists():
-                np.save(files.folder / f"{name}.npy", array)
+                with _named(files.folder):
+                    np.save(files.folder / f"{name}.npy", array)
         about = {
             "checksums": {name: _checksum(array) for name, array in arrays.items()},
             "digest": made.corpus.digest.hex(),
@@ -155,12 +150,12 @@ class TokenCache:
             "summary": asdict(made.summary),
             "chat_template": made.chat_template,
         }
-        (files.folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        try:
+        with _named(files.folder):
+            (files.folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        # Another start may have completed the same dataset meanwhile; this one's files stay mapped.
+        with suppress(OSError):
             files.folder.rename(self.path)
-        except OSError:
-            # Another start has completed the same dataset meanwhile; this one's files stay mapped.
-            files.discard()
+        files.discard()
         return made
 
     def _read(self) -> Cached:
@@ -235,6 +230,19 @@ def _identity(part: str | GivenRows) -> list[Any] | None:
         return None if part.fingerprint is None else [part.name, part.fingerprint]
     status = os.stat(part)
     return [os.path.realpath(part), status.st_size, status.st_mtime_ns]
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Names the cache in errors of writing a folder there."""
+    try:
+        yield
+    except OSError as error:
+        # Keeps the subclass of OSError, such as PermissionError.
+        raise type(error)(
+            f"tokens can't be written to `cache` = {folder.parent}: {error.strerror or error}. "
+            "Choose another one, or none"
+        ) from error
 
 
 def _arrays_of(corpus: Corpus) -> dict[str, np.ndarray]:

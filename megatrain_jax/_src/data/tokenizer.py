@@ -4,20 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
-from megatrain_jax._src.common.hub import folder_or_download
-
-# JSON files in a tokenizer's folder that Transformers reads.
-_JSON = (
-    "added_tokens.json",
-    "chat_template.json",
-    "config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-)
-_OTHER = ("chat_template.jinja", "merges.txt", "tekken.json", "tokenizer.model", "vocab.txt")
+from megatrain_jax._src.common.hf_folder import read_all_json
+from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
 
 
 def load_tokenizer(given: Any, argument: str = "tokenizer") -> Any:
@@ -36,12 +24,8 @@ def load_tokenizer(given: Any, argument: str = "tokenizer") -> Any:
         FileNotFoundError: If there is no such folder, and it can't be downloaded.
         ValueError: If one of its files is damaged or not regular, or Transformers can't load it.
     """
-    folder = folder_or_download(argument, given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER))
-    # Checked separately: a link out of the folder is refused before Transformers follows it.
-    for name in _OTHER:
-        regular_file(folder, name)
-    files = {name: regular_file(folder, name) for name in _JSON}
-    values = {name: read_json(path) for name, path in files.items() if path is not None}
+    folder = folder_or_download(argument, given, "a tokenizer (tokenizer.json)", TOKENIZER_FILES)
+    values = read_all_json(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder),

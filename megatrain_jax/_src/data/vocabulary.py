@@ -1,6 +1,5 @@
 """Checks that the model beside a tokenizer has an embedding row for each of its ids."""
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from megatrain_jax._src.common.hf_folder import read_json
 from megatrain_jax._src.data.report import InvalidRow
 
 _TOKENS_SHOWN = 3
@@ -74,15 +74,13 @@ class Vocabulary:
 
 def _size(config: Path) -> int | None:
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = read_json(config)
     except (OSError, ValueError):
         # A faulty configuration is reported when the model is loaded.
-        return None
-    if not isinstance(values, dict):
         return None
     text = values.get("text_config")  # in multimodal models
     for part in (values, text if isinstance(text, dict) else {}):
         size = part.get("vocab_size")
-        if isinstance(size, int) and size > 0:
+        if type(size) is int and size > 0:
             return size
     return None

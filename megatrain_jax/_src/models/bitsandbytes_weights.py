@@ -1,13 +1,15 @@
 """Weights of bitsandbytes, of 4 or 8 bits."""
 
-import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import parsed_json
 from megatrain_jax._src.models.quantised_tensors import (
     CHUNK,
     CODES,
@@ -65,7 +67,9 @@ def _four_bits(found: dict[str, Tensor], name: str, state: Tensor) -> dict[str, 
         kinds = ["U8" if nested else "F32", *["F32"] * (len(there) - 2)]
         fits = counts == wanted and [part.dtype for part in there[1:]] == kinds
     check_fit(name, [*there, state], fits)
-    numbers = about["blocksize"], about.get("nested_blocksize", 1), about.get("nested_offset", 0.0)
+    # Blocks may be longer than what they divide, which must not take memory.
+    block = min(about["blocksize"], size + size % 2)
+    numbers = block, min(about.get("nested_blocksize", 1), blocks), about["nested_offset"]
     decode = partial(_from_four_bits, name=name, shape=shape, numbers=numbers)
     return {name: weight_of(name, there, shape, code, decode)}
 
@@ -78,21 +82,22 @@ def _state(tensor: Tensor) -> dict[str, Any]:
     """
     about: Any = None
     if tensor.dtype == "U8" and math.prod(tensor.shape) <= _MOST_STATE_BYTES:
-        try:
-            about = json.loads(tensor.read().tobytes())
-        except ValueError:
-            about = None
+        with suppress(ValueError):
+            about = parsed_json(tensor.read().tobytes())
     if isinstance(about, dict):
         numbers = about.get("blocksize"), about.get("nested_blocksize", 1)
         shape = about.get("shape")
         sizes = shape if isinstance(shape, list) and shape else [None]
         whole = all(type(x) is int and 0 < x < 2**40 for x in (*numbers, *sizes))
         whole = whole and about["blocksize"] % 2 == 0
-        offset = about.get("nested_offset", 0.0)
-        finite = isinstance(offset, int | float) and math.isfinite(offset)
-        if whole and finite and about.get("dtype") in CODES:
-            return about
-    raise ValueError(f"{tensor.name[:200]} is damaged: it doesn't describe a weight")
+        known = about.get("dtype") in [*CODES]  # it may be no text
+        with suppress(TypeError, ValueError):
+            offset = checks.number("nested_offset", about.get("nested_offset", 0.0))
+            if whole and known:
+                return about | {"nested_offset": offset}
+    raise ValueError(
+        f"{tensor.name[:200]} is damaged: it doesn't describe a weight, in {tensor.path}"
+    )
 
 
 def _from_four_bits(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import too_deep
+from megatrain_jax._src.common.outside import too_deep
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.families.registry import read_config, read_vision
 from megatrain_jax._src.models.hf_fields import as_ignored

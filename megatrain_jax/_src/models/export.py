@@ -12,7 +12,8 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import existing_folder, own_file
+from megatrain_jax._src.common.hf_folder import companion_names, existing_folder, own_file
+from megatrain_jax._src.common.prompts import check_template
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
@@ -32,28 +33,6 @@ from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
 from megatrain_jax._src.models.with_reference import policy_of
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
-# Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
-_COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tekken.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-_TEMPLATES = "additional_chat_templates"
 
 
 def save_pretrained(
@@ -105,6 +84,8 @@ def save_pretrained(
         raise TypeError(
             checks.refused("chat_template", "a Jinja template, as a str", chat_template)
         )
+    if chat_template is not None:
+        check_template("`chat_template`", chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
@@ -276,9 +257,7 @@ def companions(source: str | PathLike[str] | None) -> dict[str, Path]:
         raise FileNotFoundError(
             f"there is no folder {source} to copy the tokenizer from; name another as `source`"
         )
-    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
-    names = [*_COMPANIONS, *(f"{_TEMPLATES}/{name}" for name in templates)]
-    found = {name: own_file(folder, name) for name in names}
+    found = {name: own_file(folder, name) for name in companion_names(folder)}
     return {name: path for name, path in found.items() if path is not None}
 
 

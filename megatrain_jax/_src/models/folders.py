@@ -7,6 +7,7 @@ the earlier export intact:
     mine/                  exchanges names with it, in one system call
     mine.unfinished-x7/    is now the earlier export, and is deleted
 
+What a killed process leaves is removed by a later export beside it (`common/unfinished.py`).
 Each export lists its own files and their checksums in `megatrain_export.json`. A folder is only
 replaced if it contains exactly these files, unchanged.
 """
@@ -16,7 +17,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +26,8 @@ from pathlib import Path
 import xxhash
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import read_json
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file
 
 MARKER = "megatrain_export.json"
 # Flags of Linux's renameat2: relative to the current folder; exchange names.
@@ -70,8 +72,10 @@ def _why_not_export(path: Path) -> str | None:
     if path.is_symlink() or not path.is_dir():
         return "is no folder of its own"
     try:
-        known = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        known = read_json(path / MARKER).get("files")
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
         return f"has no {MARKER} that lists its files"
     for name in _names(path):
         if name not in known:
@@ -118,13 +122,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: If the final folder has been filled meanwhile.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    unfinished = UnfinishedFolder(folder)
+    at = unfinished.path
     try:
-        at.chmod(0o755)  # mkdtemp makes it private
-        yield at
-        known = {name: _checksum(at / name) for name in _names(at)}
-        (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
+        with naming_file(at):
+            yield at
+            known = {name: _checksum(at / name) for name in _names(at)}
+            (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
         if folder.is_dir() and any(folder.iterdir()):
             _check_replaceable(folder)  # hours may have passed since the first check
             _sync(at)
@@ -133,7 +137,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             at.replace(folder)  # replaces an empty folder
     finally:
         # The unfinished folder, or the export that was replaced.
-        shutil.rmtree(at, ignore_errors=True)
+        unfinished.discard()
 
 
 def _sync(folder: Path) -> None:

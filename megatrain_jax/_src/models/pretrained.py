@@ -15,6 +15,7 @@ from flax import nnx
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
@@ -143,10 +144,8 @@ def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
 def _read_config(folder: Path, ignore: Sequence[str], images: bool) -> DecoderConfig:
     path = required_file(folder, "config.json")
     values = read_json(path)
-    try:
+    with naming(path):
         return DecoderConfig.from_hf(values, ignore=ignore, images=images)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
 
 
 def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> DecoderConfig:

@@ -12,7 +12,9 @@ import numpy as np
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
@@ -47,6 +49,8 @@ _hinted = hinting(
 
 
 _LEAST_TEMPERATURE = 1e-30
+# What Python takes for a completion besides its tokens: an object, two lists and their numbers.
+_TEXT_BYTES = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +186,7 @@ class Generator:
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
         if not rows:
             return []
+        _check_count(num_samples, len(rows), max(map(len, rows)))
         texts = [
             OpenText(prompt=i, sample=sample, ids=list(ids), start=len(ids))
             for i, ids in enumerate(rows)
@@ -298,6 +303,22 @@ def generate(
             num_samples=num_samples,
             max_batch=max_batch,
             on_text=on_text,
+        )
+
+
+def _check_count(num_samples: int, num_prompts: int, length: int) -> None:
+    """Refuses more completions than host memory has room for; their lists come before any token.
+
+    Raises:
+        MemoryError: If there are more.
+    """
+    count = num_samples * num_prompts
+    least, free = count * (_TEXT_BYTES + 8 * length), available_bytes()
+    if least > free:
+        raise MemoryError(
+            f"`num_samples`={num_samples:,} for {num_prompts:,} prompts are {count:,} completions, "
+            f"which take at least {sized(least)} of host memory, of which {sized(free)} are free: "
+            "pass fewer, and call this several times, with another `seed` each time"
         )
 
 

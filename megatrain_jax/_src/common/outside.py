@@ -1,0 +1,147 @@
+"""JSON from outside, which anybody may have written: one reader, and one check of its numbers.
+
+All JSON that this library didn't write itself in the same process is read by `parsed_json`. It
+refuses what would fail later, far from the file: text that is no JSON, values that are nested so
+deeply that other code can't walk through them, and integers of thousands of digits.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.common import checks
+
+# Ids, sizes and counts are stored as int32.
+MOST = 2**31 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# UTF-8 has no surrogates, so JSON can have them only as escapes.
+_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parsed_json(text: str | bytes, levels: int = 64) -> Any:
+    """Returns the value of JSON text from outside.
+
+    Args:
+        text: The text, or its bytes in UTF-8.
+        levels: How deeply values may be nested.
+
+    Raises:
+        ValueError: If it is no JSON, is nested more deeply, or has an integer of thousands of
+            digits.
+    """
+    deep = f"it is nested more than {levels} levels deep"
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError(deep) from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # Python's limit
+        raise ValueError("it has an integer of thousands of digits") from None
+    # Each level takes a bracket, and few texts have so many.
+    if text.count("[") + text.count("{") > levels and too_deep(values, levels):
+        raise ValueError(deep)
+    return values
+
+
+def too_deep(values: Any, levels: int = 64) -> bool:
+    """Whether JSON values are nested more than this many levels deep.
+
+    Code that recurses takes a frame of Python's stack for each level.
+    """
+    level = [values]
+    for _ in range(levels):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list | tuple)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)
+
+
+def check_text(text: str) -> str:
+    """Returns a text that other code can encode as UTF-8.
+
+    Raises:
+        ValueError: If it has half of a surrogate pair.
+    """
+    if not text.isascii() and (half := _SURROGATE.search(text)):
+        raise ValueError(f"its text has half of a surrogate pair, {half[0]!r}, at {half.start()}")
+    return text
+
+
+def check_texts(content: bytes, values: Any) -> None:
+    """Checks all texts in JSON values, as `check_text` does.
+
+    Args:
+        content: The JSON text, in UTF-8.
+        values: The values in it.
+    """
+    waiting = [values] if _ESCAPED.search(content) else []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            check_text(value)
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Puts the path of a file before the message of an error that its values cause.
+
+    Raises:
+        TypeError: For a TypeError.
+        ValueError: For any other error that a value of JSON can cause in code that computes with
+            it, such as an OverflowError for a number that is too large.
+    """
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from error
+    except (ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: {what}") from error
+
+
+def integer(path: Path | str, name: str, value: Any, *, least: int = 0, most: int = MOST) -> int:
+    """Returns an integer in a file.
+
+    Args:
+        path: The file, for the message.
+        name: The field.
+        value: Its value.
+        least: The least allowed.
+        most: The most allowed.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is out of bounds.
+    """
+    with naming(path):
+        return checks.integer(name, value, least=least, most=most)
+
+
+def number(
+    path: Path | str,
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+) -> float:
+    """Returns a finite number in a file; see `integer` and `checks.number`.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is not finite, or out of bounds.
+    """
+    with naming(path):
+        return checks.number(name, value, above=above, least=least)
