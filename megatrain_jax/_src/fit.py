@@ -121,8 +121,8 @@ def fit(
             for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available; see `Trainer`.
-        trainable: The parameters to train, as a regular expression on their paths, a list of them,
-            or a predicate of the path; None trains all. See `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state unchanged; see `Trainer`.
         max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.

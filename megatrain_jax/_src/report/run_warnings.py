@@ -1,9 +1,11 @@
 """Warnings about parts of a run that perform badly, reported at the user's own line."""
 
 from collections.abc import Iterable
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
@@ -44,7 +46,7 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
     own = (
         *(_no_bfloat16, _one_stage, _wide_products),
-        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4),
+        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4, _nothing_frozen),
     )
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
@@ -194,3 +196,12 @@ def _no_nf4(spec: RunSpec) -> list[str]:
         'bits, but this run has none, and its frozen parameters are bfloat16. frozen="int8" codes '
         "parameters outside of blocks, too"
     ]
+
+
+def _nothing_frozen(spec: RunSpec) -> list[str]:
+    """Warns if a choice of trained parameters chooses all of them."""
+    given = spec.options.trainable
+    is_meant = given is None or isinstance(given, bool | EllipsisType) or given is nnx.Param
+    if is_meant or not all(leaf.is_trainable for leaf in spec.leaves):
+        return []
+    return [f"`trainable`={given!r} chooses all parameters, so none is frozen: leave it out"]
