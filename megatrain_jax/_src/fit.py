@@ -16,7 +16,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.options.inputs import (
     check_data,
     check_mesh,
@@ -329,7 +329,7 @@ def _with_checkpoint_parts(
 
     On another machine the plan might choose different numbers, and random keys depend on them.
     """
-    parts, rows = series.parts(), jax.tree.leaves(sample)[0].shape[0] * num_processes
+    parts, rows = series.parts(), (num_rows(sample) or 1) * num_processes
     if parts is None or rows % (parts["microbatches"] * run.num_devices):
         return run
     return replace(run, **parts)

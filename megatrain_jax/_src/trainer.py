@@ -161,7 +161,10 @@ class Trainer(ExplainedAttributes):
         check_order(order, optimizer, "sample_batch", sample_batch)
         check_parts(model, loss_fn, optimizer, params)
         number, num_devices = run.least_microbatches, len(placement.local_devices)
-        check_batch(sample_batch, number, "sample_batch", num_devices, or_shapes=True)
+        divides = placement.num_devices > 1
+        check_batch(
+            sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
+        )
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.

@@ -13,11 +13,10 @@ from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
+from megatrain_jax._src.program.loss.stage_warnings import WORTH_CUTTING
 from megatrain_jax._src.spec.codecs import coded_differences, stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
-# Below this number of parameters, a model fits any device as a whole.
-_WORTH_CUTTING = 2**24
 # Fraction of the parameters from which on a stage counts as most of the model.
 _MOST = 3 / 4
 # With fewer operations in a step, float32 products take a GPU only milliseconds, or less time than
@@ -70,7 +69,7 @@ def _one_stage(spec: RunSpec) -> list[str]:
     sizes = [*map(jx.num_elements, spec.leaves)]
     stages = [bound.stage for bound in spec.first.stages]
     whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
-    if whole < _WORTH_CUTTING or not held:
+    if whole < WORTH_CUTTING or not held:
         return []
     at = max(range(len(held)), key=lambda s: sum(held[s]))
     name, mine = stages[at].name, held[at]

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.batch_checks import num_rows
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
@@ -136,7 +137,7 @@ class RunSpec:
         """
         microbatches = self.microbatches
         # Training batches must be divisible by the microbatches; evaluation batches need not.
-        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
+        if not train and (num_rows(batch) or 1) % microbatches:
             microbatches = 1
         with experts_in_groups(self.num_groups):
             traced = trace_microbatch(

@@ -186,8 +186,8 @@ def _module_keys(leaves: Sequence[Leaf]) -> list:
     module.
     """
     depth = 0
-    paths = [leaf.path for leaf in leaves]
+    paths = [leaf.modules for leaf in leaves]
     # A common prefix, such as a wrapper's `model`, does not distinguish parameters.
     while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):
         depth += 1
-    return [leaf.block or leaf.path[: depth + 1] for leaf in leaves]
+    return [leaf.block or leaf.modules[: depth + 1] for leaf in leaves]
