@@ -7,7 +7,6 @@ from itertools import chain
 from os import PathLike
 from typing import Any, Never
 
-import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 

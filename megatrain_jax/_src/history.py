@@ -172,7 +172,9 @@ def weighted_means(
             "the arrays of `batches` have unequal leading axes, so the number of examples in each "
             'batch is unknown: let loss_fn return it as a metric called "weight"'
         )
-    weights = np.array([row.get("weight", size or 1) for row, size in zip(rows, sizes, strict=True)])
+    weights = np.array(
+        [row.get("weight", size or 1) for row, size in zip(rows, sizes, strict=True)]
+    )
     weights = weights.astype(np.float64)
     total = float(weights.sum())
     if total == 0:

@@ -248,7 +248,11 @@ def _check_values(state: nnx.State) -> None:
 
 
 def linen_parts(
-    module: linen.Module, loss_fn: Callable[..., Any], key: jax.Array, args: tuple[Any, ...]
+    module: linen.Module,
+    loss_fn: Callable[..., Any],
+    key: jax.Array,
+    args: tuple[Any, ...],
+    seed: int,
 ) -> Parts:
     """Initialises a Linen module by calling the loss function with it, and splits it.
 
@@ -257,6 +261,7 @@ def linen_parts(
         loss_fn: called with the module, bound to the variables it creates.
         key: the key of `module.init(key, ...)`, so the values are the same.
         args: arguments of loss_fn after the model.
+        seed: seed of the random numbers that a rebuilt module draws.
     """
     # The loss initialises the module, because it knows how to call the module on a batch.
     initialise = linen.init(loss_fn, module, mutable=True)
@@ -278,7 +283,10 @@ def linen_parts(
         return result, {name: changed.get(name, {}) for name in names}
 
     def rebuild(params: Any, variables: Any) -> Any:
-        return module.bind({"params": params, **variables})
+        # Bound as in training, so that the loss can be called with it: with random numbers, and
+        # with state that it may change.
+        rngs = {"params": jax.random.key(seed)}
+        return module.bind({"params": params, **variables}, rngs=rngs, mutable=names)
 
     return params, state, Shell(call=call, rebuild=rebuild)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
@@ -271,4 +272,10 @@ def trace_microbatch(
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
 
-    return trace_loss(loss, compute, adapted.variable_shapes, part, options.num_devices)
+    devices = [*options.mesh.devices.flat] if isinstance(options.mesh, Mesh) else None
+    return trace_loss(
+        *(loss, compute, adapted.variable_shapes, part),
+        num_devices=options.num_devices,
+        devices=devices,
+        builder=adapted.builder,
+    )

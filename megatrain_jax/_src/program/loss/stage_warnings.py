@@ -12,12 +12,17 @@ from collections.abc import Set as AbstractSet
 
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.layers.levels import Lists, Parameter
 from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
 from megatrain_jax._src.program.primitives import REMAT
 
 _MASTER_BYTES = 4  # per fp32 element
+_OWN_LOOPS = (
+    "Run each layer over the whole sequence, in a loop of its own, and each layer becomes a stage. "
+    "The parts of one layer, such as the gates of a recurrence, stay together"
+)
 WORTH_CUTTING = 2**24
 """Number of parameters below which a model fits any device as a whole."""
 
@@ -68,7 +73,10 @@ def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]
         for i in row
         if len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
     }
+    blocks = {j: flow.leaves[j].block for j in read if flow.leaves[j].block is not None}
     remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
+    if _in_one_loop(flow, row, blocks):
+        remedy = f". {_OWN_LOOPS}"
     return (
         f"the parameters of {stretch.name} can't be separated, because one operation "
         f"({', '.join(sorted(guilty))}) reads them together: they form one stage of "
@@ -93,9 +101,12 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
+    becomes = ", and each becomes a stage"
     if guilty:
         why = f"are read together by one operation ({', '.join(sorted(guilty))})"
         remedy = "call them one after another outside of it"
+        if _in_one_loop(flow, row, owner):
+            remedy, becomes = f"every pass of this loop needs all of them. {_OWN_LOOPS}", ""
     elif all(part in lists.list_of for part in parts):
         why = "hold less than three quarters of what is around them"
         remedy = "move them into a list that holds little else"
@@ -106,8 +117,28 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
     return [
         f"the stage {stretch.name} holds {share[0]} of the model's {share[1]} of fp32 parameters, "
         f"because its like parts {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}: "
-        f"{remedy}, and each becomes a stage"
+        f"{remedy}{becomes}"
     ]
+
+
+def _in_one_loop(flow, row: Sequence[int], owners: Mapping[int, object]) -> bool:
+    """Whether each pass of a loop among a stage's equations reads parameters of several owners.
+
+    Args:
+        flow: The dataflow of the equations.
+        row: Equations of the stage.
+        owners: Owner of each parameter that counts.
+    """
+    for i in row:
+        eqn = flow.jaxpr.eqns[i]
+        if (name := eqn.primitive.name) not in ("scan", "while"):
+            continue
+        # A scan takes the remaining operands slice by slice: these may be stacked layers.
+        whole = eqn.invars[: sum(jx.scan_parts(eqn))] if name == "scan" else eqn.invars
+        read = set().union(*(flow.reads.get(v, ()) for v in jx.variables(whole)))
+        if len({owners[j] for j in read if j in owners}) > 1:
+            return True
+    return False
 
 
 def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[ModelPath, list[int]]:
