@@ -141,7 +141,10 @@ RUN = {
     ),
     "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
     "trainable": Argument(
-        (None, "layers", ["layers"], ("0", "w$"), lambda path: True, re.compile("layers").search),
+        (
+            *(None, "layers", ["layers"], ("0", "w$"), lambda path: True, nnx.LoRAParam, ..., True),
+            *(nnx.Not(nnx.LoRAParam), lambda path, value: True, ["layers", nnx.LoRAParam]),
+        ),
         (
             *(
                 "(",
@@ -151,12 +154,12 @@ RUN = {
                 "a{99999999999}",
                 3,
                 b"layers",
-                True,
                 [],
                 [3],
+                [None],
                 ["w", "("],
             ),
-            *(re.compile("layers"), lambda: True, lambda path, more: True, object()),
+            *(re.compile("layers"), lambda: True, lambda path, value, more: True, object()),
         ),
     ),
     "on_nonfinite": Argument(

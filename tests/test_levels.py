@@ -34,6 +34,116 @@ def test_a_block_is_everything_under_the_first_component_with_indexed_siblings()
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        # Keras numbers only the second layer and those after it.
+        (["block", "block_1", "block_2"], ["block", "block_1", "block_2"]),
+        (["net/block", "net/block_1"], ["net/block", "net/block_1"]),
+        (["conv", "conv_2", "conv_3"], ["conv", "conv_2", "conv_3"]),
+        # With `block_0`, `block` is no layer of the list; nor is a module that is unlike it.
+        (["block", "block_0", "block_1"], [None, "block_0", "block_1"]),
+        (["head", "layer_1", "layer_2"], [None, "layer_1", "layer_2"]),
+        (["block", "block_7", "block_8"], [None, "block_7", "block_8"]),
+    ],
+)
+def test_a_first_layer_without_a_number_belongs_to_the_list(paths, expected):
+    rows = [(*path.split("/"), name) for path in paths for name in ("up", "down")]
+    found = block_keys([Parameter(path=row, shape=(3, 3)) for row in rows])
+    assert [key and "/".join(map(str, key)) for key in found[::2]] == expected
+    assert found[::2] == found[1::2]
+
+
+def test_an_unlike_module_or_a_single_matrix_is_no_first_layer():
+    def keys(*rows):
+        parameters = [Parameter(path=tuple(path.split("/")), shape=shape) for path, shape in rows]
+        return [key and "/".join(map(str, key)) for key in block_keys(parameters)]
+
+    layers = ("block_1/w", (9, 9)), ("block_2/w", (9, 9))
+    assert keys(("block/w", (9, 7)), *layers) == [None, "block_1", "block_2"]
+    assert keys(("block/w", (9, 9)), *layers) == ["block", "block_1", "block_2"]
+    assert keys(("norm/scale", (9,)), ("norm_1/scale", (9,))) == [None, None]
+    assert keys(("dense/w", (9, 9)), ("dense_1/w", (9, 9))) == [None, None]
+
+
+# Keys that are paths
+
+
+def flattened(tree, separator, path=()):
+    """A flat dict whose keys are paths, as safetensors files and `flatten_dict` have them."""
+    items = enumerate(tree) if isinstance(tree, list) else getattr(tree, "items", list)()
+    rows = {
+        key: leaf
+        for part, node in items
+        for key, leaf in flattened(node, separator, (*path, str(part))).items()
+    }
+    return rows or {separator.join(path): tree}
+
+
+def nested_again(flat, separator):
+    tree: dict[str, Any] = {}
+    for key, leaf in flat.items():
+        *above, name = key.split(separator)
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = leaf
+    return tree
+
+
+@pytest.mark.parametrize("separator", ["/", "."])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "below_a_module"])
+def test_keys_that_are_paths_are_cut_as_nested_dicts(separator, wrapped):
+    shapes = {"embed": (50, 64), "layers": [nested.layer(64)] * 12, "head": {"kernel": (64, 50)}}
+
+    def forward(p, batch):
+        layers = [p["layers"][str(k)] for k in range(12)]
+        return run_all(layers, p["embed"][batch["tokens"]]) @ p["head"]["kernel"]
+
+    def forward_flat(p, batch):
+        return forward(nested_again(p["params"] if wrapped else p, separator), batch)
+
+    flat = flattened(shapes, separator)
+    assert f"layers{separator}11{separator}mlp{separator}up" in flat
+    program, read = cut_tree({"params": flat} if wrapped else flat, forward_flat)
+    as_nested = nested_again(flattened(shapes, "/"), "/")
+    expected, expected_read = cut_tree(as_nested, forward)
+    above = "params." if wrapped else ""
+    assert blocks(program) == [above + name for name in blocks(expected)]
+    assert blocks(expected) == [f"layers.{k}" for k in range(12)]
+    assert [*read.values()] == [*expected_read.values()]
+    assert not program.warnings
+
+
+def test_module_names_that_are_paths_are_cut_below_their_names():
+    # Haiku's form of parameters.
+    modules = [f"net/~/layer_{k}/{part}" for k in range(3) for part in ("attention", "mlp")]
+    shapes = {module: {"up": (64, 96), "down": (96, 64)} for module in modules}
+
+    def forward(p, batch):
+        x = batch["x"].astype(jnp.bfloat16)
+        for module in modules:
+            x = x + jnp.tanh(x @ p[module]["up"]) @ p[module]["down"]
+        return x
+
+    program, _ = cut_tree(shapes, forward, {"x": jax.ShapeDtypeStruct((2, 64), jnp.float32)})
+    assert blocks(program) == [f"net.~.layer_{k}" for k in range(3)]
+
+
+def test_stacked_arrays_of_a_flat_dict_are_separated():
+    shapes = {"embed/w": (50, 64), "layers/up": (4, 64, 96), "layers/down": (4, 96, 64)}
+
+    def forward(p, batch):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        stack = {name: p[f"layers/{name}"] for name in ("up", "down")}
+        return jax.lax.scan(layer, p["embed/w"][batch["tokens"]], stack)[0]
+
+    program, _ = cut_tree(shapes, forward)
+    assert blocks(program) == [f"layers.{k}" for k in range(4)]
+
+
 # Whole models
 
 

@@ -215,6 +215,33 @@ def test_a_stage_that_stays_large_is_explained(kind):
     assert [said in warning for warning in program.warnings] == ([True] if said else [])
 
 
+def test_alternating_parts_without_numbers_are_explained_in_a_model_without_blocks():
+    names = [f"{kind}{k}" for k in range(4) for kind in ("attn", "mlp")]
+    size = 1024
+    kinds = {
+        "attn": {"q": (size, size), "o": (size, size)},
+        "mlp": {"up": (size, size), "down": (size, size)},
+    }
+
+    def warnings(names):
+        def forward(p, batch):
+            x = batch["x"].astype(jnp.bfloat16)
+            for name in names:
+                first, second = p[name].keys()
+                x = x + jnp.tanh(x @ p[name][second]) @ p[name][first]
+            return x
+
+        shapes = {name: kinds[name[:-1]] for name in names}
+        batch = {"x": np.zeros((2, size), np.float32)}
+        return nested.count(shapes), cut_tree(shapes, forward, batch)[0].warnings
+
+    count, (warning,) = warnings(names)
+    assert count == 2**24 and "attn0" in warning and "no numbers" in warning
+    # A smaller model fits any device as a whole.
+    count, found = warnings(names[:4])
+    assert count < 2**24 and not found
+
+
 # Any nesting
 
 KINDS = {

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.adapt.model_kinds import trainable_mask
@@ -183,15 +185,129 @@ def test_a_function_chooses_and_mistakes_are_named():
     assert seen == names_of(case)
     assert chosen.plan.num_frozen
     # A list chooses what its patterns choose, joined as alternatives.
-    paths = adapt(case.build(), case.loss_fn, case.batch(0), 0)[0].paths
-    assert trainable_mask(("bias", "norm"), paths) == trainable_mask("bias|norm", paths)
+    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    tree = adapted.params_tree(adapted.shapes)
+    assert trainable_mask(("bias", "norm"), tree) == trainable_mask("bias|norm", tree)
     for bad, error, message in [
         ("layers/q_proj", ValueError, "chooses no parameter; the model has"),
         ("(", ValueError, "is no regular expression"),
         (["bias", "q_proj"], ValueError, "'q_proj' chooses no parameter; the model has"),
-        (3, TypeError, "must be a regular expression, a list of them, a function"),
+        (3, TypeError, "`trainable` must be a regular expression"),
     ]:
         with pytest.raises(error, match=message):
             make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=bad)
     with pytest.raises(ValueError, match="depend on any parameter that is `trainable`"):
         make_trainer(CASES["unused"], OPTIMIZERS["adamw_schedule"], trainable="spare")
+
+
+class Adapted(nnx.Module):
+    """Layers with Flax's own adapters, and a parameter with two arrays."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs) for _ in range(2)])
+        self.pair = nnx.Param({"a": jnp.ones(4), "b": jnp.ones(4)})
+        self.head = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x * self.pair["a"] + self.pair["b"])
+
+
+def adapted_loss(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+
+ADAPTED_BATCH = {"x": np.ones((2, 4), np.float32)}
+FILTERS = [
+    nnx.LoRAParam,
+    nnx.OfType(nnx.LoRAParam),
+    nnx.Not(nnx.LoRAParam),
+    nnx.Any(nnx.LoRAParam, nnx.PathContains("head")),
+    nnx.All(nnx.Param, nnx.PathContains(1)),
+    nnx.PathContains("lora", exact=False),
+    nnx.filterlib.PathIn(("pair",), ("head", "bias")),
+    lambda path, value: path[0] == "layers" and value.ndim == 2,
+    lambda path, value: isinstance(value, nnx.LoRAParam) or path == ("pair",),
+    (nnx.LoRAParam, nnx.PathContains("bias")),
+]
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=str)
+def test_filters_of_flax_choose_what_flax_chooses(given):
+    model = Adapted()
+    expected = {
+        "/".join(map(str, path))
+        for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        if nnx.filterlib.to_predicate(given)(path, value)
+    }
+    adapted, _ = adapt(lambda: Adapted(), adapted_loss, ADAPTED_BATCH, 0)
+    names = [path_name(path) for path in adapted.paths]
+    mask = trainable_mask(given, adapted.params_tree(adapted.shapes))
+    chosen = {name for name, is_chosen in zip(names, mask, strict=True) if is_chosen}
+    assert chosen == {
+        n for n in names if n in expected or n.startswith("pair/") & ("pair" in expected)
+    }
+    assert chosen and len(chosen) < len(names)
+
+
+def plan_of(trainable):
+    return mt.plan(
+        lambda: Adapted(), adapted_loss, optax.sgd(0.1), ADAPTED_BATCH, trainable=trainable
+    )
+
+
+def test_a_plan_counts_the_parameters_that_a_filter_freezes():
+    model = Adapted()
+    size = {
+        kind: sum(x.size for x in jax.tree.leaves(nnx.state(model, kind)))
+        for kind in (nnx.Param, nnx.LoRAParam)
+    }
+    assert plan_of(nnx.LoRAParam).num_frozen == size[nnx.Param] - size[nnx.LoRAParam]
+    # A pattern beside a filter is a regular expression, no tag.
+    both = plan_of([nnx.LoRAParam, "^head/b"])
+    assert both.num_frozen == size[nnx.Param] - size[nnx.LoRAParam] - 1
+    assert (
+        plan_of(True).num_frozen == plan_of(...).num_frozen == plan_of([nnx.Param]).num_frozen == 0
+    )
+
+
+def test_a_choice_of_all_parameters_is_said():
+    for given, number in ((lambda path: True, 1), (None, 0), (True, 0), (..., 0), (nnx.Param, 0)):
+        assert len(plan_of(given).warnings) == number
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "named"),
+    [
+        (re.compile("lora").search, TypeError, "head/bias"),
+        (lambda path: path, TypeError, "head/bias"),
+        (lambda path, value: value, TypeError, "head/bias"),
+        ([nnx.LoRAParam, lambda path: 1], TypeError, "head/bias"),
+        (nnx.LoRAParam[jax.Array], TypeError, "head/bias"),
+        (re.compile("lora"), TypeError, "lora"),
+        ({"lora": True}, TypeError, "trainable"),
+        ([nnx.LoRAParam, None], TypeError, "trainable"),
+        (nnx.BatchStat, ValueError, "BatchStat"),
+        ([nnx.LoRAParam, nnx.BatchStat], ValueError, "BatchStat"),
+        (False, ValueError, "False"),
+        (nnx.Not(...), ValueError, "Not"),
+    ],
+)
+def test_choices_without_a_clear_answer_are_refused(bad, kind, named):
+    with pytest.raises(kind, match=named):
+        plan_of(bad)
+
+
+def test_filters_of_types_choose_nothing_in_a_tree_of_arrays():
+    params = {"w": jnp.ones((4, 1)), "b": jnp.ones(1)}
+
+    def loss(params, batch):
+        return ((batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+
+    made = params, loss, optax.sgd(0.1), ADAPTED_BATCH
+    with pytest.raises(ValueError, match="LoRAParam"):
+        mt.plan(*made, trainable=nnx.LoRAParam)
+    assert mt.plan(*made, trainable=nnx.PathContains("w")).num_frozen == 1
+    assert mt.plan(*made, trainable=lambda path, value: value.shape == (1,)).num_frozen == 4

@@ -7,7 +7,6 @@ from itertools import chain
 from os import PathLike
 from typing import Any, Never
 
-import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -16,7 +15,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.options.inputs import (
     check_data,
     check_mesh,
@@ -121,8 +120,8 @@ def fit(
             for all that the device has left; see `Trainer`.
         host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
             all that is available; see `Trainer`.
-        trainable: The parameters to train, as a regular expression on their paths, a list of them,
-            or a predicate of the path; None trains all. See `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state unchanged; see `Trainer`.
         max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.
@@ -329,7 +328,7 @@ def _with_checkpoint_parts(
 
     On another machine the plan might choose different numbers, and random keys depend on them.
     """
-    parts, rows = series.parts(), jax.tree.leaves(sample)[0].shape[0] * num_processes
+    parts, rows = series.parts(), (num_rows(sample) or 1) * num_processes
     if parts is None or rows % (parts["microbatches"] * run.num_devices):
         return run
     return replace(run, **parts)

@@ -151,20 +151,30 @@ def _names(metrics: Any) -> list[str]:
     return names
 
 
-def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
+def weighted_means(
+    rows: Sequence[Mapping[str, Any]], sizes: Sequence[int | None]
+) -> dict[str, float]:
     """Means of metrics over batches, weighted by "weight" or else by the number of examples.
 
     Args:
         rows: The metrics of each batch.
-        sizes: Number of examples of each; unused if there is a metric called "weight".
+        sizes: Number of examples of each, None if unknown; unused if there is a metric called
+            "weight".
 
     Returns:
         The means, and the sum of the weights if there are any.
 
     Raises:
-        ValueError: If all weights are 0.
+        ValueError: If all weights are 0, or the weights of several batches are unknown.
     """
-    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
+    if len(rows) > 1 and None in sizes and "weight" not in rows[0]:
+        raise ValueError(
+            "the arrays of `batches` have unequal leading axes, so the number of examples in each "
+            'batch is unknown: let loss_fn return it as a metric called "weight"'
+        )
+    weights = np.array(
+        [row.get("weight", size or 1) for row, size in zip(rows, sizes, strict=True)]
+    )
     weights = weights.astype(np.float64)
     total = float(weights.sum())
     if total == 0:

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Never
 
-import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -14,7 +13,7 @@ from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.hopper_kernels import planned_card
 from megatrain_jax._src.common.remembering import IdentityKey, remembered, remembering
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.options.batch_checks import check_batch
+from megatrain_jax._src.options.batch_checks import check_batch, num_rows
 from megatrain_jax._src.options.inputs import check_order, check_parts
 from megatrain_jax._src.options.options import (
     DeviceBudget,
@@ -168,7 +167,7 @@ def plan(
             run,
             lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
             lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
-            jax.tree.leaves(sample_batch)[0].shape[0],
+            num_rows(sample_batch) or 1,
             usable,
             TileFinder(kernels, placement),
         )

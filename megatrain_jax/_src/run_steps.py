@@ -46,9 +46,11 @@ class RunSteps:
     def check(self, batch: Any) -> None:
         """Checks a batch to train on; see `Trainer.check_batch`."""
         state = self._state
-        num_devices = len(state.store.placement.local_devices)
+        placement = state.store.placement
+        num_devices, divides = len(placement.local_devices), placement.num_devices > 1
         of = f"the batch of training step {state.training.num_steps + 1}"
-        check_batch(batch, state.spec.microbatches, num_devices=num_devices, of=of)
+        number = state.spec.microbatches
+        check_batch(batch, number, num_devices=num_devices, of=of, needs_rows=divides)
         check_like(batch, self._sample)
         state.spec.adapted.check_batch(batch)
 
@@ -122,8 +124,9 @@ class RunSteps:
 
     def _check_values(self, batch: Any) -> None:
         """Checks a batch to evaluate, which need not be like the first one to train on."""
-        check_batch(batch)
-        self._state.spec.adapted.check_batch(batch)
+        spec, placement = self._state.spec, self._state.store.placement
+        check_batch(batch, needs_rows=spec.microbatches > 1 or placement.num_devices > 1)
+        spec.adapted.check_batch(batch)
 
     def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
         """The step on batches of this shape, cut and scheduled when it is first needed."""

@@ -36,6 +36,7 @@ from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.loss_scale import scaling_of
 from megatrain_jax._src.kernels.tiles import has_triton
+from megatrain_jax._src.options.batch_checks import num_rows
 from megatrain_jax._src.options.inputs import check_mesh
 from megatrain_jax._src.options.machine import check_products
 from megatrain_jax._src.options.options import Options
@@ -168,7 +169,7 @@ def with_chosen_microbatches(
     if not chooses_microbatches_or_waves(run) or not has_gpu:
         return replace(run, microbatches=run.least_microbatches)
     usable = run.machine and run.machine.usable_bytes
-    processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
+    processes, rows = placement.processes, num_rows(sample) or 1
     # Uses estimates, so that nothing is compiled for rejected numbers.
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     kernels = KernelCache(platform="gpu")

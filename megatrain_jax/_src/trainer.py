@@ -112,10 +112,12 @@ class Trainer(ExplainedAttributes):
                 "200GiB", with JAX, CUDA, XLA, compilation, reading and saving. None for all that is
                 available at the start, less a reserve. With less, more is recomputed in backward.
             trainable: The parameters to train: a regular expression to search for in their paths,
-                such as ``"layers/.*/(q|v)_proj"``, a list of them of which any may be found, a
-                predicate of the path, or None for all. Frozen parameters have neither gradients nor
-                optimizer state and are only copied to the device, in `precision.frozen` if that is
-                given; the optimizer sees `optax.MaskedNode` in their place.
+                such as ``"layers/.*/(q|v)_proj"``, a predicate of the path as text, a filter of
+                `flax.nnx` (a type such as `nnx.LoRAParam`, `nnx.Not(...)`, a predicate of path and
+                variable), a list of these of which any may choose a parameter, or None for all.
+                Predicates return Booleans. Frozen parameters have neither gradients nor optimizer
+                state and are only copied to the device, in `precision.frozen` if that is given; the
+                optimizer sees `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
@@ -159,7 +161,10 @@ class Trainer(ExplainedAttributes):
         check_order(order, optimizer, "sample_batch", sample_batch)
         check_parts(model, loss_fn, optimizer, params)
         number, num_devices = run.least_microbatches, len(placement.local_devices)
-        check_batch(sample_batch, number, "sample_batch", num_devices, or_shapes=True)
+        divides = placement.num_devices > 1
+        check_batch(
+            sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
+        )
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.

@@ -12,6 +12,7 @@ integer::
     loss(loss_fn, [e, w0], [s0], batch, rng, True)    (loss, {}, (s0,))
 """
 
+import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class AdaptedModel:
         rebuild: `rebuild(leaves, variables)` is a model of the user's own type with these arrays.
         check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
             and all arrays of the batch are NumPy's: nothing is copied back from the device.
+        builder: name of the function that builds the model; None for a model given as it is.
     """
 
     paths: tuple[ModelPath, ...]
@@ -78,6 +80,7 @@ class AdaptedModel:
     params_tree: Callable[[Sequence[Any]], Any]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     check_batch: Callable[[Any], None]
+    builder: str | None = None
 
 
 def adapt(
@@ -108,12 +111,13 @@ def adapt(
         key = jax.random.key(seed)
 
         def split_linen(key: jax.Array, batch: Any) -> Parts:
-            return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key))
+            return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key), seed)
 
         return _adapt_traced(split_linen, (key, sample_batch))
     if is_pytree_model(model):
         return _adapt_values(model)
-    return _adapt_traced(lambda: _built_parts(model), ())
+    adapted, initial = _adapt_traced(lambda: _built_parts(model), ())
+    return dataclasses.replace(adapted, builder=name_of(model)), initial
 
 
 def needs_batch(model: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.core import Tracer
 
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import ModelPath, path_name
 
 
@@ -63,37 +64,61 @@ def flatten(tree: Any) -> tuple[tuple[ModelPath, ...], list[Any], Any]:
     return paths, [leaf for _, leaf in flat], treedef
 
 
-def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ...]:
+def trainable_mask(trainable: Any, params: Any) -> tuple[bool, ...]:
     """Selects the parameters to train.
 
     Args:
-        trainable: a regular expression to search for in a parameter's path, a tuple of them of
-            which any may be found, a predicate of the path, or None for all.
-        paths: the paths of all parameters.
+        trainable: a regular expression to search for in a parameter's path, a predicate of the
+            path as text, a filter of `flax.nnx`, a tuple of these of which any may choose a
+            parameter, or None for all.
+        params: the tree of all parameters, with shapes in place of arrays.
 
     Raises:
-        ValueError: it, or a pattern of a tuple, selects no parameter.
+        TypeError: the result of a predicate or a filter is no Boolean.
+        ValueError: it, or a member of a tuple, selects no parameter.
     """
-    names = [path_name(path) for path in paths]
+    names = [path_name(path) for path in flatten(params)[0]]
     if trainable is None:
         return (True,) * len(names)
-    if isinstance(trainable, str | tuple):
-        patterns = (trainable,) if isinstance(trainable, str) else trainable
-        each = [[re.search(p, name) is not None for name in names] for p in patterns]
-        for pattern, matches in zip(patterns, each, strict=True):
-            if not any(matches):
-                raise ValueError(_no_parameter(pattern, names))
-        found = tuple(map(any, zip(*each, strict=True)))
+    # Flax gives filters the path and the variable, which may hold several arrays.
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    items = [(_path(keys), value) for keys, value in flat for _ in jax.tree.leaves(value)]
+    each = [
+        _chosen(one, names, items)
+        for one in (trainable if isinstance(trainable, tuple) else (trainable,))
+    ]
+    return tuple(map(any, zip(*each, strict=True)))
+
+
+def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPath, Any]]):
+    """Whether a pattern, a predicate or a filter chooses each parameter."""
+    # A class can be called, too, but names a type of variables.
+    is_function = callable(trainable) and not isinstance(trainable, type)
+    found: list[Any]
+    if isinstance(trainable, str):
+        found = [re.search(trainable, name) is not None for name in names]
+    elif is_function and checks.can_be_called(trainable, 1):
+        found = [trainable(name) for name in names]
     else:
-        found = tuple(bool(trainable(name)) for name in names)
+        given: Any = trainable
+        found = [nnx.filterlib.to_predicate(given)(*item) for item in items]
+    for name, is_chosen in zip(names, found, strict=True):
+        if not isinstance(is_chosen, bool | np.bool_):
+            raise TypeError(
+                f"`trainable`={trainable!r} must return True or False for every parameter, but for "
+                f"{name} it returns {is_chosen!r} ({type(is_chosen).__name__}); for a match, "
+                "return `match is not None`"
+            )
     if not any(found):
-        raise ValueError(_no_parameter(trainable, names))
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        types = {type(v).__name__ for _, v in items if isinstance(v, nnx.Variable)}
+        of_types = f", of type {', '.join(sorted(types))}" if types else ""
+        raise ValueError(
+            f"`trainable`={trainable!r} chooses no parameter; the model has {shown}{of_types}"
+        )
     return found
-
-
-def _no_parameter(trainable: Any, names: Sequence[str]) -> str:
-    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return f"`trainable`={trainable!r} chooses no parameter; the model has {shown}"
 
 
 def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> None:
@@ -223,7 +248,11 @@ def _check_values(state: nnx.State) -> None:
 
 
 def linen_parts(
-    module: linen.Module, loss_fn: Callable[..., Any], key: jax.Array, args: tuple[Any, ...]
+    module: linen.Module,
+    loss_fn: Callable[..., Any],
+    key: jax.Array,
+    args: tuple[Any, ...],
+    seed: int,
 ) -> Parts:
     """Initialises a Linen module by calling the loss function with it, and splits it.
 
@@ -232,6 +261,7 @@ def linen_parts(
         loss_fn: called with the module, bound to the variables it creates.
         key: the key of `module.init(key, ...)`, so the values are the same.
         args: arguments of loss_fn after the model.
+        seed: seed of the random numbers that a rebuilt module draws.
     """
     # The loss initialises the module, because it knows how to call the module on a batch.
     initialise = linen.init(loss_fn, module, mutable=True)
@@ -253,7 +283,10 @@ def linen_parts(
         return result, {name: changed.get(name, {}) for name in names}
 
     def rebuild(params: Any, variables: Any) -> Any:
-        return module.bind({"params": params, **variables})
+        # Bound as in training, so that the loss can be called with it: with random numbers, and
+        # with state that it may change.
+        rngs = {"params": jax.random.key(seed)}
+        return module.bind({"params": params, **variables}, rngs=rngs, mutable=names)
 
     return params, state, Shell(call=call, rebuild=rebuild)
 

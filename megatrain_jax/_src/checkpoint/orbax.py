@@ -143,6 +143,11 @@ def has_our_arrays(folder: Path) -> bool:
         return False
 
 
+def is_described(folder: Path) -> bool:
+    """Whether a folder has one of Orbax's descriptions of arrays."""
+    return any((folder / file).is_file() for file in (_DESCRIPTION, _TREE))
+
+
 def join(folder: Path, paths: Iterable[TreePath]) -> None:
     """Merges the files of all processes to an Orbax checkpoint.
 
@@ -234,7 +239,11 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
             raise ValueError("the description of its arrays is unreadable")
         return flat(found)
     except Exception as error:
-        why = f"({type(error).__name__}: {error})"
+        reason: BaseException = error
+        # Orbax wraps its advice, such as to use the parent folder, in an error without it.
+        while type(reason).__name__ == "InvalidLayoutError" and reason.__cause__ is not None:
+            reason = reason.__cause__
+        why = f"({type(reason).__name__}: {reason})"
         unread = read_error(f"{folder} could not be read {why}", error)
         if isinstance(unread, UnreadError):
             raise unread from error

@@ -1,6 +1,7 @@
 """Arrays of any checkpoint that Orbax can read, loaded on demand."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,6 @@ from megatrain_jax._src.checkpoint.folder import (
     UnreadError,
     has_manifest,
     local_path,
-    steps,
 )
 
 
@@ -96,10 +96,10 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
     where = local_path(folder, "params")
     if not where.is_dir():
         raise CheckpointError(f"`params`: there is no folder {where}")
-    if not has_manifest(where) and (found := steps(where)):
+    if not has_manifest(where) and (found := _checkpoints_in(where)):
         raise CheckpointError(
             f"`params`={where} holds the checkpoints of a run; choose one: "
-            f"{', '.join(str(where / str(step)) for step in found[-3:])}"
+            f"{'..., ' if len(found) > 3 else ''}{', '.join(map(str, found[-3:]))}"
         )
     if not has_manifest(where) and orbax.has_our_arrays(where):
         raise CheckpointError(
@@ -133,6 +133,24 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
     return arrays | {
         path: SavedCodes(parts=parts[path], coding=coding) for path, coding in coded.items()
     }
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run in a folder, also of another program's run, by their numbers."""
+    if orbax.is_described(folder):
+        return []
+    rows = []
+    for path in folder.iterdir():
+        # Their names are numbers, or end in one like `step_500`.
+        number = re.fullmatch(r"(?:[A-Za-z]+[-_]?)?(\d+)", path.name)
+        # Older versions of Orbax describe only the subfolders of a checkpoint.
+        if number and (
+            has_manifest(path)
+            or orbax.is_described(path)
+            or (path.is_dir() and any(map(orbax.is_described, path.iterdir())))
+        ):
+            rows.append((int(number[1]), path))
+    return [path for _, path in sorted(rows)]
 
 
 def _metadata(folder: Path) -> dict[TreePath, Any]:

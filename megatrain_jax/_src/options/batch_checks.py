@@ -26,18 +26,21 @@ def check_batch(
     *,
     of: str = "the batch",
     or_shapes: bool = False,
+    needs_rows: bool = False,
     fewer: str = _FEWER,
 ) -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
-        batch: A pytree of NumPy or JAX arrays; their leading axes, with one entry per example,
-            must have the same size.
+        batch: A pytree of NumPy or JAX arrays. Their leading axes, with one entry per example, must
+            have the same size if the batch is divided; if one has size 1, always, since arrays
+            would be broadcast.
         microbatches: Number of equal parts that the leading axis will be cut into.
         name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
         of: The batch in words, for messages.
         or_shapes: Whether `jax.ShapeDtypeStruct`s are allowed in place of arrays.
+        needs_rows: Whether the batch is divided in another way.
         fewer: The argument that chooses `{n}` devices, for a message.
 
     Raises:
@@ -57,12 +60,14 @@ def check_batch(
     (first_path, first), *others = leaves
     examples = first.shape[0]
     for path, leaf in others:
-        if leaf.shape[0] != examples:
+        is_divided = microbatches > 1 or num_devices > 1 or needs_rows
+        if leaf.shape[0] != examples and (is_divided or 1 in (examples, leaf.shape[0])):
             raise ValueError(
                 f"the arrays of a batch must agree in their leading axis (the examples), but "
                 f"{_name(first_path, name)} has shape {first.shape} and {_name(path, name)} has "
                 f"shape {leaf.shape}. Put the examples first, repeat what all of them share with "
-                "np.repeat, or have loss_fn close over it"
+                "np.repeat, or have loss_fn close over it. Only one microbatch on one device needs "
+                "no rows of examples, as in a padded graph"
             )
     if examples % microbatches:
         raise ValueError(
@@ -193,13 +198,20 @@ def _advice_on_kind(batch: Any, error: Exception) -> str | None:
     return None
 
 
+def num_rows(batch: Any) -> int | None:
+    """The number of examples in a checked batch; None if its arrays have unequal leading axes."""
+    numbers = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
 def batch_size(batch: Any) -> tuple[int, str]:
     """Says how much work a checked batch is, for the progress bar.
 
     Returns:
         The size and its unit. An integer array of two axes is taken for token ids (the largest,
         if there are several), and its entries are counted as ``"tokens"``; without one the
-        leading axis is counted as ``"examples"``.
+        leading axis is counted as ``"examples"``, or the batch as one of ``"batches"`` if its
+        arrays have unequal leading axes.
     """
     leaves = jax.tree.leaves(batch)
     tokens = [
@@ -208,7 +220,10 @@ def batch_size(batch: Any) -> tuple[int, str]:
         for leaf in leaves
         if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
-    return (max(tokens), "tokens") if tokens else (leaves[0].shape[0], "examples")
+    if tokens:
+        return max(tokens), "tokens"
+    rows = num_rows(batch)
+    return (1, "batches") if rows is None else (rows, "examples")
 
 
 def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from types import EllipsisType
 from typing import Any, Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
@@ -28,7 +29,10 @@ OnNonfinite = Literal["raise", "skip"]
 PrecisionGiven = (
     Precision | Literal["auto", "compact", "two_bytes", "float32", "bfloat16", "float16"]
 )
-Trainable = str | Sequence[str] | Callable[[str], bool] | None
+TrainableFilter = (
+    str | type | bool | EllipsisType | Callable[[str], bool] | Callable[[Any, Any], bool]
+)
+Trainable = TrainableFilter | Sequence[TrainableFilter] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
 
@@ -227,28 +231,33 @@ def _integer_or_none(name: str, value: Any, none: str = "None") -> int | None:
 
 
 def _trainable(value: Any) -> Any:
-    """Returns the option `trainable`, a list of patterns as a tuple.
+    """Returns the option `trainable`, a list as a tuple.
 
     Raises:
-        TypeError: If it is neither a pattern, a list of patterns, a function nor None.
+        TypeError: If it is neither a pattern, a function, a filter of `flax.nnx`, a list of these
+            nor None.
         ValueError: If a pattern is no regular expression.
     """
-    is_listed = isinstance(value, list | tuple) and value and all(type(p) is str for p in value)
-    for pattern in value if is_listed else [value] if isinstance(value, str) else []:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            given = f"`trainable`={value!r}"
-            at = f": {pattern!r}" if is_listed else ""
-            raise ValueError(f"{given}{at} is no regular expression: {error}") from error
-    if is_listed:
-        return tuple(value)
-    if not (value is None or isinstance(value, str)) and not (
-        callable(value) and checks.can_be_called(value, 1)
-    ):
-        allowed = "a regular expression, a list of them, a function of a parameter's path, or None"
-        raise TypeError(refused("trainable", allowed, value))
-    return value
+    listed = tuple(value) if isinstance(value, list | tuple) and value else None
+    for one in listed or (() if value is None else (value,)):
+        if isinstance(one, str):
+            try:
+                re.compile(one)
+            except (re.error, OverflowError, RecursionError) as error:
+                given = f"`trainable`={value!r}"
+                at = f": {one!r}" if listed else ""
+                raise ValueError(f"{given}{at} is no regular expression: {error}") from error
+        elif not isinstance(one, type | bool | EllipsisType) and not (
+            callable(one) and any(checks.can_be_called(one, count) for count in (1, 2))
+        ):
+            allowed = (
+                "a regular expression, a function of a parameter's path, a filter of flax.nnx "
+                "(such as nnx.LoRAParam), a list of these, or None"
+            )
+            is_compiled = isinstance(one, re.Pattern)
+            hint = f"pass the text {one.pattern!r}" if is_compiled else ""
+            raise TypeError(refused("trainable", allowed, value, hint))
+    return listed or value
 
 
 def _gib(name: str, value: Any) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megatrain_jax._src.common.checks import refused
 
@@ -153,6 +154,8 @@ def _dtype(name: str, given: Any) -> Any:
         if given is None:
             raise TypeError("NumPy takes None for float64")
         dtype = jnp.dtype(given)
+        if dtype.type is np.void:
+            raise TypeError("NumPy takes an empty dict or list for a structure without fields")
     except Exception as error:  # NumPy reads strings of several kinds
         meant = _MEANT.get(given.lower()) if isinstance(given, str) else None
         meant = f'; did you mean "{meant}"?' if meant and f'"{meant}"' in _ALLOWED[name] else "."

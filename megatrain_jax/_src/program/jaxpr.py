@@ -16,7 +16,7 @@ import numpy as np
 from jax import core
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from megatrain_jax._src.program.primitives import CALLS, REMAT
 from megatrain_jax._src.program.short_errors import short_errors
@@ -284,6 +284,26 @@ def largest_mesh(jaxpr: Any) -> Any:
             todo += inner
     entered = (m for m in found if m is not None and not m.empty)
     return max(entered, key=lambda m: m.size, default=None)
+
+
+def device_sets(jaxpr: Any, *, is_inlined: bool = True) -> set[frozenset[Any]]:
+    """The sets of devices on which equations place values, also inner ones.
+
+    Args:
+        jaxpr: A jaxpr.
+        is_inlined: Whether calls in it are inlined, so that their own shardings have no effect.
+    """
+    found: set[frozenset[Any]] = set()
+    for eqn in jaxpr.eqns:
+        is_call = is_inlined and called(eqn, CALLS) is not None
+        for value in () if is_call else eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                is_abstract = isinstance(item, NamedSharding) and not isinstance(item.mesh, Mesh)
+                if isinstance(item, Sharding) and not is_abstract:
+                    found.add(frozenset(item.device_set))
+        for inner in inner_jaxprs(eqn):
+            found |= device_sets(inner, is_inlined=is_call)
+    return found
 
 
 def without_dead_code(traced: Traced, used: Sequence[bool] | None = None) -> Traced:

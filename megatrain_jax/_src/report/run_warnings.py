@@ -1,9 +1,11 @@
 """Warnings about parts of a run that perform badly, reported at the user's own line."""
 
 from collections.abc import Iterable
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
@@ -11,11 +13,10 @@ from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
+from megatrain_jax._src.program.loss.stage_warnings import WORTH_CUTTING
 from megatrain_jax._src.spec.codecs import coded_differences, stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
-# Below this number of parameters, a model fits any device as a whole.
-_WORTH_CUTTING = 2**24
 # Fraction of the parameters from which on a stage counts as most of the model.
 _MOST = 3 / 4
 # With fewer operations in a step, float32 products take a GPU only milliseconds, or less time than
@@ -44,7 +45,7 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings, beginning with warnings of cutting the loss."""
     own = (
         *(_no_bfloat16, _one_stage, _wide_products),
-        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4),
+        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4, _nothing_frozen),
     )
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
@@ -68,7 +69,7 @@ def _one_stage(spec: RunSpec) -> list[str]:
     sizes = [*map(jx.num_elements, spec.leaves)]
     stages = [bound.stage for bound in spec.first.stages]
     whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
-    if whole < _WORTH_CUTTING or not held:
+    if whole < WORTH_CUTTING or not held:
         return []
     at = max(range(len(held)), key=lambda s: sum(held[s]))
     name, mine = stages[at].name, held[at]
@@ -194,3 +195,12 @@ def _no_nf4(spec: RunSpec) -> list[str]:
         'bits, but this run has none, and its frozen parameters are bfloat16. frozen="int8" codes '
         "parameters outside of blocks, too"
     ]
+
+
+def _nothing_frozen(spec: RunSpec) -> list[str]:
+    """Warns if a choice of trained parameters chooses all of them."""
+    given = spec.options.trainable
+    is_meant = given is None or isinstance(given, bool | EllipsisType) or given is nnx.Param
+    if is_meant or not all(leaf.is_trainable for leaf in spec.leaves):
+        return []
+    return [f"`trainable`={given!r} chooses all parameters, so none is frozen: leave it out"]

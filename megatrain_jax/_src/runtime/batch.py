@@ -16,7 +16,7 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
         step: The step that will read it.
         placement: The devices.
     """
-    # All arrays have equally many examples, as checked before; devices divide each microbatch.
+    # Arrays that are divided have equally many examples, as checked before.
     leaves = jax.tree.leaves(batch)
     examples = leaves[0].shape[0] * placement.processes.count
     sharding = placement.batch(examples // step.microbatches)

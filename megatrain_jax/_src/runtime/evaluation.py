@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.options.batch_checks import num_rows
 from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
@@ -27,7 +28,7 @@ def evaluate_batches(
 
     Returns:
         The metrics of each batch, as device scalars that may not be ready yet, and the number of
-        examples of each.
+        examples of each; None for unequal leading axes.
     """
     rows, sizes, iterator = [], [], iter(batches)
     placement = engine.store.placement
@@ -46,4 +47,4 @@ def evaluate_batches(
                 return rows, sizes
             arrays = put_batch(batch, step, placement)
             rows.append(engine.evaluate(step, arrays))
-            sizes.append(arrays[0].shape[0])
+            sizes.append(num_rows(arrays))

@@ -84,7 +84,7 @@ def cut_run(
         ExpertsIndivisibleError: No experts can be divided into groups.
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
     """
-    trained = trainable_mask(options.trainable, adapted.paths)
+    trained = trainable_mask(options.trainable, adapted.params_tree(adapted.shapes))
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
         return _cut(adapted, traced, optimizer, options, trained, every, num_parts, num_groups)

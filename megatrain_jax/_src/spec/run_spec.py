@@ -11,11 +11,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.options.batch_checks import num_rows
 from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.program.fingerprint import fingerprint
@@ -136,7 +138,7 @@ class RunSpec:
         """
         microbatches = self.microbatches
         # Training batches must be divisible by the microbatches; evaluation batches need not.
-        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
+        if not train and (num_rows(batch) or 1) % microbatches:
             microbatches = 1
         with experts_in_groups(self.num_groups):
             traced = trace_microbatch(
@@ -270,4 +272,10 @@ def trace_microbatch(
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
 
-    return trace_loss(loss, compute, adapted.variable_shapes, part, options.num_devices)
+    devices = [*options.mesh.devices.flat] if isinstance(options.mesh, Mesh) else None
+    return trace_loss(
+        *(loss, compute, adapted.variable_shapes, part),
+        num_devices=options.num_devices,
+        devices=devices,
+        builder=adapted.builder,
+    )

@@ -159,7 +159,7 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
 def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
     """The name of a group outside blocks: its leaves' modules, at most three of them."""
     blocks = {leaf.block for leaf in leaves}
-    paths = [leaves[i].path for i in rows]
+    paths = [leaves[i].modules for i in rows]
     # A parameter directly in a block's container gets its own name, not its parent's.
     modules = dict.fromkeys(
         ".".join(map(str, p if len(p) == 1 or p[:-1] in blocks else p[:-1])) for p in paths

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import jax
 
-from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.common.model_path import ModelPath, module_path
 from megatrain_jax._src.program.layers.index import Index, numbers, remaining, shown, sliced_axes
 from megatrain_jax._src.program.layers.levels import STACK, Parameter, block_keys
 from megatrain_jax._src.program.layers.sliced_values import SlicedValue, Value, stacked
@@ -52,6 +52,11 @@ class Leaf:
         """The path as users write it."""
         return "/".join(map(str, self.path)) + shown(self.index)
 
+    @property
+    def modules(self) -> ModelPath:
+        """The path with one component for each module, also if a key of the model is a path."""
+        return module_path(self.path)
+
 
 def find_leaves(
     paths: Sequence[ModelPath],
@@ -68,6 +73,7 @@ def find_leaves(
         upstream: For each parameter, a bit mask of the parameters that run before it (bit i is
             parameter i); None if no equation reads it.
     """
+    given, paths = paths, [*map(module_path, paths)]
     parameters = [
         Parameter(path=path, shape=tuple(shape.shape), upstream=up)
         for path, shape, up in zip(paths, shapes, upstream, strict=True)
@@ -95,7 +101,7 @@ def find_leaves(
     opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
     sliced = {i: stack for i, (prefix, stack) in sorted(stacked.items()) if prefix in opened}
     leaves = [
-        Leaf(path=paths[i], parameter=i, index=(), shape=tuple(shapes[i].shape),
+        Leaf(path=given[i], parameter=i, index=(), shape=tuple(shapes[i].shape),
              dtype=shapes[i].dtype, block=keys[i])
         for i in range(len(paths)) if i not in sliced
     ]  # fmt: skip
@@ -104,7 +110,7 @@ def find_leaves(
     for length in sorted({stack.length for stack in sliced.values()}):
         for k in range(length):
             leaves += [
-                Leaf(path=paths[i], parameter=i, index=stack.slices[i][k],
+                Leaf(path=given[i], parameter=i, index=stack.slices[i][k],
                      shape=parameters[i].shape, dtype=shapes[i].dtype,
                      block=_slice_of(keys[i], stack.layers[k]))
                 for i, stack in sliced.items() if stack.length == length

@@ -98,7 +98,17 @@ class Lists:
     def __init__(self, parameters: Sequence[Parameter]):
         """Finds the indexed siblings among parameters."""
         self.parameters = parameters
-        self.siblings = _siblings(parameters)
+        siblings = _siblings(parameters)
+        for (above, stem), elements in siblings.items():
+            if stem and (first := self._unnumbered((*above, stem), elements)):
+                elements.add(first)
+        # An index without siblings makes no list: `Dense_0` is just a layer's name.
+        self.list_of = {
+            element: place
+            for place, elements in siblings.items()
+            if len(elements) > 1
+            for element in elements
+        }
 
     def below(self, members: Iterable[int], depth: int) -> list[dict[ModelPath, list[int]]]:
         """The outermost lists below a depth of the paths: for each, its elements' parameters."""
@@ -106,11 +116,11 @@ class Lists:
         for i in members:
             path = self.parameters[i].path
             for d in range(depth, len(path)):
-                # An index without siblings makes no list: `Dense_0` is just a layer's name.
-                if path[d] == STACK or len(self.siblings.get(_list_of(path, d), ())) > 1:
-                    if path[d] == STACK or path[: d + 1] in self.siblings[_list_of(path, d)]:
-                        rows[_list_of(path, d)][path[: d + 1]].append(i)
-                        break
+                element = path[: d + 1]
+                place = (path[:d], None) if path[d] == STACK else self.list_of.get(element)
+                if place is not None:
+                    rows[place][element].append(i)
+                    break
         return list(rows.values())
 
     def kinds(self, row: dict[ModelPath, list[int]]) -> list[tuple[list[ModelPath], int]]:
@@ -193,6 +203,27 @@ class Lists:
         pairs = list(zip(read, read[1:], strict=False))
         return bool(pairs) and all(follows(b, a) or follows(a, b) for a, b in pairs)
 
+    def _unnumbered(self, first: ModelPath, elements: set[ModelPath]) -> ModelPath | None:
+        """The first element of a list that numbers only later ones, as Keras does; None if none.
+
+        `block` is the first of `block_1`, `block_2`, if it is like one of them. Beside a single
+        numbered element, both must have the same matrices, and several.
+        """
+        found: dict[ModelPath, list[int]] = {path: [] for path in (first, *elements)}
+        for i, parameter in enumerate(self.parameters):
+            if (path := parameter.path[: len(first)]) in found:
+                found[path].append(i)
+        numbers = [number for path in elements if (number := _index(path[-1]))]
+        if not found[first] or min(number for _, number in numbers) not in (1, 2):
+            return None
+        matrices = {path: self._matrices(rows, len(path)) for path, rows in found.items()}
+        own = matrices.pop(first)
+        if len(elements) > 1:
+            is_like = any(_alike(own, other) for other in matrices.values())
+        else:
+            is_like = len(own) > 1 and own in matrices.values()
+        return first if is_like else None
+
     def _matrices(self, members: Sequence[int], depth: int) -> Matrices:
         """An element's arrays with two axes or more, by name and shape, without very small ones."""
         own = [self.parameters[i] for i in members]
@@ -213,10 +244,10 @@ class Lists:
 
 
 def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
-    """The elements of each list of indexed siblings.
+    """The elements of each list of indexed siblings, by the path above it and their stem.
 
-    An element with all its parameters in one stack (`group_0/[]/w`) is left out: its list is the
-    stack.
+    The stem of `Block_3` is `Block`, an integer's is empty. An element with all its parameters in
+    one stack (`group_0/[]/w`) is left out: its list is the stack.
     """
     stacks: dict[ModelPath, set[ModelPath | None]] = defaultdict(set)
     for path in (p.path for p in parameters):
@@ -227,17 +258,9 @@ def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
     siblings: dict[tuple, set[ModelPath]] = defaultdict(set)
     for element, found in stacks.items():
         if None in found or len(found) > 1:
-            siblings[_list_of(element, len(element) - 1)].add(element)
+            found = _index(element[-1])
+            siblings[element[:-1], found and found[0]].add(element)
     return siblings
-
-
-def _list_of(path: ModelPath, depth: int) -> tuple:
-    """The list that a component of a path indexes: the path above it, and its stem.
-
-    The stem of `Block_3` is `Block`, an integer's is empty, and the stem of `STACK` is None.
-    """
-    found = _index(path[depth])
-    return path[:depth], found[0] if found else None
 
 
 def _alike(one: Matrices, other: Matrices) -> bool:
@@ -254,8 +277,3 @@ def _index(component: str | int) -> tuple[str, int] | None:
         return "", component
     match = _INDEXED.match(component)
     return (match[1] or "", int(match[2])) if match else None
-
-
-def is_indexed(component: str | int) -> bool:
-    """Whether a component of a path is an index, or ends in one like `Block_3`."""
-    return _index(component) is not None

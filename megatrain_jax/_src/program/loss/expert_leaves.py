@@ -92,12 +92,12 @@ def _candidates(leaves: Sequence[Leaf]) -> set[int]:
         and math.prod(leaf.shape) >= _LARGE * sizes[leaf.block]
     ]
     counts = {(leaf.block, leaf.shape[0]) for leaf in large}
-    modules = {leaf.path[:-1] for leaf in large}
+    modules = {leaf.modules[:-1] for leaf in large}
 
     def goes_along(leaf: Leaf) -> bool:
         # Adapters' matrices are as small as biases.
         has_count = len(leaf.shape) > 1 and (leaf.block, leaf.shape[0]) in counts
-        return has_count and (len(leaf.shape) > 2 or leaf.path[:-1] in modules)
+        return has_count and (len(leaf.shape) > 2 or leaf.modules[:-1] in modules)
 
     return {leaf.parameter for leaf in own if goes_along(leaf)}
 

@@ -208,12 +208,13 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
     order = [(p, i) for p, reads in events for i in sorted(reads)]
     rest = {i for _, i in order if leaves[i].block is None}
     found: dict[int, ModelPath] = {}
-    prefixes = {leaves[i].path[:d] for i in rest for d in range(1, len(leaves[i].path))}
+    paths = [leaf.modules for leaf in leaves]
+    prefixes = {paths[i][:d] for i in rest for d in range(1, len(paths[i]))}
     under: dict[ModelPath, list[tuple[int, int]]] = defaultdict(list)
     in_blocks = [p for p, i in order if leaves[i].block is not None]
     for p, i in order:
-        for d in range(1, len(leaves[i].path) + 1):
-            if (prefix := leaves[i].path[:d]) in prefixes:
+        for d in range(1, len(paths[i]) + 1):
+            if (prefix := paths[i][:d]) in prefixes:
                 under[prefix].append((p, i))
     # The outermost module that qualifies is taken whole: its leaves are not considered again.
     for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):

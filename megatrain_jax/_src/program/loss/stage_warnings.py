@@ -12,12 +12,19 @@ from collections.abc import Set as AbstractSet
 
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.program.layers.levels import Lists, Parameter, is_indexed
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.layers.levels import Lists, Parameter
 from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
 from megatrain_jax._src.program.primitives import REMAT
 
 _MASTER_BYTES = 4  # per fp32 element
+_OWN_LOOPS = (
+    "Run each layer over the whole sequence, in a loop of its own, and each layer becomes a stage. "
+    "The parts of one layer, such as the gates of a recurrence, stay together"
+)
+WORTH_CUTTING = 2**24
+"""Number of parameters below which a model fits any device as a whole."""
 
 
 def find_warnings(
@@ -43,13 +50,15 @@ def find_warnings(
         if len(stretch.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
     ]  # fmt: skip
     blocks = [leaf.block for leaf in flow.leaves if leaf.block is not None]
-    if large and (blocks or any(stretch.keys for stretch in stretches)):
+    is_cut = blocks or any(stretch.keys for stretch in stretches)
+    if large and (is_cut or sum(sizes) >= WORTH_CUTTING):
         upstream = find_upstream(flow.jaxpr, len(flow.consts), len(flow.leaves))
         lists = Lists([
-            Parameter(path=leaf.path, shape=leaf.shape, upstream=up)
+            Parameter(path=leaf.modules, shape=leaf.shape, upstream=up)
             for leaf, up in zip(flow.leaves, upstream, strict=True)
         ])  # fmt: skip
-        likes = [[(flow.leaves[j].path[-1], flow.leaves[j].shape) for j in sorted(r)] for r in read]
+        ends = [(leaf.modules[-1], leaf.shape) for leaf in flow.leaves]
+        likes = [[ends[j] for j in sorted(r)] for r in read]
         for s in large:
             if likes.index(likes[s]) == s:  # one warning serves all like stages
                 number = likes.count(likes[s])
@@ -64,7 +73,10 @@ def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]
         for i in row
         if len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
     }
+    blocks = {j: flow.leaves[j].block for j in read if flow.leaves[j].block is not None}
     remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
+    if _in_one_loop(flow, row, blocks):
+        remedy = f". {_OWN_LOOPS}"
     return (
         f"the parameters of {stretch.name} can't be separated, because one operation "
         f"({', '.join(sorted(guilty))}) reads them together: they form one stage of "
@@ -89,10 +101,13 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
+    becomes = ", and each becomes a stage"
     if guilty:
         why = f"are read together by one operation ({', '.join(sorted(guilty))})"
         remedy = "call them one after another outside of it"
-    elif all(is_indexed(part[-1]) for part in parts):
+        if _in_one_loop(flow, row, owner):
+            remedy, becomes = f"every pass of this loop needs all of them. {_OWN_LOOPS}", ""
+    elif all(part in lists.list_of for part in parts):
         why = "hold less than three quarters of what is around them"
         remedy = "move them into a list that holds little else"
     else:
@@ -102,8 +117,28 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
     return [
         f"the stage {stretch.name} holds {share[0]} of the model's {share[1]} of fp32 parameters, "
         f"because its like parts {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}: "
-        f"{remedy}, and each becomes a stage"
+        f"{remedy}{becomes}"
     ]
+
+
+def _in_one_loop(flow, row: Sequence[int], owners: Mapping[int, object]) -> bool:
+    """Whether each pass of a loop among a stage's equations reads parameters of several owners.
+
+    Args:
+        flow: The dataflow of the equations.
+        row: Equations of the stage.
+        owners: Owner of each parameter that counts.
+    """
+    for i in row:
+        eqn = flow.jaxpr.eqns[i]
+        if (name := eqn.primitive.name) not in ("scan", "while"):
+            continue
+        # A scan takes the remaining operands slice by slice: these may be stacked layers.
+        whole = eqn.invars[: sum(jx.scan_parts(eqn))] if name == "scan" else eqn.invars
+        read = set().union(*(flow.reads.get(v, ()) for v in jx.variables(whole)))
+        if len({owners[j] for j in read if j in owners}) > 1:
+            return True
+    return False
 
 
 def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[ModelPath, list[int]]:
@@ -123,14 +158,23 @@ def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Mo
         for depth in range(len(path)):
             row = rows.setdefault(path[:depth], {})
             row.setdefault(path[: depth + 1], []).append(j)
-    best: dict[ModelPath, list[int]] = {}
-    held = sum(lists.parameters[j].size for j in read) / 2
+    found: list[list[dict[ModelPath, list[int]]]] = []
     for row in rows.values():
-        for kind, count in lists.kinds(row):
-            size = sum(lists.parameters[j].size for part in kind for j in row[part])
-            if size > held and count > likes and lists.repeats(kind, row, count, likes):
-                best, held = {part: row[part] for part in kind}, size
-    return best
+        kinds = [kind for kind, count in lists.kinds(row)
+                 if count > likes and lists.repeats(kind, row, count, likes)]  # fmt: skip
+        found.append([{part: row[part] for part in kind} for kind in kinds])
+    # Alternating layers of several kinds, such as `attn0`, `mlp0`, `attn1`, hold most together.
+    together = [
+        {part: members for kind in kinds if lists.in_series([*kind.values()])
+         for part, members in kind.items()}
+        for kinds in found
+    ]  # fmt: skip
+    half = sum(lists.parameters[j].size for j in read) / 2
+    for choice in ([kind for kinds in found for kind in kinds], together):
+        held = [sum(lists.parameters[j].size for row in p.values() for j in row) for p in choice]
+        if choice and max(held) > half:
+            return choice[held.index(max(held))]
+    return {}
 
 
 def _numbered(parts: Mapping[ModelPath, Sequence[int]]) -> str:

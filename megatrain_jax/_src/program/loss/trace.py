@@ -7,7 +7,7 @@ traces again on these leaves, with the scan unrolled, and cuts at its layers.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sharing import traced_for_devices
+from megatrain_jax._src.common.sizes import counted
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import ordered_callbacks
 from megatrain_jax._src.program.layers.blocks import Leaf, assemble, find_leaves
@@ -55,13 +56,24 @@ def trace_loss(
     variables: Sequence[jax.ShapeDtypeStruct],
     batch: Any,
     num_devices: int = 1,
+    devices: Collection[Any] | None = None,
+    builder: str | None = None,
 ) -> TracedLoss:
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
+    Args:
+        loss: The loss.
+        parameters: Shapes and dtypes of the parameters.
+        variables: Shapes and dtypes of the untrained state.
+        batch: Shapes and dtypes of the batch.
+        num_devices: Number of the run's devices.
+        devices: The run's devices; None if only their number is known.
+        builder: Name of the function that builds the model; None for a model given as it is.
+
     Raises:
         ValueError: The loss uses a mesh of its own, and the mesh or the run has several devices; or
-            it has ordered callbacks and the run has several devices; or it reads an array that an
-            earlier trace created.
+            it places values on other devices than the run's; or it has ordered callbacks and the
+            run has several devices; or it reads an array that an earlier trace created.
     """
     names: tuple[str, ...] = ()
 
@@ -80,10 +92,17 @@ def trace_loss(
     with traced_for_devices(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     if (kept := jx.leaked_tracer(traced.consts)) is not None:
+        built = (
+            f"If {builder} makes it and a static part of the model keeps it, such as a function in "
+            f"a static field, pass the model that {builder} builds: call it yourself. Otherwise a "
+            if builder
+            else "A "
+        )
         raise ValueError(
             f"loss_fn, or the model that it calls, reads an array ({kept}) that was made while it "
-            "was traced before, and so has no values: a cache (`functools.cache`, an attribute, a "
-            "global) has kept it. Make the array anew at every call, or keep it as a NumPy array"
+            f"was traced before, and so has no values. {built}cache (`functools.cache`, an "
+            "attribute, a global) has kept it: make the array anew at every call, or keep it as a "
+            "NumPy array"
         )
     mesh = jx.largest_mesh(traced.jaxpr)
     if mesh is not None and max(mesh.size, num_devices) > 1:
@@ -98,6 +117,19 @@ def trace_loss(
             f"for a mesh of one. {entered}: several devices share its work without its help. Or "
             "choose one by `mesh`"
         )
+    for found in jx.device_sets(traced.jaxpr):
+        if len(found) != num_devices or (devices is not None and found != set(devices)):
+            own, of_run = (
+                ", ".join(map(str, sorted(group, key=str)[:4]))
+                + (", ..." if len(group) > 4 else "")
+                for group in (found, devices or ())
+            )
+            raise ValueError(
+                f"loss_fn places values on devices of its own ({own}), by a sharding such as in "
+                f"`with_sharding_constraint` or `device_put`, but the run is on "
+                f"{of_run or counted(num_devices, 'device')}. Leave these shardings out: `mesh` "
+                "chooses the devices, and several devices share the loss's work without its help"
+            )
     if num_devices > 1 and (ordered := ordered_callbacks(traced.jaxpr)):
         raise ValueError(
             f"loss_fn calls {', '.join(ordered)} with ordered=True, which JAX allows on one device "
@@ -186,8 +218,8 @@ def _module_keys(leaves: Sequence[Leaf]) -> list:
     module.
     """
     depth = 0
-    paths = [leaf.path for leaf in leaves]
+    paths = [leaf.modules for leaf in leaves]
     # A common prefix, such as a wrapper's `model`, does not distinguish parameters.
     while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):
         depth += 1
-    return [leaf.block or leaf.path[: depth + 1] for leaf in leaves]
+    return [leaf.block or leaf.modules[: depth + 1] for leaf in leaves]
