@@ -82,6 +82,7 @@ class MergedTensor:
         total += self.base.read()
         if self.magnitude is not None:
             norms = np.linalg.norm(total, axis=1)
+            norms += norms == 0  # a row of zeros stays one
             total *= (self.magnitude.read().astype(np.float32).reshape(-1) / norms)[:, None]
         return total if dtype is None else total.astype(dtype)
 
