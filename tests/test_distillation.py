@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax import losses
-from test_losses import VOCAB, arrays
+from test_losses import VOCAB, WIDTH, arrays
 
 K = 5
 
@@ -116,3 +116,50 @@ def test_mistakes_are_named():
         losses.distillation(hidden, head, labels, ids, logs[..., :2])
     with pytest.raises(ValueError, match="`alpha` must be a share from 0 to 1"):
         losses.distillation(hidden, head, labels, ids, logs, alpha=1.5)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("scale", [3.0, 300.0])
+def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale):
+    """All three losses that compute chunks of logits; probabilities are 0 and 1 in float32."""
+    rng = np.random.default_rng(0)
+    hidden = np.float32(scale) * np.eye(6, WIDTH, dtype=np.float32)
+    head = rng.choice(np.float32([-1, 0, 1]), (VOCAB, WIDTH), p=[0.6, 0.38, 0.02])
+    # The likeliest tokens, and impossible ones, as labels and as the teacher's.
+    by_row = np.argsort(-hidden @ head.T, axis=1)
+    labels = by_row[np.arange(6), [0, -1, 0, -1, 1, 0]].astype(np.int32)
+    ids = by_row[:, [0, 1, -1]]
+    p = np.float32([[0.9, 0.05, 0], [0.1, 0.2, 0.3], [1, 0, 0]] * 2)
+    logs = np.where(p > 0, np.log(np.where(p > 0, p, 1)), -np.inf).astype(np.float32)
+
+    def ours(hidden, head):
+        near = losses.next_token(hidden, head, labels, chunk=4)
+        each = losses.log_probabilities(hidden, head, labels, chunk=4)
+        far = losses.distillation(hidden, head, labels, ids, logs, alpha=1.0, tail=tail, chunk=4)
+        return near + each.mean() * 0.5 + far
+
+    def formula(hidden, head):
+        q, rest = jax.nn.log_softmax(hidden @ head.T), np.float64(1 - p.sum(1, keepdims=True))
+        own = jnp.take_along_axis(q, labels[:, None], 1).mean()
+        found, wanted = jnp.take_along_axis(q, ids, 1), np.float64(p)
+        if tail:
+            is_rest = np.ones(q.shape, bool)
+            np.put_along_axis(is_rest, ids, False, 1)
+            of_rest = jax.nn.logsumexp(q, axis=1, where=is_rest, keepdims=True)
+            found = jnp.concatenate([found, jnp.maximum(of_rest, np.log(1e-7))], 1)
+            wanted = np.concatenate([wanted, np.maximum(rest, 1e-7)], 1)
+        else:
+            found = jax.nn.log_softmax(found, where=p > 0)
+            wanted /= wanted.sum(1, keepdims=True)
+        found = jnp.where(wanted > 0, found, 0)
+        ratios = np.log(np.where(wanted > 0, wanted, 1)) - found
+        return -0.5 * own + (wanted * ratios).sum(1).mean()
+
+    found, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
+    with jax.enable_x64(True):
+        wide = np.float64(hidden), np.float64(head)
+        expected, wanted = jax.value_and_grad(formula, (0, 1))(*wide)
+    # In float32, 1 minus the probability of the stored tokens loses digits.
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=1e-4 * np.abs(other).max())

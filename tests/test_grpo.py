@@ -303,6 +303,22 @@ def test_the_reward_rises_and_records_have_its_numbers():
     assert "completions" not in result.history[8]
 
 
+def test_rewards_that_are_not_there_are_no_rewards_of_zero(tmp_path: Path):
+    """The numbers are those of TRL's `nanstd` and `nanmean`; its log leaves NaN out."""
+    given = iter([[None] * 4 + [1.0] * 4, [None] * 3 + [2.0] * 5, [0.0, None, 1.0, None] * 2])
+
+    def some(completions):
+        return next(given, [None] * 8)
+
+    with pytest.warns(UserWarning, match="the same reward"):
+        result = run(4, rewards=some, checkpoint_dir=tmp_path, checkpoint_every=1)
+    history = result.history
+    assert history["frac_reward_zero_std"] == [0.5, 0.5, 0, 0]
+    np.testing.assert_allclose(history["reward"], [1, 2, 0.5, math.nan])
+    np.testing.assert_allclose(history["reward_std"], [0, 0, math.sqrt(0.5), math.nan])
+    np.testing.assert_allclose(history["rewards/some/std"], [0, 0, math.sqrt(1 / 3), math.nan])
+
+
 def test_microbatches_and_a_small_device_change_nothing():
     options = {"num_iterations": 2}
     whole = run(4, options=options)

@@ -108,6 +108,10 @@ def test_logits_and_gradients(pair):
     logits = reference(torch.tensor(tokens).long()).logits
     (torch.tensor(weights) * logits.log_softmax(-1)).mean().backward()
     np.testing.assert_allclose(ours, logits.detach().numpy(), atol=1e-4)
+    check_gradients(grads, reference, pretrained)
+
+
+def check_gradients(grads: Any, reference: Any, pretrained: Pretrained) -> None:
     expected = named_gradients(reference)
     found = {path: np.asarray(value) for path, value in leaves_of(grads)}
     for entry in parameter_tensors(pretrained.config):
@@ -130,6 +134,40 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
     """Returns gradients by the names of the files; parts that see no text have none."""
     parameters = model.named_parameters()
     return named({n: p.grad.numpy() for n, p in parameters if p.grad is not None}, model)
+
+
+@pytest.mark.drawn(10)
+def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
+    """Transformers makes the padding token's embedding zero; hidden states of padding are 0, too."""
+    name, reference, pretrained = pair
+    model, embedding = filled(pretrained), reference.get_input_embeddings().weight
+    before, first = embedding.data[0].clone(), 13
+    embedding.data[0] = 0
+    table = model.embed_tokens.weight
+    table[...] = table[...].at[0].set(0)
+    tokens = np.maximum(random_tokens(), 1)
+    tokens[1, first:] = 0
+    if name != "gemma3n":  # whose gradients are NaN there in Transformers
+        tokens[0, [0, 9]] = 0
+    segments = np.ones(tokens.shape, np.int32)
+    segments[1, first:] = 0
+    weights = np.random.default_rng(1).normal(size=(*tokens.shape, 1)).astype(np.float32)
+
+    def loss(model: Decoder) -> jax.Array:
+        logs = jax.nn.log_softmax(model(tokens, None, segments))
+        return jnp.where(segments[..., None] > 0, weights * logs, 0).sum()
+
+    grads = nnx.jit(nnx.grad(loss))(model)
+    reference.zero_grad()
+    for row, end in enumerate((LENGTH, first)):
+        logits = reference(torch.tensor(tokens[row : row + 1, :end]).long()).logits
+        (torch.tensor(weights[row, :end]) * logits.log_softmax(-1)).sum().backward()
+    embedding.data[0] = before
+    # The gradient of a zero is multiplied by 1 / sqrt(eps) in each norm, and loses digits.
+    table = grads.embed_tokens.weight
+    assert np.isfinite(table[0]).all()
+    table[...], embedding.grad[0] = table[...].at[0].set(0), 0
+    check_gradients(grads, reference, pretrained)
 
 
 @pytest.mark.parametrize(

@@ -77,3 +77,110 @@ def test_mistakes_are_named():
             getattr(losses, name)(*columns, *([] if name == "ipo" else [1.0]))
     with pytest.raises(ValueError, match="`simpo_gamma` must be"):
         losses.simpo(ones, ones, ones, ones, 1.0, simpo_gamma=-1)
+
+
+# Log-probabilities from certain to impossible; float32 can't tell 0 and -1e-9 apart.
+LOGS = np.array([0, -1e-9, -1e-6, -1e-3, -0.7, -5, -120, -200], np.float32)
+FIRST, SECOND = (x.reshape(-1) for x in np.meshgrid(LOGS, LOGS))
+
+
+def log_odds(logs):
+    return logs - jnp.log(-jnp.expm1(logs))
+
+
+def softplus(x):
+    return jnp.logaddexp(x, 0)
+
+
+def one(function, **options):
+    """A loss of one example, of its first two arguments."""
+    return lambda x, y, *rest: function(x[None], y[None], *rest, **options)
+
+
+ONE = np.ones(1, np.float32)
+AT_EDGES = {
+    "dpo": (
+        one(lambda x, y: losses.dpo(x, y, -5 * ONE, -0.7 * ONE, beta=0.5)),
+        lambda x, y: softplus(-0.5 * (x + 5 - y - 0.7)),
+    ),
+    "ipo": (
+        one(lambda x, y: losses.ipo(x, y, -5 * ONE, -0.7 * ONE, ONE, ONE, beta=0.5)),
+        lambda x, y: (x + 5 - y - 0.7 - 1) ** 2,
+    ),
+    "simpo": (
+        one(lambda x, y: losses.simpo(x, y, ONE, ONE, 0.0, beta=2.0)),
+        lambda x, y: softplus(0.5 - 2 * (x - y)),
+    ),
+    "orpo": (
+        one(lambda x, y: losses.orpo(x, y, ONE, ONE, 0.0, beta=0.5)),
+        lambda x, y: 0.5 * softplus(log_odds(y) - log_odds(x)),
+    ),
+    "kto": (
+        one(lambda x, y: losses.kto(x, y, ONE > 0, 0.5, beta=0.5)),
+        lambda x, y: jax.nn.sigmoid(-0.5 * (x - jax.lax.stop_gradient(y) - 0.5)),
+    ),
+    "undesirable": (
+        one(lambda x, y: losses.kto(x, y, ONE < 0, 0.5, beta=0.5)),
+        lambda x, y: jax.nn.sigmoid(0.5 * (x - jax.lax.stop_gradient(y) - 0.5)),
+    ),
+    "reward": (
+        one(lambda x, y: losses.reward(x, y, center_rewards_coefficient=0.1)),
+        lambda x, y: softplus(y - x) + 0.1 * (x + y) ** 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_EDGES)
+def test_losses_of_probabilities_from_0_to_1_are_those_in_float64(name):
+    ours, formula = AT_EDGES[name]
+    found, gradients = jax.vmap(jax.value_and_grad(ours, (0, 1)))(FIRST, SECOND)
+    # The odds of ORPO are those of a probability of 1 - 1e-7 at most.
+    least = 1e-7 if name == "orpo" else 0.0
+    with jax.enable_x64(True):
+        wide = [np.minimum(x.astype(np.float64), -least) for x in (FIRST, SECOND)]
+        expected, wanted = jax.vmap(jax.value_and_grad(formula, (0, 1)))(*wide)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-9)
+
+
+def test_a_certain_answer_has_the_limit_of_gradients_and_what_is_no_probability_is_not_hidden():
+    def loss(chosen, rejected):
+        return losses.orpo(chosen[None], rejected[None], ONE, ONE, 0.0, beta=1.0)
+
+    by_chosen = jax.grad(loss)(jnp.float32(0), jnp.float32(-0.7))
+    odds = np.exp(-0.7) / (1 - np.exp(-0.7))
+    np.testing.assert_allclose(by_chosen, -odds, rtol=1e-5)
+    assert np.isnan(loss(jnp.float32(0.7), jnp.float32(-0.7)))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_policies_that_find_tokens_certain_or_impossible_have_exact_gradients(beta, corrected):
+    """The gradient is written out, because float64 overflows, too."""
+    old, logs = FIRST, SECOND
+    options = {"beta": beta, "use_bias_correction_kl": corrected, "count": 1.0}
+    for advantage in (-2.0, 0.0, 2.0):
+
+        def ours(x, before, advantage=advantage):
+            one = x[None, None], before[None, None], jnp.full((1, 1), advantage)
+            return losses.grpo(*one, reference=before[None, None] - 0.5, **options)
+
+        found, gradient = jax.vmap(jax.value_and_grad(ours))(logs, old)
+        gap = logs.astype(np.float64) - old
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio, beyond = np.exp(gap), -gap - 0.5
+            clipped = (ratio > 1.2) & (advantage > 0) | (ratio < 0.8) & (advantage < 0)
+            wanted = np.where(clipped, 0, -advantage * ratio) if advantage else np.zeros(len(gap))
+            value = -advantage * np.where(clipped, np.clip(ratio, 0.8, 1.2), ratio)
+            value = value if advantage else np.zeros(len(gap))
+            if beta and corrected:
+                wanted += -beta * ratio * beyond
+                value += beta * (np.exp(-0.5) - ratio * (beyond + 1))
+            elif beta:
+                wanted += beta * (1 - np.exp(beyond))
+                value += beta * (np.exp(beyond) - beyond - 1)
+        finite = np.abs(value) < 3e38
+        assert finite.sum() > 20
+        np.testing.assert_allclose(found[finite], value[finite], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(gradient[finite], wanted[finite], rtol=1e-4, atol=1e-6)

@@ -74,7 +74,7 @@ def grpo(
 
     A record has, beside the metrics of the step: `reward` and `reward_std`, the mean and the mean
     standard deviation within groups; `frac_reward_zero_std`, the fraction of groups with equal
-    rewards;
+    rewards, without groups of fewer than two rewards, where functions returned None;
     `rewards/NAME/mean` and `/std` of each function; `completions/mean_length` and
     `completions/clipped_ratio`, the fraction that reached the maximum length; `tokens`, of
     completions and their prompts; `padding`, the fraction of the trained rows without tokens; `kl`;

@@ -4,6 +4,7 @@ A batch is generated right after the previous step has been dispatched, so compl
 from the newest parameters.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -236,7 +237,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         numbers = {
             "tokens": float(sum(len(one.prompt_ids) + len(one.ids) for one in found)),
             "reward": _mean(total),
-            "reward_std": float(spreads.mean()),
+            "reward_std": _mean(spreads),
             "frac_reward_zero_std": float(np.isclose(spreads, 0).mean()),
             "completions/mean_length": float(np.mean(lengths)),
             "completions/clipped_ratio": float(np.mean([o.finish == "length" for o in found])),
@@ -281,11 +282,12 @@ class RolloutMetrics:
 
 
 def _mean(values: np.ndarray) -> float:
+    """The mean of those that are there; NaN if none is."""
     there = values[np.isfinite(values)]
-    return float(there.mean()) if len(there) else 0.0
+    return float(there.mean()) if len(there) else math.nan
 
 
 def _sample_std(values: np.ndarray) -> float:
-    """The unbiased standard deviation of rewards; 0 for a single one."""
+    """The unbiased standard deviation of rewards; NaN, as in TRL, for less than two."""
     there = values[np.isfinite(values)]
-    return float(there.std(ddof=1)) if len(there) > 1 else 0.0
+    return float(there.std(ddof=1)) if len(there) > 1 else math.nan

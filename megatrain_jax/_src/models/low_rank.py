@@ -147,13 +147,13 @@ def _with_norms(self: Any, x: Any, y: Any, added: Any, a: Any, b: Any) -> Any:
 
     With the factor m of each row, the trained norm divided by that of `W + scale * B A`, it is
     `(m - 1) W x + m scale B A x`. As in PEFT, the divisor has no gradient, and dropout hides inputs
-    of both products.
+    of both products. A row of zeros, without a direction, stays one; in PEFT it becomes NaN.
     """
     matrix = matrix_of(self)
     assert matrix is not None
     rows = matrix.rows(getattr(self, matrix.name)[...]).astype(a.dtype)
     norms = jnp.linalg.norm(rows + self.lora_settings.scale * (b @ a), axis=1)
-    factor = self.lora_magnitude[...] / jax.lax.stop_gradient(norms)
+    factor = self.lora_magnitude[...] / jax.lax.stop_gradient(norms + (norms == 0))
     if self.lora_settings.dropout:
         plain = x.astype(a.dtype) @ rows.T
     else:
@@ -264,7 +264,8 @@ class MergedMatrix:
         total = weight + added.reshape(weight.shape).astype(wide)
         if self._module.lora_settings.dora:
             norms = np.linalg.norm(self._matrix.rows(total), axis=1)
-            factor = np.asarray(self._module.lora_magnitude[...]).astype(wide) / norms
+            factor = np.asarray(self._module.lora_magnitude[...]).astype(wide)
+            factor = factor / (norms + (norms == 0))
             # One row of the merged matrix for each output, wherever its axes are.
             last = total.shape[total.ndim - self._matrix.num_out :]
             shape = (-1, *([1] * self._matrix.num_in)) if self._matrix.out_first else last

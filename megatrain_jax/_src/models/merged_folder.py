@@ -94,6 +94,7 @@ def _with_adapter(
     total += finite_numbers(base)
     if magnitude is not None:
         norms = np.linalg.norm(total, axis=1)
+        norms += norms == 0  # a row of zeros stays one
         own = finite_numbers(magnitude).astype(np.float32).reshape(-1)
         total *= (own / norms)[:, None]
     return total

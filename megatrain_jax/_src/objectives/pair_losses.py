@@ -15,6 +15,8 @@ from megatrain_jax._src.objectives.example_losses import columns, mean
 Column = Float[ArrayLike, "*pairs"]
 Mask = Shaped[ArrayLike, "*pairs"] | None
 Count = Shaped[ArrayLike, ""] | None
+# Mean log-probabilities closer to 0 are rounding errors of a probability of 1.
+_LEAST_GAP = 1e-7
 
 
 def dpo(
@@ -196,7 +198,8 @@ def orpo(
 
     `nll` plus `beta` times the mean over pairs of `-log sigmoid(log_odds(chosen) -
     log_odds(rejected))`, where the odds are `p / (1 - p)` of each answer's geometric mean
-    probability per token.
+    probability per token. In float32 that may round to 1, whose odds are infinite: logarithms of
+    probabilities within 1e-7 of 0 count as -1e-7.
 
     Args:
         chosen: See `dpo`.
@@ -223,7 +226,8 @@ def orpo(
         2.069...
     """
     beta = checks.number("beta", beta, above=0)
-    ours, wrong = _means(chosen, rejected, chosen_tokens, rejected_tokens)
+    both = _means(chosen, rejected, chosen_tokens, rejected_tokens)
+    ours, wrong = map(_below_zero, both)
     log_odds = (ours - wrong) - (_log_complement(ours) - _log_complement(wrong))
     odds = mean(-jax.nn.log_sigmoid(log_odds), mask, count, "chosen")
     return jnp.asarray(nll, jnp.float32) + beta * odds
@@ -242,6 +246,12 @@ def _means(
         }
     )
     return ours / jnp.maximum(sizes, 1), wrong / jnp.maximum(wrong_sizes, 1)
+
+
+def _below_zero(logs: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
+    """Returns logarithms with those near 0 moved to -1e-7; gradients flow as if none had moved."""
+    moved = jnp.where(jnp.abs(logs) < _LEAST_GAP, -_LEAST_GAP, logs)
+    return logs + jax.lax.stop_gradient(moved - logs)
 
 
 def _log_complement(logs: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:

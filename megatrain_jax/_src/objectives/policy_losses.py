@@ -17,6 +17,8 @@ from megatrain_jax._src.objectives.example_losses import columns, mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 ScaleRewards = Literal["group", "batch", "none"]
+# The exponential of a larger number may not be finite in float32.
+_MOST_GAINED = 80.0
 
 
 class PolicyTokens(NamedTuple):
@@ -149,15 +151,21 @@ def policy_tokens(
     def beyond(name: str) -> Array:
         return jnp.where(there, ours - jax.lax.stop_gradient(found[name]), 0)
 
-    ratio = jnp.exp(beyond("old_logs"))
+    gained = beyond("old_logs")
+    # Such a ratio is clipped. In float32 it may be infinite, and its gradient, 0, would be NaN.
+    gained = jnp.where((gains >= 0) & (gained > _MOST_GAINED), _MOST_GAINED, gained)
+    ratio = jnp.exp(gained)
     values = -jnp.minimum(ratio * gains, jnp.clip(ratio, 1 - low, 1 + high) * gains)
     clipped = ((ratio < 1 - low) & (gains < 0)) | ((ratio > 1 + high) & (gains > 0))
     divergences = jnp.zeros_like(values)
     if beta:
         gap = -beyond("reference")
-        divergences = jnp.exp(gap) - gap - 1
         if checks.boolean("use_bias_correction_kl", use_bias_correction_kl):
-            divergences *= ratio
+            # `ratio * exp(gap)`, whose factors may be 0 and infinite in float32.
+            drift = jnp.where(there, found["reference"] - found["old_logs"], 0)
+            divergences = jnp.exp(jax.lax.stop_gradient(drift)) - ratio * (gap + 1)
+        else:
+            divergences = jnp.exp(gap) - gap - 1
         values += beta * divergences
     return PolicyTokens(values, divergences, clipped)
 

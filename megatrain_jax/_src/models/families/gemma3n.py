@@ -56,9 +56,15 @@ class Gemma3nOptions(Gemma4Options):
     sparsity: tuple[float, ...]
 
 
+def _root(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns square roots, whose derivative at 0 is 0 instead of infinite."""
+    is_zero = x == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, x)))
+
+
 def _resized(x: Float[Array, "... width"], like: Float[Array, "... width"]) -> Array:
     """Returns vectors scaled to the root mean squares of the vectors in `like`."""
-    size = jnp.sqrt(jnp.mean(like * like, axis=-1, keepdims=True))
+    size = _root(jnp.mean(like * like, axis=-1, keepdims=True))
     own = jnp.sqrt(jnp.maximum(jnp.mean(x * x, axis=-1, keepdims=True), 1e-5))
     return x * size / own
 
@@ -146,8 +152,10 @@ class SparseMLP(MLP):
         """Maps each row separately."""
         gate = self.gate_proj(x)
         if self.bound is not None:
-            mean, deviation = (f(gate, axis=-1, keepdims=True) for f in (jnp.mean, jnp.std))
-            gate = jax.nn.relu(gate - (mean + deviation * self.bound))
+            mean = jnp.mean(gate, axis=-1, keepdims=True)
+            # Padding has equal gates: deviations of 0.
+            deviation = _root(jnp.var(gate, axis=-1, keepdims=True, dtype=jnp.float32))
+            gate = jax.nn.relu(gate - (mean + deviation.astype(gate.dtype) * self.bound))
         return self.down_proj(self.activation(gate) * self.up_proj(x))
 
 

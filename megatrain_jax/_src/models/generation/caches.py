@@ -273,7 +273,8 @@ def _matrix_of(linear: Any) -> Float[Array, "out in"]:
     added = linear.lora_settings.scale * (linear.lora_B[...] @ linear.lora_A[...])
     if linear.lora_settings.dora:
         rows = weight.astype(added.dtype) + added
-        factor = linear.lora_magnitude[...] / jnp.linalg.norm(rows, axis=1)
+        norms = jnp.linalg.norm(rows, axis=1)
+        factor = linear.lora_magnitude[...] / (norms + (norms == 0))
         return (factor[:, None] * rows).astype(weight.dtype)
     return (weight + added.astype(weight.dtype)).astype(weight.dtype)
 
