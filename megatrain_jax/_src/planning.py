@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any
 
 import jax
 import optax
@@ -26,7 +26,6 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import PlanWarning
@@ -47,7 +46,6 @@ from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
 
-@naming_options
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -68,7 +66,6 @@ def plan(
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     measure: bool = False,
-    **unknown: Never,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
 
@@ -99,7 +96,6 @@ def plan(
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
             on the GPU.
-        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The plan; print it, or let a notebook show it.
@@ -124,7 +120,6 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    refuse_unknown(plan, unknown)
     run = Options(
         microbatches=microbatches,
         waves=waves,
