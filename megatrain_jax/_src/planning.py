@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import PlanWarning
 from megatrain_jax._src.spec.budget import fit_to_machine
-from megatrain_jax._src.spec.host import fit_to_host
+from megatrain_jax._src.spec.host import fit_to_host, process_base_bytes
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times
 from megatrain_jax._src.spec.microbatches import fit_with_microbatches
@@ -159,9 +160,14 @@ def plan(
         )
         usable = machine and machine.usable_bytes
         kernels = KernelCache(platform="gpu")
+        # Without hardware, the run is one of this machine.
+        on_cpu = machine is None and default_device().platform == "cpu"
+        base = process_base_bytes() if on_cpu else None
         spec = fit_with_microbatches(
             run,
-            lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
+            lambda run: replace(
+                make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
+            ),
             lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
             jax.tree.leaves(sample_batch)[0].shape[0],
             usable,
