@@ -8,7 +8,7 @@ JAX don't wait for it.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from megatrain_jax._src.common.suggestions import did_you_mean as _did_you_mean
+from megatrain_jax._src.common import suggestions as _suggestions
 from megatrain_jax._src.startup import allocator as _allocator
 from megatrain_jax._src.startup import compilation_cache as _compilation_cache
 from megatrain_jax._src.state import pool_limit as _pool_limit
@@ -186,9 +186,10 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return _import_module(f"{__name__}.{name}")
     if name not in _MODULES:
-        near = "" if name.startswith("_") else _did_you_mean(name, (*_MODULES, *_SUBMODULES))
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
+        hint = _suggestions.public_name_hint(name, __name__, (*_MODULES, *_SUBMODULES))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = getattr(_import_module(f"megatrain_jax._src.{_MODULES[name]}"), name)
+    value = _suggestions.hinting(value, __name__)
     globals()[name] = value
     return value
 

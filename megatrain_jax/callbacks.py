@@ -12,6 +12,7 @@ from megatrain_jax._src.callbacks.profile import Profile
 from megatrain_jax._src.callbacks.samples import Samples
 from megatrain_jax._src.callbacks.tensorboard import TensorBoard
 from megatrain_jax._src.callbacks.wandb import WandB
+from megatrain_jax._src.common.suggestions import explain as _explain
 
 __all__ = [
     "CSVLog",
@@ -26,3 +27,5 @@ __all__ = [
     "TensorBoard",
     "WandB",
 ]
+
+_explain(globals())

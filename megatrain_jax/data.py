@@ -13,6 +13,7 @@ except ImportError as caught:
         f'`megatrain_jax.data` needs {caught.name}: pip install "megatrain-jax[finetune]"'
     ) from caught
 
+from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.image_rows import has_images
 from megatrain_jax._src.data.load import chat, preferences, text, unpaired
@@ -37,3 +38,5 @@ __all__ = [
     "text",
     "unpaired",
 ]
+
+_explain(globals())

@@ -1,5 +1,6 @@
 """Losses of language models that never store the logits of all tokens."""
 
+from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.cross_entropy import next_token, num_labels
 from megatrain_jax._src.log_probabilities import log_probabilities
 from megatrain_jax._src.objectives.distillation import distillation
@@ -23,3 +24,5 @@ __all__ = [
     "reward",
     "simpo",
 ]
+
+_explain(globals())

@@ -9,6 +9,7 @@
 It uses only the core's public names. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 
+from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.grpo.grpo_run import grpo
 from megatrain_jax._src.models.causal_attention import attention
@@ -57,3 +58,5 @@ __all__ = [
     "save_pretrained",
     "without_lora",
 ]
+
+_explain(globals())

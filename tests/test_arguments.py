@@ -7,14 +7,15 @@ others, so that no order of checks is privileged.
 import dataclasses
 import importlib
 import inspect
+import pickle
 import random
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,15 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
-from megatrain_jax import losses, models
+from megatrain_jax import callbacks, data, losses, models
+from megatrain_jax._src.cli.chat_settings import ChatSettings
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.grpo_settings import GrpoSettings
+from megatrain_jax._src.cli.merge_settings import MergeSettings
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.recipe import precision_of
+from megatrain_jax._src.common import other_libraries, suggestions
 from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
 from misuses import (
     BATCH,
@@ -53,6 +61,10 @@ from misuses import (
     right_value,
     trainer,
 )
+
+# The options of the command.
+SETTINGS = (ChatSettings, FinetuneSettings, GrpoSettings, MergeSettings, PlanSettings)
+SETTINGS += (PretrainSettings,)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -190,10 +202,8 @@ def test_right_arguments_of_every_kind_pass(seed: int, tmp_path: Path):
 @pytest.mark.parametrize("entry", [*ENTRIES, "train"])
 def test_signatures_show_every_option(entry: str):
     function, arguments = entry_of(entry)
-    *shown, unknown = inspect.signature(function).parameters.values()
+    shown = inspect.signature(function).parameters.values()
     assert {p.name for p in shown} == set(arguments)
-    # Type checkers report any keyword that is passed as one more of type `Never`.
-    assert unknown.kind is unknown.VAR_KEYWORD and unknown.annotation is Never
     with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'"):
         function(*(None for p in shown if p.default is p.empty), microbatch=2)
 
@@ -316,18 +326,137 @@ def test_an_unknown_keyword_of_a_record_says_the_one_that_was_meant():
     assert shown == [field.name for field in dataclasses.fields(mt.Precision)]
 
 
-def test_names_of_other_libraries_in_calls_of_models_say_the_ones_that_were_meant():
-    calls: list[tuple[Any, str, str]] = [
-        (models.generate, "max_new_tokens", "max_tokens"),
-        (models.Generator.generate, "num_return_sequences", "num_samples"),
-        (models.generate, "top", "top_p"),
-        (models.lora, "r", "rank"),
-        (models.lora, "target_modules", "targets"),
-    ]
-    for function, name, hint in calls:
-        with pytest.raises(TypeError, match=f"argument '{name}'; did you mean `{hint}`\\?$"):
-            function(None, **{name: 3})
-    assert "max_tokens" in inspect.signature(models.generate).parameters
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        (models.generate, "max_new_tokens", "did you mean `max_tokens`?"),
+        (models.Generator.generate, "num_return_sequences", "did you mean `num_samples`?"),
+        (models.generate, "top", "did you mean `top_p`?"),
+        (models.lora, "r", "did you mean `rank`?"),
+        (models.lora, "target_modules", "did you mean `targets`?"),
+        (models.load_pretrained, "pretrained_model_name_or_path", "did you mean `folder`?"),
+        (models.load_pretrained, "torch_dtype", "`Trainer` and `fit` take `precision`"),
+        (models.load_pretrained, "load_in_4bit", 'precision=mt.Precision(frozen="nf4")'),
+        (models.load_pretrained, "max_length", "`data.chat` takes `length`"),
+        (models.save_pretrained, "max_shard_size", "did you mean `max_shard_bytes`?"),
+        (models.merge_adapter, "base_model", "did you mean `base`?"),
+        (models.GrpoOptions, "group_size", "did you mean `num_generations`?"),
+        (models.GrpoOptions, "max_steps", "`fit` and `train` take `steps`"),
+        (models.grpo, "reward_funcs", "did you mean `rewards`?"),
+        (models.grpo, "epsilon", "options=models.GrpoOptions(epsilon=...)"),
+        (data.chat, "max_length", "did you mean `length`?"),
+        (data.chat, "dataset_num_proc", "did you mean `workers`?"),
+        (data.chat, "packing", "rows are always packed"),
+        (data.text, "block_size", "did you mean `length`?"),
+        (data.preferences, "processing_class", "did you mean `tokenizer`?"),
+        (data.unpaired, "assistant_only_losses", ""),
+        (data.mix, "probabilities", "did you mean `weights`?"),
+        (data.prompts, "data_files", "did you mean `source`?"),
+        (data.Dataset.split, "test_size", "did you mean `fraction`?"),
+        (callbacks.EarlyStopping, "monitor", "did you mean `metric`?"),
+        (callbacks.EarlyStopping, "early_stopping_patience", "did you mean `patience`?"),
+        (callbacks.KeepBest, "filepath", "did you mean `folder`?"),
+        (callbacks.KeepBest, "monitor", "did you mean `metric`?"),
+        (callbacks.CSVLog, "filename", "did you mean `path`?"),
+        (callbacks.TensorBoard, "log_dir", "did you mean `folder`?"),
+        (callbacks.MLflow, "experiment_name", "did you mean `experiment`?"),
+        (losses.next_token, "ignore_index", "negative labels don't count"),
+        (losses.next_token, "attention_mask", "did you mean `mask`?"),
+        (losses.dpo, "ref_chosen_logps", "did you mean `reference_chosen`?"),
+        (losses.grpo, "old_per_token_logps", "did you mean `old_logs`?"),
+        (mt.Precision, "fp8", "did you mean `products`?"),
+        (mt.Precision, "load_in_8bit", "did you mean `frozen`?"),
+        (mt.Trainer, "deepspeedy", ""),
+        (mt.Trainer.save, "filepath", "did you mean `path`?"),
+        (mt.History.plot, "metric", "did you mean `metrics`?"),
+        (mt.fit, "logger", "pass logs in `callbacks`"),
+        (mt.fit, "gpu", "did you mean `hardware`?"),
+    ],
+)
+def test_names_of_other_libraries_say_the_ones_that_were_meant(function: Any, name: str, hint: str):
+    said = error_of(lambda: function(**{name: 3}))
+    assert said.endswith(f"argument '{name}'") if not hint else hint in said
+    # A help page shows the function's own arguments.
+    assert name not in inspect.signature(function).parameters
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        (callbacks, "CSVLogger", "did you mean `CSVLog`?"),
+        (callbacks, "ModelCheckpoint", "did you mean `KeepBest`?"),
+        (callbacks, "LearningRateScheduler", "the optimizer has it"),
+        (callbacks, "EarlyStoping", "did you mean `EarlyStopping`?"),
+        (data, "load_dataset", "did you mean `chat`?"),
+        (data, "load_pretrained", "did you mean `megatrain_jax.models.load_pretrained`?"),
+        (models, "AutoModelForCausalLM", "did you mean `load_pretrained`?"),
+        (models, "GRPOConfig", "did you mean `GrpoOptions`?"),
+        (models, "SFTTrainer", "did you mean `megatrain_jax.fit`?"),
+        (losses, "CrossEntropyLoss", "did you mean `next_token`?"),
+        (losses, "mse", "any function (model, batch)"),
+        (losses, "kto_los", ""),
+        (mt, "lora", "did you mean `megatrain_jax.models.lora`?"),
+        (mt, "TrainingArguments", "did you mean `fit`?"),
+        (mt, "DPOTrainer", "data.preferences and losses.dpo"),
+    ],
+)
+def test_public_names_of_other_libraries_say_the_ones_that_were_meant(
+    module: Any, name: str, hint: str
+):
+    assert hint in error_of(lambda: getattr(module, name))
+    assert not hasattr(module, "_mine")
+
+
+def test_tables_of_other_libraries_name_what_there_is():
+    public = {name: function for name, function in all_public()}
+    for words, options in other_libraries.TAKERS.items():
+        for name in re.findall("`(.*?)`", words):
+            shown = inspect.signature(public[name.removeprefix("mt.")]).parameters
+            assert not {*options} - {*shown}, name
+    for module, names in other_libraries.MODULES.items():
+        assert {*names.split()} <= {*getattr(mt, module).__all__}
+    signatures = [inspect.signature(function).parameters for function in public.values()]
+    known = {name for shown in signatures for name in shown}
+    known |= {name for module in (mt, callbacks, data, losses, models) for name in module.__all__}
+    known |= {f.name for kind in SETTINGS for f in dataclasses.fields(kind)}
+    assert not {ours for meant in other_libraries.MEANT.values() for ours in meant} - known
+    # A name that a function has itself needs no hint there.
+    assert suggestions.meant_option("dtype", ["dtype", "precision"]) == "precision"
+
+
+def all_public() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public functions and records, and their public methods, by name."""
+    for module in (mt, callbacks, data, losses, models):
+        short = "" if module is mt else module.__name__.rpartition(".")[2] + "."
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value) or "__init__" in getattr(value, "__dict__", ()):
+                yield short + name, value
+            if isinstance(value, type):
+                for own, method in vars(value).items():
+                    if inspect.isfunction(method) and not own.startswith("_"):
+                        yield f"{short}{name}.{own}", method
+
+
+def test_every_public_function_hints_at_a_misspelt_argument():
+    for name, function in all_public():
+        shown = inspect.signature(function).parameters.values()
+        named = [p.name for p in shown if p.kind is p.KEYWORD_ONLY]
+        if not named or any(p.kind is p.VAR_KEYWORD for p in shown) or named[0][:1] == "_":
+            continue
+        said = error_of(lambda f=function, n=named[-1]: f(**{f"{n}z": 3}))
+        assert f"argument '{named[-1]}z'; did you mean `{named[-1]}`?" in said, name
+
+
+def test_public_functions_can_be_pickled():
+    for function in (mt.fit, data.chat, losses.dpo, models.generate):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():

@@ -187,6 +187,9 @@ def test_what_a_trainer_tells_is_read_only():
         ("generate", r"megatrain_jax.models.generate\(trainer"),
         ("losses", r"history\[\"loss\"\]"),
         ("parms", "did you mean `params`"),
+        ("save_model", r"models.save_pretrained\(trainer, folder\) .* or `save` of a trainer"),
+        ("global_step", "a trainer has `num_steps`"),
+        ("add_callback", "pass `callbacks=` to `train`"),
         ("zzz", "has no attribute 'zzz'$"),
     ],
 )

@@ -150,7 +150,7 @@ def test_lists_of_a_gpu_s_memory_count_where_jax_allocates_it(monkeypatch):
 
     def refused(of):
         with pytest.raises(MemoryError, match="of host memory") as found:
-            check_host(replace(of, options=replace(of.options, host_budget=2**30)), 1, 1, None)
+            check_host(replace(of, options=replace(of.options, host_budget=2**30)), 1, 1)
         return re.findall(r"([\d.]+) GiB for the rest of the process", str(found.value))[0]
 
     several = replace(spec, first=replace(spec.first, num_devices=4))

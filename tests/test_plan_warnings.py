@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import megatrain_jax as mt
 import small
@@ -74,6 +75,76 @@ def test_wide_products_are_warned_of_where_they_cost_time(microbatches):
     (said,) = planned(2**18, microbatches=microbatches)
     assert "wider than bfloat16" in said and 'precision="float32"' in said
     assert not planned(2**17) and not planned(2**18, precision="float32")
+
+
+class Tokens(nnx.Module):
+    """Embedded tokens, two blocks and a head; products follow the embedding's dtype."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype=None):
+        self.embed = nnx.Embed(64, 32, rngs=rngs, dtype=dtype)
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return jnp.mean(self.embed.attend(x).astype(jnp.float32) ** 2)
+
+
+def tokens_plan(precision, dtype=None):
+    def model():
+        return Tokens(nnx.Rngs(0), dtype)
+
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 8), jnp.int32)}
+    given = model, lambda m, batch: m(batch["tokens"]), optax.sgd(0.1), batch
+    return mt.plan(*given, precision=precision).warnings
+
+
+EVERYWHERE = mt.Precision(products={"*": "float8"})
+
+
+@pytest.mark.parametrize("precision", [EVERYWHERE, mt.Precision(compute="bfloat16")])
+def test_a_layer_that_widens_the_products_is_named(precision):
+    (said,) = tokens_plan(precision)
+    assert "100% of the matrix products have operands wider than bfloat16" in said
+    assert "`embed/embedding` is cast to float32 in stage " in said
+    assert ("none of these can be in float8" in said) == (precision is EVERYWHERE)
+    assert "products={" not in said, "what was asked for already"
+    assert not tokens_plan(precision, dtype=jnp.bfloat16)
+
+
+def test_the_cause_of_wide_products_is_found_in_batches_blocks_and_losses():
+    def planned(loss_fn, dtype=jnp.bfloat16):
+        params = {"layers": [{"w": np.ones((8, 8), np.float32)} for _ in range(3)]}
+        batch = {"x": jax.ShapeDtypeStruct((4, 8), dtype)}
+        what = params, loss_fn, optax.sgd(0.1), batch
+        return mt.plan(*what, precision="bfloat16").warnings
+
+    def widened(at):
+        def loss_fn(params, batch):
+            x = batch["x"]
+            for i, layer in enumerate(params["layers"]):
+                x = x.astype(jnp.float32) if i == at else x
+                x = jnp.tanh(x @ layer["w"].astype(x.dtype))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        return loss_fn
+
+    def in_block(params, batch):
+        x = batch["x"]
+        for layer in params["layers"]:
+            w = layer["w"].T.astype(jnp.float32)
+            x = jnp.tanh(w @ x.astype(jnp.float32).T).T.astype(jnp.bfloat16)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    (said,) = planned(widened(None), jnp.float32)
+    assert "an array of the batch is float32 in stage layers.0" in said
+    (said,) = planned(widened(1))
+    assert "67% of" in said and "numbers are cast to float32 in stage layers.1" in said
+    (said,) = planned(in_block)
+    assert "`layers/0/w` is cast to float32 in stage layers.0" in said
+    # One of three products is a choice.
+    assert not planned(widened(2)) and not planned(widened(None))
 
 
 SCRIPT = """

@@ -163,7 +163,7 @@ def test_a_run_that_no_host_budget_of_a_size_suffices_for_says_what_would():
         budget = int(share * (mib << 20))
         asked = dataclasses.replace(with_host_budget(spec, budget), fits_host=False)
         with pytest.raises(MemoryError, match="If blocks are computed again") as caught:
-            check_host(asked, 1, 1, None)
+            check_host(asked, 1, 1)
         found = re.search(r"computed again, it needs ([\d.]+) GiB", str(caught.value))
         assert found and 0.97 * mib / 1024 < float(found[1]) <= mib / 1024 + 0.01
 

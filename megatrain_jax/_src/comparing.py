@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Never
+from typing import Any
 
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -18,13 +18,11 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
 
-@naming_options
 def compare_plans(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -46,7 +44,6 @@ def compare_plans(
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     measure: bool = False,
-    **unknown: Never,
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: fit, time and memory.
 
@@ -75,7 +72,6 @@ def compare_plans(
         host_gib: See `plan`.
         num_gpus: See `plan`.
         measure: See `plan`.
-        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The plans as a table, a sequence of rows.
@@ -102,7 +98,6 @@ def compare_plans(
         >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
         [(('adamw',), 12), (('lion',), 8)]
     """
-    refuse_unknown(compare_plans, unknown)
     arguments = {
         "model": model,
         "loss_fn": loss_fn,

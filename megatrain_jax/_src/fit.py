@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from os import PathLike
-from typing import Any, Never
+from typing import Any
 
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -35,7 +35,6 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
@@ -49,7 +48,6 @@ _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()
 
 
-@naming_options
 def fit(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -78,7 +76,6 @@ def fit(
     keep: int = 3,
     callbacks: Callbacks = (),
     progress: bool = True,
-    **unknown: Never,
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -146,7 +143,6 @@ def fit(
             `megatrain_jax.callbacks.Callback`.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
-        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The trainer and its history.
@@ -164,7 +160,6 @@ def fit(
             be read.
         SystemExit: After SIGTERM.
     """
-    refuse_unknown(fit, unknown)
     loop = LoopOptions(
         steps=steps,
         epochs=epochs,
@@ -225,7 +220,6 @@ def fit(
             return call.train(batches, loop, series)
 
 
-@naming_options
 def train(
     trainer: Trainer,
     data: Iterable[Any],
@@ -240,7 +234,6 @@ def train(
     resume: bool = False,
     callbacks: Callbacks = (),
     progress: bool = True,
-    **unknown: Never,
 ) -> FitResult:
     """Continues training with a trainer; `fit` is `Trainer` followed by this.
 
@@ -266,7 +259,6 @@ def train(
             itself draws no batch of `data`, so the data may be made by the trainer.
         callbacks: See `fit`.
         progress: See `fit`.
-        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The trainer, with all its state on the host, and its history.
@@ -277,7 +269,6 @@ def train(
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    refuse_unknown(train, unknown)
     loop = LoopOptions(
         steps=steps,
         epochs=epochs,

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Never
+from dataclasses import replace
+from typing import Any
 
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -25,12 +26,11 @@ from megatrain_jax._src.options.options import (
     PrecisionGiven,
     Trainable,
 )
-from megatrain_jax._src.options.wrong_names import naming_options, refuse_unknown
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.run_warnings import PlanWarning
 from megatrain_jax._src.spec.budget import fit_to_machine
-from megatrain_jax._src.spec.host import fit_to_host
+from megatrain_jax._src.spec.host import fit_to_host, process_base_bytes
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.measured import by_measured_times
 from megatrain_jax._src.spec.microbatches import fit_with_microbatches
@@ -46,7 +46,6 @@ from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, placed_on
 
 
-@naming_options
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
@@ -67,7 +66,6 @@ def plan(
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
     measure: bool = False,
-    **unknown: Never,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
 
@@ -98,7 +96,6 @@ def plan(
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
             on the GPU.
-        **unknown: Refused, with the name of the option that was meant.
 
     Returns:
         The plan; print it, or let a notebook show it.
@@ -123,7 +120,6 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    refuse_unknown(plan, unknown)
     run = Options(
         microbatches=microbatches,
         waves=waves,
@@ -163,9 +159,14 @@ def plan(
         )
         usable = machine and machine.usable_bytes
         kernels = KernelCache(platform="gpu")
+        # Without hardware, the run is one of this machine.
+        on_cpu = machine is None and default_device().platform == "cpu"
+        base = process_base_bytes() if on_cpu else None
         spec = fit_with_microbatches(
             run,
-            lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
+            lambda run: replace(
+                make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
+            ),
             lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
             num_rows(sample_batch) or 1,
             usable,

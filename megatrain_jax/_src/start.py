@@ -55,6 +55,7 @@ from megatrain_jax._src.spec.host import (
     check_host,
     fit_to_host,
     peak_bytes,
+    process_base_bytes,
     state_bytes,
 )
 from megatrain_jax._src.spec.make_spec import make_run_spec
@@ -327,7 +328,21 @@ def fit_and_compile(
         spec = fit_to_machine(
             spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
         )
+    elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
+        fitted = fit_to_host(_on_cpu(spec, kernels, placement), *processes.spread)
+        spec = replace(spec, fits_host=False) if fitted is None else fitted
     return spec, free
+
+
+def _on_cpu(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpec:
+    """The run with the host memory of computation on a CPU, where nothing is compiled ahead."""
+    ahead = spec.first, spec.layouts, spec.optimizer, placement
+    return replace(
+        spec,
+        base_bytes=spec.base_bytes or process_base_bytes(),
+        temporary_bytes=kernels.estimate(step_kernels(*ahead)),
+        temporary_estimated=True,
+    )
 
 
 def _check(
@@ -335,11 +350,8 @@ def _check(
 ) -> None:
     """Refuses a run that needs too much memory of its host or its device."""
     processes = placement.processes
-    # On a CPU nothing is compiled before the first step, and temporaries are in host memory.
-    ahead = spec.first, spec.layouts, spec.optimizer, placement
-    temporaries = None if has_gpu else kernels.estimate(step_kernels(*ahead))
     # The last check before minutes of pinning.
-    check_host(spec, *processes.spread, temporaries)
+    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), *processes.spread)
     check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from typing import Any, Never
+from typing import Any
 
 import jax
 import optax
@@ -13,6 +13,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.history import History
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.options.batch_checks import check_batch
@@ -25,11 +26,6 @@ from megatrain_jax._src.options.options import (
     Options,
     PrecisionGiven,
     Trainable,
-)
-from megatrain_jax._src.options.wrong_names import (
-    ExplainedAttributes,
-    naming_options,
-    refuse_unknown,
 )
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
@@ -53,7 +49,6 @@ class Trainer(ExplainedAttributes):
     prints as a table of its model, its progress and its budget.
     """
 
-    @naming_options
     def __init__(
         self,
         model: Any,
@@ -74,7 +69,6 @@ class Trainer(ExplainedAttributes):
         seed: int = 0,
         hardware: Hardware | str | None = None,
         mesh: Mesh | AbstractMesh | None = None,
-        **unknown: Never,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -131,7 +125,6 @@ class Trainer(ExplainedAttributes):
                 `jax.sharding.Mesh` with any axes, with equally many devices of each process or only
                 of this one; None for all GPUs that JAX sees, or else its first device. The loss is
                 still over the whole batch; each process passes its part.
-            **unknown: Refused with the name that was meant.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -141,7 +134,6 @@ class Trainer(ExplainedAttributes):
             MemoryError: If host or device memory is too small, or `host_budget`.
         """
         began = time.perf_counter()
-        refuse_unknown(Trainer.__init__, unknown)
         run = Options(
             microbatches=microbatches,
             waves=waves,

@@ -4,42 +4,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.common.other_libraries import COMMAND
+from megatrain_jax._src.common.suggestions import did_you_mean, meant_option
 
-# Names of options and values in other libraries.
-_ELSEWHERE = {
-    "batch": "batch_size per_device_train_batch_size train_batch_size micro_batch_size",
-    "checkpoint_every": "save_steps save_every",
-    "clip": "max_grad_norm gradient_clipping",
-    "compute": "dtype bf16 fp16 torch_dtype mixed_precision precision",
-    "data": "dataset dataset_name datasets train_file",
-    "decay": "lr_scheduler_type lr_scheduler",
-    "epochs": "num_epochs num_train_epochs",
-    "eval_every": "eval_steps",
-    "frozen": "load_in_4bit load_in_8bit",
-    "keep": "save_total_limit",
-    "learning_rate": "lr",
-    "length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
-    "log_every": "logging_steps",
-    "logs": "report_to",
-    "lora_rank": "lora_r",
-    "max_completion_length": "max_new_tokens max_tokens",
-    "max_tokens": "max_new_tokens max_completion_length",
-    "num_generations": "num_return_sequences num_samples group_size",
-    "rewards": "reward_funcs reward_functions reward_func",
-    "lora_targets": "lora_target_modules lora_target target_modules",
-    "microbatches": "gradient_accumulation_steps",
-    "model": "model_name_or_path base_model model_name",
-    "optimizer": "optim",
-    "out": "output_dir save_dir",
-    "push": "push_to_hub hub_model_id",
-    "steps": "max_steps num_steps",
-    "warmup": "warmup_ratio",
-}
-_OPTIONS: dict[str, list[str]] = {}
-for _option, _names in _ELSEWHERE.items():
-    for _name in _names.split():
-        _OPTIONS.setdefault(_name, []).append(_option)
+# Names of values in other libraries.
 _VALUES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _VALUES |= {"none": "null"}
 _WORDS = {
@@ -88,12 +56,15 @@ def unknown_option(name: str, known: Iterable[str]) -> str:
         '--le is no option; did you mean `--learning-rate` or `--length`?'
     """
     known = list(known)
-    longer = sorted(one for one in known if one.startswith(name)) if name not in _OPTIONS else []
-    if longer:
+    longer = sorted(one for one in known if one.startswith(name))
+    if meant := meant_option(name, known):
+        hint = f"; did you mean `{meant}`?"
+    elif name in COMMAND:
+        return f"{option(name)} is no option: {COMMAND[name]}"
+    elif longer:
         hint = f"; did you mean {' or '.join(f'`{one}`' for one in longer[:3])}?"
     else:
-        meant = next((one for one in _OPTIONS.get(name, ()) if one in known), name)
-        hint = did_you_mean(meant, known)
+        hint = did_you_mean(name, known)
     return f"{option(name)} is no option{re.sub('`(.*?)`', lambda m: f'`{option(m[1])}`', hint)}"
 
 

@@ -1,19 +1,56 @@
-"""Suggestions for a misspelt name, and the refusal of misspelt keywords."""
+"""Errors for unknown names, with the name or the way that was meant."""
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, MutableMapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-_P = ParamSpec("_P")
+from megatrain_jax._src.common.other_libraries import (
+    ATTRIBUTES,
+    LOOP_OPTIONS,
+    MEANT,
+    MODULES,
+    PUBLIC,
+    RUN_OPTIONS,
+    SENTENCES,
+    TAKERS,
+)
+
 _T = TypeVar("_T")
+
+# The option that a value of a type is meant for, if it is passed without a name.
+_BY_TYPE = {
+    "Hardware": "hardware",
+    "Precision": "precision",
+    "Mesh": "mesh",
+    "AbstractMesh": "mesh",
+    "GrpoOptions": "options",
+}
+_MESH = 'write mesh=jax.make_mesh((n,), ("data",)) for n GPUs'
+_PARAMETERS = "pass `params=` to a new Trainer, or restore a checkpoint"
+_RATE = (
+    "the optimizer has it: give that a schedule, as in "
+    "optax.adamw(optax.cosine_decay_schedule(1e-3, 1000)), or make a new Trainer with another "
+    "optimizer and restore a checkpoint"
+)
+_NEW = (
+    "it is fixed when a trainer is made: pass it to a new Trainer, and restore a checkpoint there"
+)
+_HOW_TO_SET = {
+    **dict.fromkeys(("loss_fn", "optimizer", *RUN_OPTIONS), _NEW),
+    **{name: f"pass `{name}=` to `train`" for name in LOOP_OPTIONS},
+    **dict.fromkeys(("params", "model"), _PARAMETERS),
+    "opt_state": "restore a checkpoint",
+    **dict.fromkeys(("learning_rate", "lr"), _RATE),
+}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question that names the known name nearest to a misspelt one.
 
-    Case and underscores don't count, so `rtx4090` is near `RTX_4090`.
+    Case and underscores don't count, so `rtx4090` is near `RTX_4090`. A near name has the same
+    first letter: `push` is not meant by `gpus`.
 
     Args:
         name: The misspelt name.
@@ -22,7 +59,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         The end of a message, such as "; did you mean `steps`?"; empty if no name is near.
     """
-    names = list(known)
+    names = [one for one in known if _plain(one)[:1] == _plain(name)[:1]]
     near = get_close_matches(_plain(name), {*map(_plain, names)}, n=1, cutoff=0.7)
     if not near:
         return ""
@@ -32,88 +69,191 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean `{nearest}`?"
 
 
-def refuse_keywords(
-    function: Callable[..., object],
-    unknown: Iterable[str],
-    hint: Callable[[str, list[str]], str] = did_you_mean,
-) -> None:
-    """Refuses keywords that a function doesn't have, and suggests one that it has.
+def meant_option(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a name of another library means; None if there is none."""
+    known = {*known}
+    return next((ours for ours in MEANT.get(name, ()) if ours in known), None)
+
+
+def explain(space: MutableMapping[str, Any]) -> None:
+    """Adds hints to a public module: to its functions, its classes and its missing names.
 
     Args:
-        function: The function that was called.
-        unknown: The keywords that are none of its parameters.
-        hint: Function from a keyword and the function's parameters to the end of the message.
-
-    Raises:
-        TypeError: If there is one. The message is Python's own, followed by the hint.
+        space: The module's variables, `globals()`, with `__all__` and `__name__`.
     """
-    for name in unknown:
-        parameters = inspect.signature(function).parameters.values()
-        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-        raise TypeError(f"{said}{hint(name, known)}")
+    for name in space["__all__"]:
+        space[name] = hinting(space[name], space["__name__"])
+    space["__getattr__"] = functools.partial(_no_public_name, space["__name__"], space["__all__"])
 
 
-def near_or_meant(meant: Mapping[str, str]) -> Callable[[str, list[str]], str]:
-    """A hint for `refuse_keywords`: the parameter that a name means elsewhere, or the nearest one.
+def hinting(value: _T, module: str) -> _T:
+    """A public function, or class, whose unknown keywords get a hint; other values as they are.
 
     Args:
-        meant: This library's parameter for each name in other libraries.
+        value: The public value. A class is changed in place: its `__init__` and public methods.
+        module: Name of the public module that has it.
+
+    Returns:
+        The function with a check of its keywords. The error is Python's own `TypeError`, followed
+        by the name that was meant.
     """
-    return lambda name, known: did_you_mean(meant.get(name, name), known)
+    made: Any = value
+    if inspect.isfunction(made):
+        made = _checked(made)
+        made.__module__ = module
+    elif isinstance(made, type) and not issubclass(made, BaseException):
+        for name, method in [*vars(made).items()]:
+            kept = type(method) if isinstance(method, classmethod | staticmethod) else None
+            function = method.__func__ if kept else method
+            if not inspect.isfunction(function) or name.startswith("_") and name != "__init__":
+                continue
+            checked = _checked(function)
+            setattr(made, name, kept(checked) if kept else checked)
+    return made
 
 
-def hinting(
-    hint: Callable[[str, list[str]], str] = did_you_mean,
-    refused: Collection[str] | None = None,
-) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator of a function: an unknown keyword gets a suggestion.
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that explains the errors of its keywords and of options without their names."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = [p.kind for p in parameters]
+    named = tuple(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # A function with arguments by position alone, or any number of them, is left to Python.
+    most = len(positional) if inspect.Parameter.KEYWORD_ONLY in kinds else None
+    most = None if inspect.Parameter.VAR_POSITIONAL in kinds else most
+    if not named or hasattr(function, "_explained"):
+        return function
+
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in named and (not takes_all or _is_meant(name, named)):
+                said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{said}{keyword_hint(name, named)}")
+        if most is not None and len(args) > most > 0:
+            option = _BY_TYPE.get(type(args[most]).__name__)
+            hint = f", as in {option}=..." if option in named else ""
+            raise TypeError(
+                f"{function.__qualname__}() takes {most} positional arguments but {len(args)} were "
+                f"given; options after `{positional[-1]}` need their names{hint}"
+            )
+        return function(*args, **given)
+
+    called._explained = True  # type: ignore[attr-defined]
+    return called
+
+
+_IN_OPTIONS = (
+    *TAKERS["`models.GrpoOptions` takes"],
+    *("beta", "temperature", "top_p", "top_k", "stop", "loss_type", "shuffle"),
+)
+
+
+def _is_meant(name: str, known: tuple[str, ...]) -> bool:
+    """Whether a function that passes keywords on has this one under another name."""
+    if name in RUN_OPTIONS:
+        return False
+    return meant_option(name, known) is not None or "options" in known and name in _IN_OPTIONS
+
+
+def keyword_hint(name: str, known: Iterable[str]) -> str:
+    """The end of the message about an unknown keyword: what was meant, or how to reach the same.
 
     Args:
-        hint: See `refuse_keywords`.
-        refused: The keywords to refuse, for a function that passes unknown ones on; None for all
-            that it doesn't have.
+        name: The keyword.
+        known: The keywords that there are.
     """
+    known = [*known]
+    if ours := meant_option(name, known):
+        return f"; did you mean `{ours}`{f' ({_MESH})' if ours == 'mesh' else ''}?"
+    if "options" in known and name in _IN_OPTIONS:
+        return f"; pass it in `options=models.GrpoOptions({name}=...)`"
+    if name in ("batch_size", "per_device_train_batch_size"):
+        batches = "`sample_batch` has it" if "sample_batch" in known else "batches come from `data`"
+        return f"; {batches}: its arrays' first axis is the number of examples"
+    if name in SENTENCES:
+        return f"; {SENTENCES[name]}"
+    for option in (name, *MEANT.get(name, ())):
+        for takers, options in TAKERS.items():
+            if option in options:
+                return f"; {takers} `{option}`"
+    return did_you_mean(name, known)
 
-    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        known = inspect.signature(function).parameters
 
-        @functools.wraps(function)
-        def called(*args: _P.args, **given: _P.kwargs) -> _T:
-            unknown = (name for name in given if name not in known)
-            wrong = (name for name in unknown if refused is None or name in refused)
-            refuse_keywords(function, wrong, hint)
-            return function(*args, **given)
-
-        return called
-
-    return decorate
-
-
-def suggesting(
-    hint: Callable[[str, list[str]], str] = did_you_mean,
-) -> Callable[[type[_T]], type[_T]]:
-    """A decorator of a dataclass with keywords only: a misspelt keyword gets a suggestion.
+def public_name_hint(name: str, module: str, known: Iterable[str]) -> str:
+    """The end of the message about a name that a public module doesn't have.
 
     Args:
-        hint: See `refuse_keywords`.
+        name: The name.
+        module: The module's last name.
+        known: The public names that it has.
+    """
+    if name.startswith("_"):
+        return ""
+    known = [*known]
+    if ours := meant_option(name, known):
+        return f"; did you mean `{ours}`?"
+    if name in PUBLIC:
+        return f": {PUBLIC[name]}"
+    for one in (name, *MEANT.get(name, ())):
+        for other, names in MODULES.items():
+            if other != module and one in names.split():
+                return f"; did you mean `megatrain_jax.{other}.{one}`?"
+        if one in ("fit", "train", "plan", "Trainer", "Precision"):
+            return f"; did you mean `megatrain_jax.{one}`?"
+    return did_you_mean(name, known)
+
+
+def _no_public_name(module: str, known: list[str], name: str) -> NoReturn:
+    hint = public_name_hint(name, module.rpartition(".")[2], known)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+
+class ExplainedAttributes:
+    """A base of classes for users: an attribute that is missing or read-only gets an explanation.
+
+    For names of other libraries, it says how this library does the same.
     """
 
-    def decorate(kind: type[_T]) -> type[_T]:
-        record: Any = kind
-        make = record.__init__
-        known = inspect.signature(make).parameters
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a private attribute.
 
-        # The signature stays that of the dataclass.
-        @functools.wraps(make)
-        def __init__(self: Any, **given: Any) -> None:
-            refuse_keywords(make, (name for name in given if name not in known), hint)
-            make(self, **given)
+        Raises:
+            AttributeError: If its name is public, because setting it would have no effect.
+        """
+        if not name.startswith("_"):
+            raise AttributeError(_not_settable(type(self), name))
+        super().__setattr__(name, value)
 
-        record.__init__ = __init__
-        return kind
+    # Type checkers would take every name for an attribute.
+    if not TYPE_CHECKING:
 
-    return decorate
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self)
+            if hasattr(kind, name):  # raised within a property: shown as it is
+                object.__getattribute__(self, name)
+            said = f"{kind.__name__!r} object has no attribute {name!r}"
+            way = "" if name.startswith("_") else _way_to(name, dir(self))
+            raise AttributeError(f"{said}{way}")
+
+
+def _way_to(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a missing attribute."""
+    if name in ATTRIBUTES:
+        return f": {ATTRIBUTES[name]}"
+    return did_you_mean(name, [one for one in known if not one.startswith("_")])
+
+
+def _not_settable(kind: type, name: str) -> str:
+    """The message for a public attribute that was set, with a way to reach the same."""
+    way = f": {_HOW_TO_SET[name]}" if name in _HOW_TO_SET else ""
+    if hasattr(kind, name):
+        return f"`{name}` of a {kind.__name__} is read-only{way}"
+    if not way:
+        public = [known for known in dir(kind) if not known.startswith("_")]
+        way = did_you_mean(name, [*public, *_HOW_TO_SET])
+    return f"a {kind.__name__} has no attribute `{name}` that could be set{way}"
 
 
 def _plain(name: str) -> str:

@@ -5,23 +5,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.suggestions import near_or_meant, suggesting
 from megatrain_jax._src.models.generation.sampling import check_restriction
 from megatrain_jax._src.objectives.policy_losses import LossType, ScaleRewards
 
-# Names in TRL, vLLM and Transformers, with this library's name.
-_MEANT = {
-    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
-    **dict.fromkeys(("num_return_sequences", "num_samples", "group_size"), "num_generations"),
-    **dict.fromkeys(("generation_batch_size", "batch_size"), "prompts_per_step"),
-    **dict.fromkeys(("eos_token_id", "stop_strings", "stop_token_ids"), "stop"),
-    **dict.fromkeys(("kl_coef", "kl_beta"), "beta"),
-    "num_completions_to_print": "log_completions",
-    "shuffle_dataset": "shuffle",
-}
 
-
-@suggesting(near_or_meant(_MEANT))
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
     """The options of GRPO, with the names and, except for a step's size, the defaults of TRL.

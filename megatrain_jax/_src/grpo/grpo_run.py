@@ -1,7 +1,7 @@
 """`grpo`: the loop of generation and training."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.grpo.policy_batch import batch_shapes, grpo_loss
 from megatrain_jax._src.grpo.rewards import RewardFunction, Rewards
@@ -19,34 +18,11 @@ from megatrain_jax._src.grpo.rollouts import Prompts, RolloutMetrics, Rollouts
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.low_rank import adapted_modules
 from megatrain_jax._src.models.with_reference import with_reference
-from megatrain_jax._src.options.options import Options
 from megatrain_jax._src.options.precision import precision_of
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.train.series import RunCheckpoints
 
-# Names in TRL, with this library's name.
-_MEANT = {
-    "reward_funcs": "rewards",
-    **dict.fromkeys(("train_dataset", "dataset", "data"), "rows"),
-    "processing_class": "tokenizer",
-    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
-    **dict.fromkeys(("args", "config"), "options"),
-    "optimizers": "optimizer",
-    "output_dir": "checkpoint_dir",
-    "save_steps": "checkpoint_every",
-    "save_total_limit": "keep",
-    "resume_from_checkpoint": "resume",
-}
-_IN_OPTIONS = {field.name for field in fields(GrpoOptions)} - {f.name for f in fields(Options)}
 
-
-def _hint(name: str, known: list[str]) -> str:
-    if name in _IN_OPTIONS:
-        return f"; pass it in `options=models.GrpoOptions({name}=...)`"
-    return near_or_meant(_MEANT)(name, known)
-
-
-@hinting(_hint, refused=_MEANT.keys() | _IN_OPTIONS)
 def grpo(
     model: Decoder | Callable[[], Decoder],
     rows: Sequence[Mapping[str, Any]],

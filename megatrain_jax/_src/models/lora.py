@@ -14,7 +14,7 @@ from flax import nnx
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.suggestions import hinting, near_or_meant
+from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.layers import ExpertMatrix
 from megatrain_jax._src.models.low_rank import (
@@ -38,7 +38,7 @@ DORA = r"(^|/)lora_([AB]|magnitude)$"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lora:
+class Lora(ExplainedAttributes):
     """A model with adapters: ``fit(a.model, ..., params=a.params, trainable=a.trainable)``.
 
     Attributes:
@@ -56,23 +56,6 @@ class Lora:
     targets: tuple[str, ...]
 
 
-# Names in PEFT, with this library's name.
-_hinted = hinting(
-    near_or_meant(
-        {
-            "r": "rank",
-            "lora_r": "rank",
-            "lora_alpha": "alpha",
-            "lora_dropout": "dropout",
-            "target_modules": "targets",
-            "use_dora": "dora",
-            "use_rslora": "rslora",
-        }
-    )
-)
-
-
-@_hinted
 def lora(
     model: nnx.Module | Callable[[], nnx.Module],
     *,

@@ -16,6 +16,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import naming
+from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
@@ -34,7 +35,7 @@ _LEAST_IN_A_LAYER = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pretrained:
+class Pretrained(ExplainedAttributes):
     """A checkpoint that can be trained on: ``fit(p.model, ..., params=p.params)``.
 
     Attributes:

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.common.suggestions import near_or_meant, refuse_keywords, suggesting
 from megatrain_jax._src.options.precision_values import FLOAT8_HINT, FLOAT8_NAMES, canonical
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -17,25 +16,7 @@ Rounding = Literal["stochastic", "nearest"]
 _FLOAT32 = jnp.dtype("float32")
 Products = Literal["float8"] | None
 
-# Names in Flax and other libraries, with this library's name.
-_hint = near_or_meant(
-    {
-        "dtype": "compute",
-        "param_dtype": "master",
-        "params": "master",
-        "weights": "master",
-        "optimizer": "state",
-        "opt_state": "state",
-        "moments": "state",
-        "gradients": "sums",
-        "grad_dtype": "sums",
-        "matmul": "products",
-        **dict.fromkeys(FLOAT8_NAMES, "products"),
-    }
-)
 
-
-@suggesting(_hint)
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of one run.
@@ -130,7 +111,6 @@ class Precision:
         compute: DTypeLike | None = None,
         sums: DTypeLike = jnp.float32,
         products: Products | Mapping[str, Products] = None,
-        **unknown: Never,
     ) -> "Precision":
         """Four bytes per parameter with Adam: masters in bfloat16, moments in 8 bits.
 
@@ -138,9 +118,7 @@ class Precision:
             compute: dtype that parameters are cast to before the model sees them; see `Precision`.
             sums: dtype in which sums of gradients are stored.
             products: "float8" for matrix products in float8.
-            **unknown: Refused, with the name of the option that was meant.
         """
-        refuse_keywords(cls.compact, unknown, _hint)
         return cls(
             master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums, products=products
         )
@@ -151,7 +129,6 @@ class Precision:
         compute: DTypeLike | None = None,
         sums: DTypeLike = jnp.float32,
         products: Products | Mapping[str, Products] = None,
-        **unknown: Never,
     ) -> "Precision":
         """Two bytes per parameter with Adam: masters in 8 bits, moments in 4.
 
@@ -161,9 +138,7 @@ class Precision:
             compute: dtype that parameters are cast to before the model sees them; see `Precision`.
             sums: dtype in which sums of gradients are stored.
             products: Form of large products; see `Precision`.
-            **unknown: Refused, with the name of the option that was meant.
         """
-        refuse_keywords(cls.two_bytes, unknown, _hint)
         return cls(master=jnp.int8, state=jnp.int4, compute=compute, sums=sums, products=products)
 
     def on(self, machine: Hardware | None) -> "Precision":

@@ -102,10 +102,13 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
 
 def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -> dict[str, int]:
     """A plan's figures for the host memory of a process; empty without hardware."""
-    if spec.machine is None:
+    if spec.machine is None and spec.base_bytes is None:
         return {}
     process = host_process(spec, num_processes, processes_per_host)
-    pooled = pooled_bytes(spec, num_processes, processes_per_host)
+    if spec.base_bytes is None:
+        pooled = pooled_bytes(spec, num_processes, processes_per_host)
+    else:
+        pooled = peak_bytes(spec.first) // num_processes
     return {
         "host_process_bytes": process.needed(pooled),
         "host_pool_bytes": process.pool_bytes(pooled),

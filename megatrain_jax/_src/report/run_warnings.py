@@ -14,6 +14,8 @@ from megatrain_jax._src.options.precision_values import NF4
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 from megatrain_jax._src.program.loss.stage_warnings import WORTH_CUTTING
+from megatrain_jax._src.program.loss.stages import Stage
+from megatrain_jax._src.program.primitives import LAYOUT
 from megatrain_jax._src.spec.codecs import coded_differences, stored_dtype
 from megatrain_jax._src.spec.run_spec import RunSpec
 
@@ -102,21 +104,98 @@ def _one_stage(spec: RunSpec) -> list[str]:
 
 def _wide_products(spec: RunSpec) -> list[str]:
     """Warns of much computation outside the compute dtype, which users rarely intend."""
-    compute = np.dtype(spec.precision.compute)
-    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
-    every = sum(count_flops(j, is_product) for j in jaxprs)
+    given, name = spec.options.precision, spec.precision.compute.name
+    wide, every = _wide_flops(spec)
     # A router or a loss in fp32 is intended, and takes only a few percent of the operations.
-    wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
-    # Forward, its recomputation, and backward.
-    if wide <= every / 10 or 4 * spec.microbatches * wide < _WORTH_NARROWING:
+    if wide <= every / 10:
         return []
+    # Who asks for a dtype learns that most products are not in it, even if they take little time.
+    is_asked = not isinstance(given, str) and given.compute is not None
+    is_asked = is_asked or spec.precision.asks_for_float8
+    # Forward, its recomputation, and backward.
+    costs_time = 4 * spec.microbatches * wide >= _WORTH_NARROWING
+    if not costs_time and not (is_asked and wide > every / 2):
+        return []
+    beside = ", and none of these can be in float8" if spec.precision.asks_for_float8 else ""
     return [
-        f"{wide / every:.0%} of the matrix products have operands wider than "
-        f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
+        f"{wide / every:.0%} of the matrix products have operands wider than {name}, the compute "
+        f"dtype{beside}{_widened_by(spec)}. A layer that fixes its dtype when it is built "
         "(nnx.Embed does), a wide array in the batch, or a cast in the loss widens all that "
-        "follow: give it the compute dtype, or ask for the wider one, as in "
-        'precision="float32"'
+        f"follow: give it the compute dtype, as in nnx.Embed(..., dtype=jnp.{name}), or ask for "
+        'the wider one, as in precision="float32"'
     ]
+
+
+def _wide_flops(spec: RunSpec) -> tuple[int, int]:
+    """Operations of a forward's products wider than the compute dtype, and of all products."""
+    itemsize = spec.precision.compute.itemsize
+    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
+    wide = sum(count_flops(j, lambda e: _is_wide(e, itemsize)) for j in jaxprs)
+    return wide, sum(count_flops(j, is_product) for j in jaxprs)
+
+
+def _widened_by(spec: RunSpec) -> str:
+    """A clause on what makes the operands of the first wide product wide; empty if unknown.
+
+    A wide operand is followed back, from stage to stage, to the equation or the input where
+    numbers become wide.
+    """
+    itemsize = spec.precision.compute.itemsize
+    stages = [bound.stage for bound in spec.first.stages]
+    makers = {value: stage for stage in stages for value in stage.outputs}
+    found = (
+        (stage, eqn)
+        for stage in stages
+        for eqn in stage.jaxpr.eqns
+        if jx.contains(eqn, lambda e: _is_wide(e, itemsize))
+    )
+    stage, eqn = next(found, (None, None))
+    while stage is not None:
+        made = {variable: e for e in stage.jaxpr.eqns for variable in e.outvars}
+        wide = None
+        while eqn is not None:
+            wide = next((v for v in jx.variables(eqn.invars) if _width(v) > itemsize), None)
+            if wide is None:  # narrow operands: it widens
+                parameter = _parameter(stage, eqn, made, spec)
+                what = f"`{parameter}` is" if parameter else "numbers are"
+                return f": {what} cast to {_widest(eqn)} in stage {stage.name}"
+            eqn = made.get(wide)
+        inputs = list(stage.jaxpr.invars)
+        at = inputs.index(wide) - len(stage.consts)
+        if 0 <= at < len(stage.leaves):
+            path = path_name(spec.leaves[stage.leaves[at]].path)
+            return f": `{path}` is {wide.aval.dtype.name} in stage {stage.name}"
+        value = stage.inputs[at - len(stage.leaves)] if at >= 0 else None
+        if value not in makers:
+            what = "an array of the batch" if at >= 0 else "a constant"
+            return f": {what} is {wide.aval.dtype.name} in stage {stage.name}"
+        stage = makers[value]
+        result = stage.jaxpr.outvars[stage.outputs.index(value)]
+        eqn = next((e for e in stage.jaxpr.eqns if result in e.outvars), None)
+        if eqn is None:
+            break
+    return ""
+
+
+def _width(atom: Any) -> int:
+    """Bytes of a floating-point number of a variable; 0 for other dtypes."""
+    return atom.aval.dtype.itemsize if jx.is_float(atom.aval) else 0
+
+
+def _widest(eqn: Any) -> str:
+    """The dtype of an equation's widest result."""
+    return max(eqn.outvars, key=_width).aval.dtype.name
+
+
+def _parameter(stage: Stage, eqn: Any, made: dict[Any, Any], spec: RunSpec) -> str | None:
+    """The path of the parameter that an equation reads, as it is or rearranged; None if none."""
+    leaves = dict(zip(stage.jaxpr.invars[len(stage.consts) :], stage.leaves, strict=False))
+    for variable in jx.variables(eqn.invars):
+        while (e := made.get(variable)) is not None and e.primitive.name in LAYOUT:
+            variable = e.invars[0]
+        if not jx.is_literal(variable) and variable in leaves:
+            return path_name(spec.leaves[leaves[variable]].path)
+    return None
 
 
 def _is_wide(eqn: Any, itemsize: int) -> bool:
@@ -131,6 +210,9 @@ def _no_float8(spec: RunSpec) -> list[str]:
     """Warns if float8 was asked for, in all or by a pattern, and no product is computed in it."""
     precision, reached = spec.precision, spec.first.program.in_float8
     if not precision.asks_for_float8:
+        return []
+    wide, every = _wide_flops(spec)
+    if not reached and wide > every / 2:  # `_wide_products` says it
         return []
     if not reached:
         return [

@@ -73,6 +73,9 @@ class HostProcess:
         array_bytes: Bytes of the largest array of the store per device.
         list_bytes: See `beside_bytes`.
         unpinned_bytes: Bytes for batches and for communication between the run's devices.
+        base_bytes: See `RunSpec`.
+        computing_bytes: Bytes of what is on a GPU otherwise, where a CPU computes.
+        small_share: Fraction of the state in small arrays, whose memory the C library keeps.
     """
 
     num_devices: int
@@ -81,10 +84,15 @@ class HostProcess:
     array_bytes: int
     list_bytes: int
     unpinned_bytes: int
+    base_bytes: int | None
+    computing_bytes: int
+    small_share: float
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the process without state: interpreter, CUDA, XLA, batches, communication."""
+        if self.base_bytes is not None:
+            return self.base_bytes
         return beside_bytes(0, self.list_bytes) + self.unpinned_bytes
 
     @functools.cached_property
@@ -100,11 +108,16 @@ class HostProcess:
 
     def needed(self, num_bytes: int) -> int:
         """Bytes of the process if the arrays in its pools, with gaps, take so many bytes."""
+        if self.base_bytes is not None:  # a CPU has no pools
+            arrays = num_bytes + self.computing_bytes
+            return self.base_bytes + round(arrays * (1 + self.small_share))
         what = self.total_bytes, self.num_devices, self.list_bytes
         return pool.process_bytes(num_bytes, self.array_bytes, *what) + self.unpinned_bytes
 
     def pool_bytes(self, num_bytes: int) -> int:
-        """The pinned memory among them."""
+        """The pinned memory among them; on a CPU these arrays themselves."""
+        if self.base_bytes is not None:
+            return num_bytes
         what = self.total_bytes, self.num_devices, self.list_bytes
         return pool.pool_bytes(num_bytes, self.array_bytes, *what)
 
@@ -113,7 +126,9 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
     """The host memory of each process of a run; see `fit_to_host`."""
     own, options = spec.first.num_devices // num_processes, spec.options
     # The devices of a host share its memory.
-    machine = options.machine and options.machine.times(own * processes_per_host)
+    on_cpu, machine = spec.base_bytes is not None, None
+    if not on_cpu:
+        machine = options.machine and options.machine.times(own * processes_per_host)
     total = machine and machine.assumed_host_bytes
     lists = own * machine.list_bytes if machine else 0
     unpinned = _BATCHES * batch_bytes(spec.first.program, spec.first.microbatches) // num_processes
@@ -125,6 +140,9 @@ def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> 
         usable_bytes=pool.usable_bytes(
             options.host_bytes, total, own, processes_per_host, lists, unpinned
         ),
+        base_bytes=spec.base_bytes,
+        computing_bytes=own * (spec.first.schedule.peak_bytes + (spec.temporary_bytes or 0)),
+        small_share=_small_share(spec) if on_cpu else 0.0,
         array_bytes=spec.largest_slab_bytes,
         list_bytes=lists,
         unpinned_bytes=unpinned,
@@ -151,8 +169,11 @@ def fit_to_host(
     if (usable := process.usable_bytes) is None:
         return spec
 
-    def fits(peak: int) -> bool:
-        return process.needed(peak) <= usable
+    def fits(peak: int, first: BoundStep = spec.first) -> bool:
+        own = host_process(
+            dataclasses.replace(spec, first=first), num_processes, processes_per_host
+        )
+        return own.needed(peak) <= usable
 
     most = process.most_bytes or 0
     room = most // process.num_devices - state_bytes(spec.first) // spec.first.num_devices
@@ -166,7 +187,7 @@ def fit_to_host(
     if room <= 0 or not _may_fit_any(spec, may_fit):
         return None
     for first in _computing_again(spec, may_fit):
-        if fits(peak_bytes(first) // num_processes):
+        if fits(peak_bytes(first) // num_processes, first):
             return dataclasses.replace(spec, first=first)
     return None
 
@@ -208,37 +229,29 @@ def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def check_host(
-    spec: RunSpec,
-    num_processes: int,
-    processes_per_host: int,
-    temporary_bytes: int | None,
-) -> None:
+def process_base_bytes() -> int:
+    """Bytes of this process before a run, and of the compiler; see `RunSpec.base_bytes`."""
+    return resident_bytes() + _COMPILING
+
+
+def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> None:
     """Refuses a run that needs more host memory than the process may take, before allocation.
 
     Args:
         spec: The run, fitted to its host as far as possible.
         num_processes: See `fit_to_host`.
         processes_per_host: See `fit_to_host`.
-        temporary_bytes: Bytes of a function's temporaries on a CPU, where all arrays are in the
-            host's memory; None on a GPU, where arrays at rest are in a pool of pinned memory.
 
     Raises:
         MemoryError: If the run needs more.
     """
     process = host_process(spec, num_processes, processes_per_host)
     most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
-    if temporary_bytes is None:
-        needed, computing = process.needed(peak), 0
-        beside, fixed = "", process.fixed_bytes
-    else:
-        here = pool.available_process_bytes(processes_per_host)
-        most = _least(most, here)
-        computing = process.num_devices * (spec.first.schedule.peak_bytes + temporary_bytes)
-        arrays = round((peak + computing) * (1 + _small_share(spec)))
-        fixed = resident_bytes() + _COMPILING
+    needed, computing, beside = process.needed(peak), 0, ""
+    if spec.base_bytes is not None:
+        most = _least(most, pool.available_process_bytes(processes_per_host))
+        computing = process.computing_bytes
         beside = f", {sized(computing)} for computation, which a CPU does there, too"
-        needed = fixed + arrays
     if most is None or needed <= most:
         return
     rest = needed - peak - computing
@@ -247,7 +260,7 @@ def check_host(
         f"values and arrays on their way{beside}, {sized(rest)} for the rest of the "
         f"process. It may take {sized(most)} (`host_budget`, or what is available). "
         f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
-        f"{_advice(fixed, most)}"
+        f"{_advice(process.fixed_bytes, most)}"
     )
 
 

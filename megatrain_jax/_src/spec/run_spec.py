@@ -45,6 +45,8 @@ class RunSpec:
             minimum.
         temporary_bytes: Device bytes of compiled functions' temporaries; None until known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, without compilation.
+        base_bytes: Bytes of the process beside the run's arrays, with the compiler's, where a CPU
+            computes: all arrays are then in the host's memory. None on a GPU.
         is_measured: Whether the first step is scheduled by measured times of its functions.
         measured_machine: The hardware with measured rates of copies, by which the first step is
             scheduled; None if they were not measured. Steps of later batch shapes choose what they
@@ -75,6 +77,7 @@ class RunSpec:
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
+    base_bytes: int | None = None
     is_measured: bool = False
     measured_machine: Hardware | None = None
     room_bytes: int | None = None

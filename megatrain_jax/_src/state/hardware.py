@@ -5,12 +5,10 @@ import numbers
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.suggestions import suggesting
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state.pool_limit import POOL_BYTES_PER_LIST_BYTE
 
 
-@suggesting()
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The memory sizes and rates of an accelerator and its host, for plans.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
+from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.history import History
-from megatrain_jax._src.options.wrong_names import ExplainedAttributes
 from megatrain_jax._src.report.run_view import result_cells
 from megatrain_jax._src.report.table import aligned, html_beside, html_box, html_table
 from megatrain_jax._src.trainer import Trainer

@@ -15,7 +15,6 @@ from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.common.suggestions import hinting, near_or_meant
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
@@ -28,25 +27,6 @@ from megatrain_jax._src.models.generation.sampling import (
 )
 from megatrain_jax._src.models.generation.stop_strings import StopStrings
 from megatrain_jax._src.models.generation.weight_source import open_source
-
-# Names in Transformers and vLLM, with this library's name.
-_hinted = hinting(
-    near_or_meant(
-        {
-            **dict.fromkeys(
-                ("max_new_tokens", "max_length", "max_completion_length"), "max_tokens"
-            ),
-            **dict.fromkeys(("num_return_sequences", "num_generations", "n"), "num_samples"),
-            **dict.fromkeys(("stop_strings", "stop_token_ids", "eos_token_id"), "stop"),
-            **dict.fromkeys(("batch_size", "max_num_seqs"), "max_batch"),
-            **dict.fromkeys(("do_sample", "greedy"), "temperature"),
-            "gpu_memory_utilization": "device_budget",
-            "torch_dtype": "dtype",
-            "processing_class": "tokenizer",
-        }
-    )
-)
-
 
 _LEAST_TEMPERATURE = 1e-30
 # What Python takes for a completion besides its tokens: an object, two lists and their numbers.
@@ -153,7 +133,6 @@ class Generator:
         length = checks.integer("length", length)
         return plan_of(self._memory, hardware, length, checks.integer("num_texts", num_texts))
 
-    @_hinted
     def generate(
         self,
         prompts: Sequence[Any],
@@ -230,7 +209,6 @@ class Generator:
         )
 
 
-@_hinted
 def generate(
     source: Any,
     prompts: Sequence[Any],
