@@ -235,7 +235,7 @@ def test_faults_of_an_array_are_named_with_their_lines(tmp_path: Path):
     "bad",
     [
         '{"a": "}\\"]", "b": [{}, ' + "5" * 5000 + ', "\\\\"]}',
-        "5" * 5000,
+        "5" * 9000,
         '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}",
     ],
     ids=["digits", "only digits", "deep"],

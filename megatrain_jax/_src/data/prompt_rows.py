@@ -17,7 +17,8 @@ def prompts(source: Source, *, invalid: Literal["error", "drop"] = "error") -> l
     Args:
         source: See `chat`. The column `prompt` is a text or a list of messages; a reward function
             gets all further columns.
-        invalid: Whether a row without a prompt is an error, or left out, with a note in the terminal.
+        invalid: Whether a row without a prompt is an error, or left out, with a note in the
+            terminal.
 
     Returns:
         The rows, for `models.grpo`.
