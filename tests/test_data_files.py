@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from chats import alpaca, assert_same_batches, conversations, openai, sharegpt, tokenizer, write
 from megatrain_jax import data
-from megatrain_jax._src.data import reading
+from megatrain_jax._src.data import documents, reading
 from megatrain_jax._src.data.report import InvalidRow, Report
 from megatrain_jax._src.data.row_formats import to_conversation
 
@@ -150,6 +154,26 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "a number": (openai([{"role": "user", "content": 3}, A]), "content that is no text: turn 1"),
     "weights": (openai([Q, {**A, "weight": 0}]), "nothing to learn"),
     "tools": ({**openai([Q, A]), "tools": "{"}, "tools that are no valid JSON"),
+    "deep tools": ({**openai([Q, A]), "tools": "[" * 100_000}, "tools that are no valid JSON"),
+    "calls as a number": (openai([Q, {**A, "tool_calls": 5}]), "`tool_calls` is no list in turn 2"),
+    "a call without a name": (
+        openai([Q, {**A, "tool_calls": [{"function": {"name": None}}]}]),
+        "a tool call without a name: it is None in turn 2",
+    ),
+    "deep arguments": (
+        openai([Q, {**A, "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+        "arguments that are no valid JSON: in turn 2",
+    ),
+    "half a pair as a name": (
+        openai([Q, {**A, "tool_calls": [{"function": {"name": "f", "arguments": {"\ud800": 1}}}]}]),
+        "invalid Unicode",
+    ),
+    "thoughts as a number": (openai([Q, {**A, "thinking": 5}]), "no text: thinking of turn 2"),
+    "history as a number": (
+        {"instruction": "a", "output": "b", "history": 5},
+        "`history` is no list of pairs",
+    ),
+    "5,000 digits": ('{"messages": ' + "5" * 5000 + "}", "no valid JSON: .*5000 digits"),
 }
 
 
@@ -204,6 +228,114 @@ def test_faults_of_an_array_are_named_with_their_lines(tmp_path: Path):
     assert "text after the end of the array" in error_of(path)
     path.write_bytes(text.replace(b"\n },\n", b"\n }\n", 1))
     assert "expected ','" in error_of(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"a": "}\\"]", "b": [{}, ' + "5" * 5000 + ', "\\\\"]}',
+        "5" * 9000,
+        '{"a": ' + "[" * 20_000 + "]" * 20_000 + "}",
+    ],
+    ids=["digits", "only digits", "deep"],
+)
+def test_an_array_is_read_around_values_that_python_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, chunk: int
+):
+    monkeypatch.setattr(reading, "_CHUNK", chunk)
+    path = tmp_path / "a.json"
+    for text in (
+        f'[{{"text": "a"}},\n {bad}\n,{{"text": "b"}}, {bad}]',
+        f'{{"text": "a"}}\n{bad}\n{{"text": "b"}} \n{bad}',
+        f'{{"text":\n"a"}} {bad} {{"text": "b"}} {bad}',
+    ):
+        path.write_text(text)
+        report = Report()
+        read = [row for _, row in reading.rows(str(path), report, False)]
+        assert read == [{"text": "a"}, {"text": "b"}]
+        assert (report.num_rows, dict(report.left_out)) == (4, {"no valid JSON": 2})
+        assert f"{path}, line 2: no valid JSON" in report.examples()[0]
+    path.write_text(f"[{bad[:-1] if bad[0] == '{' else bad}")
+    with pytest.raises(data.DataError, match=f"{path}, line 1: no valid JSON"):
+        list(reading.rows(str(path), Report(), False))
+
+
+def test_rows_that_fail_in_code_that_expects_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(row: Any) -> Any:
+        raise KeyError(row["question"])
+
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    for name in ("to_conversation", "to_text"):
+        monkeypatch.setattr(documents, name, lambda row, *_: fail(row))
+    for read in (data.chat, data.text):
+        with pytest.raises(data.DataError, match=f"{path}, line 2: .*KeyError: 'c'"):
+            read(path, tokenizer(), length=64, batch_size=1, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_a_text_that_the_tokenizer_refuses_is_left_out_alone(tmp_path: Path, kind: str):
+    # Without a token for unknown words, the call for all texts fails.
+    words = Tokenizer(WordLevel({"a": 0, "<|im_end|>": 1}))
+    words.add_special_tokens(["<|im_end|>"])
+    tokens = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>")
+    tokens.chat_template = (
+        "{% if not add_generation_prompt %}{{ messages[1].content }}<|im_end|>{% endif %}"
+    )
+    texts = ["a", "dog", "a"]
+    rows: list[Any] = [{"question": "a", "answer": text, "text": text} for text in texts]
+    options: dict[str, Any] = {"length": 8, "batch_size": 1, "progress": False}
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(data.DataError, match=f"{path}, line 2: "):
+        getattr(data, kind)(path, tokens, **options)
+    dataset = getattr(data, kind)(path, tokens, invalid="drop", **options)
+    (batch,) = dataset
+    assert batch["tokens"].tolist() == [[0, 1, 0, 1, 0, 0, 0, 0]]
+    assert dataset.num_documents == 2 and sum(dataset.summary.left_out.values()) == 1
+
+
+def test_a_file_that_fails_later_is_named_with_its_last_row(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [str(i) * 9 for i in range(600)]})
+    options: dict[str, Any] = {"compression": "NONE", "use_dictionary": False}
+    pyarrow.parquet.write_table(table, path, row_group_size=256, **options)
+    content = path.read_bytes()
+    at = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    path.write_bytes(content[:at] + b"\xff" * 60 + content[at + 60 :])
+    for invalid in ("error", "drop"):
+        with pytest.raises(data.DataError, match=f"{path} can't be read as Parquet after row 256"):
+            data.text(path, tokenizer(), length=64, batch_size=1, invalid=invalid, progress=False)
+
+    def given() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise OSError("gone")
+
+    with pytest.raises(data.DataError, match="`source` can't be read after row 1: OSError: gone"):
+        data.text(given(), tokenizer(), length=64, batch_size=1, progress=False)
+
+
+def test_a_time_that_python_can_not_represent_is_one_row(tmp_path: Path):
+    times = pyarrow.array([0, 2**55, 1], pyarrow.timestamp("ms"))
+    rows = pyarrow.table({"text": ["a", "b", "c"], "at": times})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(rows, path)
+    report = Report()
+    read = list(reading.rows(str(path), report, False))
+    assert [row["text"] for _, row in read] == ["a", "c"] and report.left_out.total() == 1
+    assert f"{path}, row 2: " in report.examples()[0]
+
+
+def test_prompts_that_no_template_could_show_are_named(tmp_path: Path):
+    bad = [[5, Q], [{"role": "user", "content": 5}], [-1], "\ud800"]
+    good = [{"prompt": "a"}, {"prompt": [Q]}, {"prompt": [1, 2]}]
+    path = write(tmp_path / "a.jsonl", good)
+    path.write_text(path.read_text() + "".join(json.dumps({"prompt": one}) + "\n" for one in bad))
+    with pytest.raises(data.DataError, match=f"{path}, line 4: "):
+        data.prompts(path)
+    assert data.prompts(path, invalid="drop") == good
 
 
 def test_invalid_utf8_of_parquet_is_named_with_its_row(tmp_path: Path):

@@ -112,6 +112,17 @@ def test_only_equal_requests_share_data(chats, tmp_path):
     assert not read(source=rows) and not read(source=rows) and len(list(cache.iterdir())) == count
 
 
+def changed_fields(content: bytes) -> list[bytes]:
+    """A `corpus.json` with each of its values changed, with its own checksum as it was."""
+    written = json.loads(content)
+    found = []
+    for name, value in written["content"].items():
+        for other in (None if value else "", 2 if name == "pieces_per_unit" else [value]):
+            about = {**written["content"], name: other}
+            found.append(json.dumps({**written, "content": about}).encode())
+    return found
+
+
 @pytest.mark.parametrize("name", ["tokens.npy", "learned.npy", "starts.npy", "corpus.json"])
 def test_damaged_data_is_made_anew(name, chats, tmp_path):
     def read() -> data.Dataset:
@@ -120,11 +131,17 @@ def test_damaged_data_is_made_anew(name, chats, tmp_path):
     wanted = both(read())
     (folder,) = (tmp_path / "cache").iterdir()
     content = (folder / name).read_bytes()
-    changed = [content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], None]
+    changed = [content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], b"", None]
     if name == "corpus.json":
-        about = json.loads(content)
-        lists = about | {"checksums": list(about["checksums"])}
-        changed += [json.dumps(other).encode() for other in ([], {}, lists)]
+        changed += [
+            json.dumps(other).encode() for other in ([], {}, {"content": [], "checksum": ""})
+        ]
+        changed += [b"[" * 100_000, b"5" * 5000, b"\xff", *changed_fields(content)]
+    else:
+        # In the header, which says how the numbers are read.
+        changed.append(content.replace(b"<i", b"<u", 1).replace(b"|b", b"|u", 1))
+        for at in (0, 8, content.index(b"}")):
+            changed.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     for damaged in changed:
         (folder / name).unlink()
         if damaged is not None:
@@ -132,6 +149,41 @@ def test_damaged_data_is_made_anew(name, chats, tmp_path):
         with pytest.warns(UserWarning, match="is damaged and is made anew"):
             made = read()
         assert not made.summary.is_reused and both(made) == wanted and read().summary.is_reused
+
+
+def test_whatever_has_the_name_of_a_folder_is_replaced(chats, tmp_path):
+    def read() -> data.Dataset:
+        return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
+
+    read()
+    (folder,) = (tmp_path / "cache").iterdir()
+    for make in (folder.touch, lambda: folder.symlink_to("nowhere"), folder.mkdir):
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+        make()
+        with pytest.warns(UserWarning, match="is damaged and is made anew"):
+            assert not read().summary.is_reused
+        assert read().summary.is_reused
+
+
+def test_files_are_on_disk_before_their_name(chats, tmp_path, monkeypatch):
+    events: list[Any] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(opened: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{opened}")))
+        fsync(opened)
+
+    def renamed(path: Path, to: Path) -> Path:
+        events.append(sorted(path.iterdir()))
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
+    at = next(i for i, event in enumerate(events) if isinstance(event, list))
+    files = events[at]
+    assert files and {path.name for path in [*files, files[0].parent]} == set(events[:at])
+    assert events[at + 1 :] == ["cache"]
 
 
 @pytest.mark.parametrize("folder", ["chats.jsonl", "chats.jsonl/tokens"])

@@ -199,6 +199,10 @@ class CorpusBuilder:
             kept = self._entries.setdefault(name, _Entries(numbers.shape[1], numbers.dtype))
             kept.bytes += np.ascontiguousarray(numbers).tobytes()
 
+    def refuse(self, fault: InvalidRow) -> None:
+        """Gives the current document a fault, so that it is left out at its end."""
+        self._fault = self._fault or fault
+
     def check_ids(self, ids: Int32[np.ndarray, "*n"]) -> None:
         """Checks further ids of the current document."""
         self._fault = self._fault or self._fault_of(ids.reshape(-1))

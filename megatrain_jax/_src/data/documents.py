@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from megatrain_jax._src.data.distilled_rows import DistilledRow, to_distilled
 from megatrain_jax._src.data.reading import TEXT_KINDS, blocks, blocks_of, given_rows, kind_of, rows
-from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin
+from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, to_fault
 from megatrain_jax._src.data.row_formats import Pair, to_conversation, to_margin, to_pair, to_text
 from megatrain_jax._src.data.sources import GivenRows
 from megatrain_jax._src.data.tokenise import Document, TextPart
@@ -138,8 +138,8 @@ def read_rows(
         for origin, row in read:
             try:
                 converted = convert(row)
-            except InvalidRow as fault:
-                report.leave_out(origin, fault, errors)
+            except Exception as error:  # a row may have anything in any place
+                report.leave_out(origin, to_fault(error), errors)
                 continue
             yield origin, converted
 

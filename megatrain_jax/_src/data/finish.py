@@ -28,7 +28,7 @@ from megatrain_jax._src.data.vocabulary import BeyondVocabulary
 
 Invalid = Literal["error", "drop"]
 INVALID = ("error", "drop")
-_ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
+ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
 _ADVICE_TOO_LONG = (
     'Pass a larger `length` (the longest has {longest:,} tokens), or pass `too_long="cut"` (drop '
     'their end), "split" (continue in another row, without the earlier context) or "drop".'
@@ -200,7 +200,7 @@ def _finish(
         too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
     report.check(
         {
-            InvalidRow: _ADVICE_INVALID,
+            InvalidRow: ADVICE_INVALID,
             TooLong: too_long.format(longest=longest),
             BeyondVocabulary: _ADVICE_BEYOND,
             AssistantTextNotFound: _ADVICE_UNCLEAR,

@@ -12,7 +12,7 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.documents import read_rows
 from megatrain_jax._src.data.image_files import ImageProcessor, to_reference
-from megatrain_jax._src.data.report import InvalidRow, Report
+from megatrain_jax._src.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.data.row_formats import Conversation, to_conversation
 from megatrain_jax._src.data.sources import GivenRows, Source, resolve
 from megatrain_jax._src.data.template import Template
@@ -45,8 +45,8 @@ def image_conversations(
             references = tuple(
                 to_reference(image, folder, str(origin), whole=not errors) for image in images
             )
-        except InvalidRow as fault:
-            report.leave_out(origin, fault, errors)
+        except Exception as error:  # a row may have anything in any place
+            report.leave_out(origin, to_fault(error), errors)
             continue
         report.ignored.update(one.ignored)
         report.changed.update(one.changed)

@@ -10,6 +10,7 @@ from megatrain_jax._src.data.report import DataError, InvalidRow, RowOrigin
 NO_JSON = "no valid JSON"
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_TOKEN = re.compile(r'[\[\]{},]|"[^"\\]*(?:\\.[^"\\]*)*"|[^\[\]{},"]+', re.DOTALL)
 # The characters that `surrogateescape` makes from bytes that are not UTF-8.
 _ESCAPED = re.compile("[\udc80-\udcff]")
 
@@ -24,6 +25,12 @@ def checked_utf8(text: str, value: Any) -> Any:
     if not text.isascii() and (escaped := _ESCAPED.search(text)):
         return invalid_utf8(ord(escaped[0]) - 0xDC00)
     return value
+
+
+def unusable_json(error: ValueError | RecursionError) -> InvalidRow:
+    """The fault of JSON that Python refuses: its numbers are too long, or it is too deep."""
+    deep = isinstance(error, RecursionError)
+    return InvalidRow(NO_JSON, "it is nested too deeply" if deep else str(error))
 
 
 class Scanner:
@@ -71,14 +78,38 @@ class Scanner:
                 if not self._more():
                     raise self._broken(caught.msg, caught.pos) from None
                 continue
-            except RecursionError:
-                raise self._broken("it is nested too deeply") from None
+            except (ValueError, RecursionError) as caught:
+                self._skip()
+                return origin, unusable_json(caught)
             # A number may continue in the next chunk.
             if end < len(self._text) or not self._more():
                 break
         text = self._text[self._at : end]
         self._move(end)
         return origin, checked_utf8(text, value)
+
+    def _skip(self) -> None:
+        """Goes behind a value, by its brackets, without making it."""
+        depth = 0
+        while token := self._token():
+            depth += (token in ("[", "{")) - (token in ("]", "}"))
+            if not depth:
+                return
+        raise self._broken("a value without an end")
+
+    def _token(self) -> str:
+        """The next bracket, comma, text, or run of other characters; empty at the end."""
+        self.peek()
+        while True:
+            found = _TOKEN.match(self._text, self._at)
+            # It may continue in the next chunk.
+            if (found is not None and found.end() < len(self._text)) or not self._more():
+                break
+        found = _TOKEN.match(self._text, self._at)
+        if found is None:
+            return ""
+        self._move(found.end())
+        return found[0]
 
     def peek(self) -> str:
         """The next character that is not whitespace; empty at the end."""

@@ -9,9 +9,7 @@ import gzip
 import io
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -19,8 +17,14 @@ import pyarrow
 import pyarrow.parquet
 
 from megatrain_jax._src.data.columnar import restored_row
-from megatrain_jax._src.data.json_values import NO_JSON, Scanner, checked_utf8, invalid_utf8
-from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
+from megatrain_jax._src.data.json_values import (
+    NO_JSON,
+    Scanner,
+    checked_utf8,
+    invalid_utf8,
+    unusable_json,
+)
+from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, to_fault
 
 Row = Mapping[str, Any]
 
@@ -71,8 +75,7 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Ro
     reader = _READERS.get(kind_of(path))
     if reader is None:
         raise ValueError(f"{path} is plain text, which has no rows: use `data.text`")
-    with _readable(path):
-        yield from _objects(reader(path), RowOrigin(path), _EMPTY, report, error)
+    yield from _objects(reader(path), RowOrigin(path), _EMPTY, report, error)
 
 
 def _objects(
@@ -82,9 +85,9 @@ def _objects(
     report: Report,
     error: bool,
 ) -> Iterator[tuple[RowOrigin, Row]]:
-    empty = True
-    for origin, row in items:
-        empty = False
+    last = whole
+    for origin, row in _named_failures(items, whole):
+        last = origin
         report.num_rows += 1
         if not isinstance(row, InvalidRow) and not isinstance(row, Mapping):
             row = InvalidRow("a row is no object of fields", f"it is of type {type(row).__name__}")
@@ -93,17 +96,29 @@ def _objects(
             report.leave_out(origin, row, error)
         else:
             yield origin, row
-    if empty:
+    if last is whole:
         report.leave_out(whole, InvalidRow(if_empty), error)
 
 
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Turns errors of gzip into a `DataError` that names the file."""
+def _named_failures(
+    items: Iterable[tuple[RowOrigin, Any]], last: RowOrigin
+) -> Iterator[tuple[RowOrigin, Any]]:
+    """The items; if reading fails, the error names the file and the last row before."""
     try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as caught:
-        raise DataError(f"{path} can't be read as gzip: {caught}") from caught
+        for item in items:
+            last = item[0]
+            yield item
+    except DataError:
+        raise
+    except Exception as caught:  # of decompression, Parquet, the disk, or the user's own code
+        # The error of a file that can't be opened names it.
+        if isinstance(caught, OSError) and caught.filename is not None:
+            raise
+        suffixes = {suffix.lower() for suffix in Path(last.path).suffixes[-2:]}
+        form = next((f" as {_FORMS[suffix]}" for suffix in _FORMS if suffix in suffixes), "")
+        after = f" after {last.unit} {last.number}" if last.number else ""
+        why = f"{type(caught).__name__}: {caught}"
+        raise DataError(f"{last.path} can't be read{form}{after}: {why}") from caught
 
 
 def _bytes(path: str) -> BinaryIO:
@@ -128,16 +143,22 @@ def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
     Tokenizers that split words at line ends, such as byte-level ones, give the same tokens for the
     blocks as for the whole. Nothing is yielded for a file that is empty or not UTF-8.
     """
-    with _readable(path):
-        fault = _text_fault(path)
-        if fault is not None:
-            origin, what = fault
-            report.num_rows += bool(origin.number)
-            report.leave_out(origin, what, error)
-            return
-        report.num_rows += 1
-        with _characters(path) as stream:
-            yield from blocks_of(iter(lambda: stream.read(_CHUNK), ""))
+    for _, block in _named_failures(_blocks(path, report, error), RowOrigin(path)):
+        yield block
+
+
+def _blocks(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, str]]:
+    whole = RowOrigin(path)
+    fault = _text_fault(path)
+    if fault is not None:
+        origin, what = fault
+        report.num_rows += bool(origin.number)
+        report.leave_out(origin, what, error)
+        return
+    report.num_rows += 1
+    with _characters(path) as stream:
+        for block in blocks_of(iter(lambda: stream.read(_CHUNK), "")):
+            yield whole, block
 
 
 def blocks_of(chunks: Iterable[str]) -> Iterator[str]:
@@ -194,8 +215,8 @@ def _loads(line: str) -> Any:
         return checked_utf8(line, json.loads(line))
     except json.JSONDecodeError as caught:
         return InvalidRow(NO_JSON, f"{caught.msg} at column {caught.colno}")
-    except RecursionError:
-        return InvalidRow(NO_JSON, "it is nested too deeply")
+    except (ValueError, RecursionError) as caught:
+        return unusable_json(caught)
 
 
 def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
@@ -223,17 +244,15 @@ def _first_line(path: str) -> bytes:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line.decode("utf-8-sig", "surrogateescape"))
-    except ValueError:
+    except json.JSONDecodeError:
         return False
+    except (ValueError, RecursionError):  # JSON, but no value
+        return True
     return True
 
 
 def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as caught:
-        raise DataError(f"{path} can't be read as Parquet: {caught}") from caught
-    with file:
+    with pyarrow.parquet.ParquetFile(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
             for row in _pylist(batch):
@@ -252,15 +271,17 @@ def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:
     kind = pyarrow.struct(batch.schema)
     try:
         rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        # Only one row is faulty, so rows are read one by one.
+    except Exception:
+        # Only some rows are faulty, so rows are read one by one.
         for index in range(batch.num_rows):
             try:
                 row = batch.slice(index, 1).to_pylist()[0]
             except UnicodeDecodeError as caught:
                 yield invalid_utf8(caught.object[caught.start])
-                continue
-            yield restored_row(row, kind)
+            except Exception as caught:  # such as a time that Python can't represent
+                yield to_fault(caught)
+            else:
+                yield restored_row(row, kind)
         return
     for row in rows:
         yield restored_row(row, kind)
@@ -312,6 +333,8 @@ _READERS = {
     ".ndjson": _json_lines,
     ".parquet": _parquet,
 }
+# What damaged files with these suffixes can't be read as.
+_FORMS = {".gz": "gzip", ".parquet": "Parquet"}
 # Suffixes of files with rows, and of files with one text.
 KINDS = tuple(_READERS)
 TEXT_KINDS = (".txt",)

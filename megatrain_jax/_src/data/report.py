@@ -37,6 +37,13 @@ class AssistantTextNotFound(InvalidRow):
     """A conversation for which the chat template does not reveal the assistant's text."""
 
 
+def to_fault(error: Exception) -> InvalidRow:
+    """The fault of a row whose use has failed, whatever the error."""
+    if isinstance(error, InvalidRow):
+        return error
+    return InvalidRow("a row that can't be used", f"{type(error).__name__}: {error}")
+
+
 class RowOrigin(NamedTuple):
     """The origin of a row: its file, and its place there.
 

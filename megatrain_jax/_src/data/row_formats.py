@@ -270,7 +270,8 @@ def _question(form: str, row: Row) -> Turns:
     if form == "instruction":
         if context := valid_text(row.get("input", ""), "input"):
             question = f"{question}\n\n{context}" if question else context
-        for pair in row.get("history", ()):
+        history = row.get("history", ())
+        for pair in history if isinstance(history, list | tuple) else [history]:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise InvalidRow("unknown form", "`history` is no list of pairs")
             for role, text in zip(("user", "assistant"), pair, strict=True):

@@ -4,11 +4,11 @@ A cache is a folder with one folder per dataset. Its name is a hash of files, to
 and options:
 
     CACHE/3f0c.../tokens.npy, learned.npy, starts.npy, ...
-    CACHE/3f0c.../corpus.json    names the arrays and their checksums; written last
+    CACHE/3f0c.../corpus.json    all else, with checksums of the files and of itself; written last
 
 NumPy's files can be written piece by piece and mapped as flat arrays. A folder is written under a
-temporary name and renamed when it is complete, so parallel starts don't disturb each other. Folders
-may be deleted at any time.
+temporary name, and renamed when it is complete and on disk, so parallel starts don't disturb each
+other. Folders may be deleted at any time. One that can't be read, for any reason, is made anew.
 """
 
 import datetime
@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.unfinished import UnfinishedFolder
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, sync, sync_tree
 from megatrain_jax._src.data.corpus import Corpus
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
@@ -36,7 +36,7 @@ from megatrain_jax._src.data.sources import GivenRows
 
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 2**24
 # Arrays of a corpus besides values by name.
 _ARRAYS = ("tokens", "learned", "starts", "lengths", "goes_on", "documents")
@@ -108,16 +108,20 @@ class TokenCache:
 
     def find(self) -> Cached | None:
         """Returns the dataset; None if it is absent, or, with a warning, if it is damaged."""
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             return None
         try:
             return self._read()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # damaged files fail in any way
             warnings.warn(
-                f"the tokenised data in {self.path} is damaged and is made anew: {error}",
+                f"the tokenised data in {self.path} is damaged and is made anew: "
+                f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
-            shutil.rmtree(self.path, ignore_errors=True)
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.unlink(missing_ok=True)
             return None
 
     def files(self) -> GrowingFiles:
@@ -142,7 +146,7 @@ class TokenCache:
                 with _named(files.folder):
                     np.save(files.folder / f"{name}.npy", array)
         about = {
-            "checksums": {name: _checksum(array) for name, array in arrays.items()},
+            "checksums": {name: _checksum(files.folder / f"{name}.npy") for name in arrays},
             "digest": made.corpus.digest.hex(),
             "pieces_per_unit": made.corpus.pieces_per_unit,
             "unit_values": list(made.corpus.unit_values),
@@ -150,21 +154,29 @@ class TokenCache:
             "summary": asdict(made.summary),
             "chat_template": made.chat_template,
         }
+        text = json.dumps({"content": about, "checksum": _hash(about)})
         with _named(files.folder):
-            (files.folder / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            (files.folder / _ABOUT).write_text(text, encoding="utf-8")
+            # Before the name, or a machine that stops could leave a complete name with empty files.
+            sync_tree(files.folder)
         # Another start may have completed the same dataset meanwhile; this one's files stay mapped.
         with suppress(OSError):
             files.folder.rename(self.path)
+            sync(self.path.parent)
         files.discard()
         return made
 
     def _read(self) -> Cached:
-        about = json.loads((self.path / _ABOUT).read_text(encoding="utf-8"))
+        written = json.loads((self.path / _ABOUT).read_text(encoding="utf-8"))
+        about = written["content"]
+        if written["checksum"] != _hash(about):
+            raise ValueError(f"{_ABOUT} has another checksum")
         arrays: dict[str, Any] = {}
         for name, checksum in about["checksums"].items():
-            arrays[name] = _mapped(self.path, name)
-            if _checksum(arrays[name]) != checksum:
+            # Of the whole file: its header decides how its numbers are read.
+            if _checksum(self.path / f"{name}.npy") != checksum:
                 raise ValueError(f"{name}.npy has another checksum")
+            arrays[name] = _mapped(self.path, name)
         values: dict[str, Any] = {
             kind: {name: arrays[f"{kind}-{name}"] for name in about[kind]}
             for kind in ("unit_values", "token_values")
@@ -257,13 +269,17 @@ def _write_header(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> No
     np.lib.format.write_array_header_1_0(file, about)
 
 
-def _checksum(array: np.ndarray) -> str:
-    """A checksum of an array's bytes, read a part at a time."""
+def _checksum(path: Path) -> str:
+    """A checksum of a file's bytes, read a part at a time."""
     found = xxhash.xxh3_128()
-    flat = np.asarray(array).reshape(-1).view(np.uint8)
-    for at in range(0, flat.size, _CHUNK):
-        found.update(flat[at : at + _CHUNK].data)
+    with path.open("rb") as stream:
+        while part := stream.read(_CHUNK):
+            found.update(part)
     return found.hexdigest()
+
+
+def _hash(about: Any) -> str:
+    return xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _mapped(folder: Path, name: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from megatrain_jax._src.data.report import (
     InvalidRow,
     Report,
     RowOrigin,
+    to_fault,
 )
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.template import Rendered, Template
@@ -96,13 +97,13 @@ def add_conversations(
         # The call will fail, so the remaining rows are only searched for further faults.
         if errors and (report.errors[InvalidRow] or report.errors[AssistantTextNotFound]):
             continue
-        encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
+        encodings = iter(_encoded([one.text for _, parts in some for one in parts], tokens))
         for document, parts in some:
             mine = [(one, next(encodings)) for one in parts]
             try:
                 learned = [_learned(*pair, tokens, train_on, template, report) for pair in mine]
-            except InvalidRow as fault:
-                report.leave_out(document.origin, fault, errors)
+            except Exception as error:
+                report.leave_out(document.origin, to_fault(error), errors)
                 continue
             for number, ((_, encoding), mask) in enumerate(zip(mine, learned, strict=True), 1):
                 ids = np.array(encoding.ids, np.int32)
@@ -125,27 +126,29 @@ def _render(
             for conversation in conversations:
                 tokens.check_written(conversation)
             rendered = [template.render(conversation) for conversation in conversations]
-        except InvalidRow as fault:
-            report.leave_out(origin, fault, errors)
-            continue
+            hidden = [
+                template.left_out(conversation, one.text)
+                for conversation, one in zip(conversations, rendered, strict=True)
+            ]
         except DataError as error:
             raise DataError(f"{origin}: {error}") from error
-        hidden = [
-            template.left_out(conversation, one.text)
-            for conversation, one in zip(conversations, rendered, strict=True)
-        ]
+        except Exception as error:
+            report.leave_out(origin, to_fault(error), errors)
+            continue
         report.not_shown.update(set().union(*hidden))
         yield document, rendered
 
 
 def _learned(
     rendered: Rendered,
-    encoding: Encoding,
+    encoding: Encoding | InvalidRow,
     tokens: FastTokenizer,
     train_on: TrainOn,
     template: Template,
     report: Report,
 ) -> Bool[np.ndarray, " n"]:
+    if isinstance(encoding, InvalidRow):
+        raise encoding
     ids = np.array(encoding.ids, np.int32)
     if train_on == "all":
         return np.ones(len(ids), np.bool_)
@@ -231,7 +234,11 @@ def add_texts(
     for some in _batches(parts, lambda part: len(part.text)):
         if errors and report.errors[InvalidRow]:
             continue
-        for part, encoding in zip(some, tokens.encode([part.text for part in some]), strict=True):
+        encodings = _encoded([part.text for part in some], tokens)
+        for part, encoding in zip(some, encodings, strict=True):
+            if isinstance(encoding, InvalidRow):
+                builder.refuse(encoding)
+                encoding = Encoding()
             ids = np.array(encoding.ids, np.int32)
             learned = np.ones(len(ids), np.bool_)
             if part.start:
@@ -246,6 +253,16 @@ def add_texts(
                 builder.extend(last, np.ones(len(last), np.bool_))
                 builder.end(part.origin)
             begins = part.is_last
+
+
+def _encoded(texts: list[str], tokens: FastTokenizer) -> list[Encoding | InvalidRow]:
+    """The tokens of texts, or in their place the fault of a text that has none."""
+    try:
+        return [*tokens.encode(texts)]
+    except Exception as error:  # of only one text, but the tokenizer doesn't say which
+        if len(texts) > 1:
+            return [one for text in texts for one in _encoded([text], tokens)]
+        return [to_fault(error)]
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

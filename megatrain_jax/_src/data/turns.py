@@ -162,10 +162,7 @@ def read_tools(tools: Any) -> list[Any] | None:
         InvalidRow: If they are not.
     """
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError:
-            raise InvalidRow("tools that are no valid JSON") from None
+        tools = _decoded(tools, "tools that are no valid JSON") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -187,7 +184,9 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     # Templates read no further fields; all remaining ones are counted as ignored.
     message |= {field: turn[field] for field in _TEMPLATE_FIELDS if field in turn}
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_opened(call, number) for call in calls]
+        message["tool_calls"] = _calls(calls, number)
+    for field in _THOUGHTS:
+        valid_text(message.get(field, ""), f"{field} of turn {number}")
     for text in _strings([message.get(field) for field in _TEMPLATE_FIELDS]):
         valid_text(text, f"turn {number}")
     check_content(message, f"turn {number}")
@@ -206,19 +205,33 @@ def _content(content: Any, number: int) -> str:
     return valid_text(content, f"turn {number}")
 
 
+def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _decoded(calls, "tool calls that are no valid JSON", f"in turn {number}")
+    if not isinstance(calls, list | tuple):
+        raise InvalidRow("unknown form", f"`tool_calls` is no list in turn {number}")
+    return [_opened(call, number) for call in calls]
+
+
 def _opened(call: Any, number: int) -> dict[str, Any]:
     """A call with its JSON arguments parsed, as templates require."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, dict):
         raise InvalidRow("unknown form", f"a tool call without a function in turn {number}")
+    if not isinstance(name := function.get("name"), str) or not name:
+        raise InvalidRow("a tool call without a name", f"it is {name!r} in turn {number}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise InvalidRow("arguments that are no valid JSON", f"in turn {number}") from None
-        function = {**function, "arguments": arguments}
+        why = "arguments that are no valid JSON"
+        function = {**function, "arguments": _decoded(arguments, why, f"in turn {number}")}
     return {**call, "function": function}
+
+
+def _decoded(text: str, reason: str, place: str = "") -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # of numbers with too many digits, and of deep lists
+        raise InvalidRow(reason, place) from None
 
 
 def merged(turns: Turns, between: str) -> Turns:
@@ -317,7 +330,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for inner in value.values():
+        for name, inner in value.items():
+            yield from _strings(name)
             yield from _strings(inner)
     elif isinstance(value, list | tuple):
         for inner in value:

@@ -27,7 +27,7 @@ import xxhash
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json
-from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 
 MARKER = "megatrain_export.json"
 # Flags of Linux's renameat2: relative to the current folder; exchange names.
@@ -131,23 +131,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
         if folder.is_dir() and any(folder.iterdir()):
             _check_replaceable(folder)  # hours may have passed since the first check
-            _sync(at)
+            sync_tree(at)
             _exchange(at, folder)
         else:
             at.replace(folder)  # replaces an empty folder
     finally:
         # The unfinished folder, or the export that was replaced.
         unfinished.discard()
-
-
-def _sync(folder: Path) -> None:
-    """Waits until all files of a folder are on disk."""
-    for path in [*folder.rglob("*"), folder]:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def _exchange(a: Path, b: Path) -> None:
