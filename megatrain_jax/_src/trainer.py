@@ -51,6 +51,12 @@ class Trainer(ExplainedAttributes):
 
     Every read of the state first applies pending updates and moves all of it to the host. A trainer
     prints as a table of its model, its progress and its budget.
+
+    Attributes:
+        end_tokens: Ids of the tokens that the model has learned to end a text with, such as a chat
+            template's end of a turn. `fit` and `train` add those of their `data`, if it has an
+            attribute of this name, as a `data.Dataset` does. `models.generate` stops at them, and
+            `models.save_pretrained` writes them.
     """
 
     @naming_options
@@ -170,6 +176,7 @@ class Trainer(ExplainedAttributes):
             del params
         what = spec, placement, initial, sample_batch
         spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
+        self.end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
         self._state = RunState(spec, engine, progress)
         self._steps = RunSteps(self._state, sample_batch)

@@ -35,7 +35,7 @@ from megatrain_jax._src.data.sources import GivenRows
 
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 2**24
 # Arrays of a corpus besides values by name.
 _ARRAYS = ("tokens", "learned", "starts", "lengths", "goes_on", "documents")
