@@ -51,12 +51,6 @@ class Trainer(ExplainedAttributes):
 
     Every read of the state first applies pending updates and moves all of it to the host. A trainer
     prints as a table of its model, its progress and its budget.
-
-    Attributes:
-        end_tokens: Ids of the tokens that the model has learned to end a text with, such as a chat
-            template's end of a turn. `fit` and `train` add those of their `data`, if it has an
-            attribute of this name, as a `data.Dataset` does. `models.generate` stops at them, and
-            `models.save_pretrained` writes them.
     """
 
     @naming_options
@@ -176,7 +170,7 @@ class Trainer(ExplainedAttributes):
             del params
         what = spec, placement, initial, sample_batch
         spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
-        self.end_tokens: tuple[int, ...] = ()
+        self._end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
         self._state = RunState(spec, engine, progress)
         self._steps = RunSteps(self._state, sample_batch)
@@ -309,6 +303,25 @@ class Trainer(ExplainedAttributes):
     def num_steps(self) -> int:
         """Training steps dispatched so far."""
         return self._state.training.num_steps
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text in the data of `fit` and `train`.
+
+        A `data.Dataset` knows them, such as a chat template's end of a turn. `models.generate`
+        stops at them, and `models.save_pretrained` writes them. `add_end_tokens` adds others.
+        """
+        return self._end_tokens
+
+    def add_end_tokens(self, tokens: Iterable[int]) -> None:
+        """Adds to `end_tokens`, for data that doesn't have an attribute of this name.
+
+        Raises:
+            TypeError: If an id is no integer.
+            ValueError: If one is negative.
+        """
+        added = [checks.integer("tokens", token, least=0) for token in tokens]
+        self._end_tokens = tuple(dict.fromkeys((*self._end_tokens, *added)))
 
     @property
     def devices(self) -> tuple[Any, ...]:

@@ -98,7 +98,7 @@ class Dataset:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer or a text, and that a model learns to stop with."""
+        """Ids of the tokens that end an answer or a text, and that a model learns to stop at."""
         return tuple(self.summary.end_tokens)
 
     @property
