@@ -152,7 +152,10 @@ def _ended(conversation: Conversation, template: Template, tokens: FastTokenizer
     text, (start, stop) = rendered.text, rendered.spans[-1]
     if text[stop:].strip() or tokens.ends_turn(text, start, stop):
         return rendered
-    text = text[:stop] + tokens.up_to_special(template.next_mark(conversation))
+    mark = tokens.up_to_special(template.next_mark(conversation))
+    if not mark:
+        return rendered
+    text = text[:stop] + mark
     return Rendered(text, [*rendered.spans[:-1], (start, len(text))], rendered.stops)
 
 

@@ -319,6 +319,8 @@ def write_end_tokens(
         config: The model's configuration.
         learned: The tokens.
     """
+    if config.scores:  # nothing is written with scores
+        return
     if path is not None:
         values = read_json(path)
         known = end_tokens_of(values)
