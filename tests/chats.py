@@ -105,6 +105,26 @@ R1 = (
     "{{ eos_token }}{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
+# Has no end of a turn: the mark of the next one ends it. Shows reasoning after the last question
+# alone, as GLM-4.5 does.
+GLM = (
+    "{{ bos_token }}{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}"
+    "<think>{% if parts | length > 1 and loop.index0 > ns.last %}"
+    "{{ parts[0].replace('<think>', '') | trim }}{% endif %}</think>\n{{ parts[-1] | trim }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# Ends the last answer by another token than the ones before, as gpt-oss does.
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @functools.cache

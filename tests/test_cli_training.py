@@ -202,8 +202,12 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
     assert sorted(p.name for p in (out / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
         "megatrain_export.json",
     ]
+    # The base names no end of its own.
+    settings = json.loads((out / "adapter" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [1]
 
 
 OBJECTIVES = {
@@ -333,6 +337,9 @@ def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch,
     assert [r["loss"] for r in history] == pytest.approx(plain_losses(settings, out), rel=1e-5)
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert (out / "model" / "model.safetensors").exists()
+    # What the answers were seen to end with reaches the export through the reference, too.
+    settings = json.loads((out / "model" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [1]
 
 
 @pytest.mark.slow

@@ -101,6 +101,31 @@ def r1(messages: Messages) -> Parts:
     return parts
 
 
+def glm(messages: Messages) -> Parts:
+    parts: Parts = [("<s>", False)]
+    for index, message in enumerate(messages):
+        answers = message["role"] == "assistant"
+        # The question's mark is the end of the answer before it.
+        parts.append((f"<|{message['role']}|>", not answers and index > 0))
+        parts.append(("\n", False))
+        thought, _, said = message["content"].rpartition("</think>")
+        if answers:
+            shown = thought.replace("<think>", "") if index == len(messages) - 1 else ""
+            said = f"<think>{shown.strip()}</think>\n{said.strip()}"
+        parts.append((said, answers))
+    return [*parts, ("<|user|>", True)]
+
+
+def harmony(messages: Messages) -> Parts:
+    parts: Parts = []
+    for index, message in enumerate(messages):
+        answers = message["role"] == "assistant"
+        end = "<|endoftext|>" if index == len(messages) - 1 else "<|im_end|>"
+        parts.append((f"<|im_start|>{message['role']}\n", False))
+        parts.append((message["content"] + end, answers))
+    return parts
+
+
 STYLES = {
     "chatml": (chats.CHATML, chatml),
     "chatml-marked": (chats.CHATML_MARKED, chatml),
@@ -112,6 +137,8 @@ STYLES = {
     "qwen3": (chats.QWEN3, qwen3),
     "qwen3-thinking": (chats.QWEN3_THINKING, qwen3_thinking),
     "r1": (chats.R1, r1),
+    "glm": (chats.GLM, glm),
+    "harmony": (chats.HARMONY, harmony),
 }
 
 
@@ -166,7 +193,7 @@ def test_learns_all_if_asked(tmp_path: Path):
     assert line["mask"] == [True] * (len(line["tokens"]) - 1) + [False]
 
 
-@pytest.mark.parametrize("style", ["chatml", "qwen3", "qwen3-thinking", "r1"])
+@pytest.mark.parametrize("style", ["chatml", "qwen3", "qwen3-thinking", "r1", "glm"])
 def test_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, style: str):
     messages = [
         {"role": "user", "content": "one"},
@@ -177,7 +204,7 @@ def test_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, style:
     template, parts = STYLES[style]
     line = single(tmp_path, messages, template)
     assert (line["tokens"], line["labels"], line["mask"]) == by_hand(parts(messages))
-    shown = {"chatml": 2, "qwen3": 1, "qwen3-thinking": 1, "r1": 0}
+    shown = {"chatml": 2, "qwen3": 1, "qwen3-thinking": 1, "r1": 0, "glm": 1}
     assert learned_text(line).count("thought") == shown[style]
 
 
@@ -246,11 +273,137 @@ def test_a_token_shared_with_the_prompt_is_counted_and_not_learned(tmp_path: Pat
         openai([{"role": "user", "content": "a"}, {"role": "assistant", "content": "while on"}])
     ]
     path = write(tmp_path / "a.jsonl", rows)
-    dataset = data.chat(path, made, length=64, batch_size=1, progress=False)
+    with pytest.warns(UserWarning, match="1 of 1 rows .*[Mm]ove the space to the completion"):
+        dataset = data.chat(path, made, length=64, batch_size=1, progress=False)
     (batch,) = dataset
     assert made.decode(batch["labels"][batch["mask"]].tolist()) == " on<|endoftext|>"
-    assert dataset.summary.num_blurred == 1
+    assert (dataset.summary.num_blurred, dataset.summary.num_joined) == (1, 1)
     assert "share a token with the prompt" in str(dataset.summary)
+
+
+@pytest.mark.parametrize("style", ["glm", "harmony", "phi"])
+def test_only_what_ends_the_writing_is_an_end(tmp_path: Path, style: str):
+    """The end of a turn within a conversation may be no end of an answer, as with gpt-oss."""
+    (messages,) = [m for m in conversations(20, turns=3, system=False) if len(m) == 6][:1]
+    path = write(tmp_path / "one.jsonl", [openai(messages)])
+    end = {"glm": "<|user|>"}.get(style, "<|endoftext|>")
+    for train_on in ("assistant", "all"):
+        made = batches_of(path, STYLES[style][0], train_on=train_on)
+        assert made.end_tokens == (tokenizer().convert_tokens_to_ids(end),)
+
+
+def test_a_call_of_tools_ends_with_the_mark_of_their_answer(tmp_path: Path):
+    template = chats.GLM.replace(
+        "{{ parts[-1] | trim }}",
+        "{{ parts[-1] | trim }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}",
+    ).replace("<|{{ m.role }}|>", "{{ '<|end|>' if m.role == 'tool' else '<|' ~ m.role ~ '|>' }}")
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    question = {"role": "user", "content": "sum"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    line = single(tmp_path, [question, calling], template)
+    assert learned_text(line) == "<think></think>\n[add]<|end|>"
+    answered = [question, calling, {"role": "tool", "content": "2"}]
+    messages = [*answered, {"role": "assistant", "content": "two"}]
+    path = write(tmp_path / "a.jsonl", [openai(messages)])
+    made = batches_of(path, template)
+    expected = "<think></think>\n[add]<|end|><think></think>\ntwo<|user|>"
+    (batch,) = made
+    assert tokenizer().decode(batch["labels"][batch["mask"]].tolist()) == expected
+    ends = tokenizer().convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    assert sorted(made.end_tokens) == sorted(ends)
+
+
+def test_answers_are_found_in_turns_that_are_shown_otherwise_later(tmp_path: Path):
+    """Reasoning before a call of tools, left out once another question follows."""
+    template = chats.QWEN3.replace(
+        "{{ content }}<|im_end|>",
+        "{{ content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+        "<|im_end|>",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    for said in ("on ", ""):
+        messages = [
+            {"role": "user", "content": "sum"},
+            {
+                "role": "assistant",
+                "content": f"<think>while</think>{said}",
+                "tool_calls": [call],
+            },
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "<think>then</think>two"},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "<think>last</think>lines"},
+        ]
+        line = single(tmp_path, messages, template)
+        learned = f"{said}[add]<|im_end|>two<|im_end|><think>\nlast\n</think>\n\nlines<|im_end|>"
+        assert learned_text(line) == learned
+
+
+# Answers whose first token joins the prompt's end
+
+
+SPACED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def joined_rows(kind: str, *answers: str) -> list[dict[str, Any]]:
+    """Rows with a space at the end of the prompt, which belongs to the answer's first token."""
+    prompt = {"text": "while the ", "chat": "the"}.get(kind, "the")
+    if kind == "preferences":
+        return [{"prompt": prompt, "chosen": a, "rejected": f"{a} fell"} for a in answers]
+    return [{"prompt": prompt, "completion": a, "label": i > 0} for i, a in enumerate(answers)]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "preferences", "unpaired"])
+def test_answers_that_join_the_prompt_are_warned_of_or_refused(tmp_path: Path, kind: str):
+    made = tokenizer(SPACED)
+    options: dict[str, Any] = {"length": 64, "batch_size": 1, "shuffle": False, "progress": False}
+
+    def read(rows: list[dict[str, Any]], **more: Any) -> data.Dataset:
+        return getattr(data, kind)(rows, made, **options, **more)
+
+    with pytest.warns(UserWarning, match="2 of 2 rows .*[Mm]ove the space to the completion"):
+        some = read(joined_rows(kind, "cat sat", "mat sat"))
+    assert some.summary.num_joined == 2
+    # All of an answer: nothing but the end would be learned.
+    rows = joined_rows(kind, "cat", "mat sat", "mat")
+    with pytest.raises(data.DataError, match="[Mm]ove the space to the completion") as caught:
+        read(rows)
+    assert "row 1" in str(caught.value) and "row 3" in str(caught.value)
+    if kind != "unpaired":  # there, each row's answer is another's mismatched one
+        assert "row 2" not in str(caught.value)
+        with pytest.warns(UserWarning, match="1 of 1 rows"):
+            kept = read(rows, invalid="drop")
+        assert sum(kept.summary.left_out.values()) == 2
+
+
+def test_answers_after_the_prompts_last_word_are_learned_whole():
+    made, rows = tokenizer(), [{"prompt": "while the", "completion": " cat"}]
+    (batch,) = data.text(rows, made, length=64, batch_size=1, progress=False)
+    assert made.decode(batch["labels"][batch["mask"]].tolist()) == " cat<|endoftext|>"
+    rows = [{"prompt": "Sentiment: ", "completion": "positive"}] * 8
+    with pytest.raises(data.DataError, match="8 of 8 rows"):
+        data.text(rows, made_with("positive"), length=64, batch_size=1, progress=False)
+
+
+def made_with(word: str) -> Any:
+    """A tokenizer that has a word with the space before it as a token."""
+    made = tokenizer()
+    made.add_tokens([f" {word}"])
+    return made
+
+
+def test_a_reused_cache_warns_of_lost_tokens_again(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", joined_rows("text", "cat sat", "mat sat"))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="2 of 2 rows"):
+            made = data.text(
+                path, tokenizer(), length=64, batch_size=1, cache=tmp_path / "c", progress=False
+            )
+    assert made.summary.is_reused
 
 
 # Templates that are refused

@@ -155,7 +155,7 @@ def test_an_export_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch, 
 
     where = {
         "writing": (export, "write_config"),
-        "syncing": (folders, "_sync"),
+        "syncing": (folders, "sync_tree"),
         "renaming": (folders, "_exchange"),
     }
     monkeypatch.setattr(*where[moment], cut_off)

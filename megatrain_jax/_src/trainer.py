@@ -167,6 +167,7 @@ class Trainer(ExplainedAttributes):
             del params
         what = spec, placement, initial, sample_batch
         spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
+        self._end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
         self._state = RunState(spec, engine, progress)
         self._steps = RunSteps(self._state, sample_batch)
@@ -299,6 +300,25 @@ class Trainer(ExplainedAttributes):
     def num_steps(self) -> int:
         """Training steps dispatched so far."""
         return self._state.training.num_steps
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text in the data of `fit` and `train`.
+
+        A `data.Dataset` knows them, such as a chat template's end of a turn. `models.generate`
+        stops at them, and `models.save_pretrained` writes them. `add_end_tokens` adds others.
+        """
+        return self._end_tokens
+
+    def add_end_tokens(self, tokens: Iterable[int]) -> None:
+        """Adds to `end_tokens`, for data that doesn't have an attribute of this name.
+
+        Raises:
+            TypeError: If an id is no integer.
+            ValueError: If one is negative.
+        """
+        added = [checks.integer("tokens", token, least=0) for token in tokens]
+        self._end_tokens = tuple(dict.fromkeys((*self._end_tokens, *added)))
 
     @property
     def devices(self) -> tuple[Any, ...]:

@@ -73,8 +73,9 @@ class Samples(Callback):
             temperatures: Divisors of the logits before a token is drawn; 0 takes the most likely
                 one. Each prompt is continued at each of them.
             seed: Seed of the draws.
-            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token
-                and, with a `models.Decoder`, the ones that its checkpoint names.
+            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token,
+                the ends of turns that the run learns and, with a `models.Decoder`, the ones that
+                its checkpoint names.
             every: Number of steps between samples; None for each evaluation.
             show: Whether to print the samples.
 
@@ -143,6 +144,7 @@ class Samples(Callback):
         for row, (_, ids, _) in zip(tokens, self._rows, strict=True):
             row[: len(ids)] = ids
         rates = np.array([rate for *_, rate in self._rows], np.float32)
+        stop = self._stop if self._has_stop else [*self._stop, *trainer.end_tokens]
         rng, ends = np.random.default_rng(self._seed), lengths.copy()
         going = np.ones(self.num_rows, bool)
         for _ in range(self._num_tokens):
@@ -156,7 +158,7 @@ class Samples(Callback):
                 "row": np.arange(self.num_rows),
             }
             chosen = np.array(find_next_tokens(trainer, self._loss_fn, batch), np.int32)
-            going &= ~np.isin(chosen, self._stop)
+            going &= ~np.isin(chosen, stop)
             if not going.any():
                 break
             # A new array, because the device may still be reading the previous one.

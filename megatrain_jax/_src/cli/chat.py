@@ -12,9 +12,15 @@ from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
 from megatrain_jax._src.common.adapter_layers import different_layers
-from megatrain_jax._src.common.hf_folder import read_all_json, read_json, required_file
+from megatrain_jax._src.common.hf_folder import (
+    read_all_json,
+    read_json,
+    regular_file,
+    required_file,
+)
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import integer
+from megatrain_jax._src.models.config import GENERATION_CONFIG, end_tokens_of
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -174,8 +180,11 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
         model = _adapted(peft, model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
+    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+    if has_adapters and (path := regular_file(folder, GENERATION_CONFIG)):
+        ends.update(end_tokens_of(read_json(path)))  # PEFT doesn't read it
     return TransformersChatModel(
-        model.to(device).eval(), tokenizer, _options(settings, model, tokenizer)
+        model.to(device).eval(), tokenizer, _options(settings, sorted(ends), tokenizer)
     )
 
 
@@ -193,12 +202,11 @@ def _folder(given: str) -> Path:
     raise FileNotFoundError(f"`model` = {given} must be a folder that holds {_HOLDS}")
 
 
-def _options(settings: ChatSettings, model: Any, tokenizer: Any) -> dict[str, Any]:
-    ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+def _options(settings: ChatSettings, ends: list[int], tokenizer: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"max_new_tokens": settings.max_tokens}
     if ends:
         pad = tokenizer.pad_token_id
-        options["eos_token_id"] = sorted(ends)
+        options["eos_token_id"] = ends
         options["pad_token_id"] = min(ends) if pad is None else pad
     if settings.temperature == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

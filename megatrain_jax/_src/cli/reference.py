@@ -108,6 +108,11 @@ class BatchesWithReference:
     batches: data.Dataset | data.Mixture
     reference: ReferenceLogProbs
 
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The dataset's end tokens."""
+        return self.batches.end_tokens
+
     def __iter__(self) -> "_JoinedIterator":
         """Starts with the first batch."""
         return _JoinedIterator(iter(self.batches), self.reference)

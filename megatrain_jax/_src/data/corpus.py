@@ -216,21 +216,26 @@ class CorpusBuilder:
         origin: RowOrigin,
         values: Mapping[str, float] = _NO_VALUES,
         images: Sequence[ImageReference] = (),
-    ) -> None:
+        fault: InvalidRow | None = None,
+    ) -> bool:
         """Ends the current document, and keeps it or records why not.
 
         Args:
             origin: Origin of the document's row.
             values: Numbers of the document by name; all documents have the same names.
             images: The document's images.
+            fault: The reason to leave it out, if there is one.
+
+        Returns:
+            Whether it is kept.
         """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
         bounds, self._bounds = [begin, *self._bounds], []
-        fault, self._fault = self._fault, None
+        fault, self._fault = self._fault or fault, None
         if fault is not None:
             self._leave_out(origin, fault, self._errors)
-            return
+            return False
         # The first token of each part is never a label: nothing precedes it.
         for bound in bounds:
             if bound < self.num_tokens:
@@ -239,7 +244,7 @@ class CorpusBuilder:
         if too_long and self._too_long in ("error", "drop"):
             fault = TooLong(f"longer than `length`={self._length}", f"{size} tokens")
             self._leave_out(origin, fault, self._too_long == "error")
-            return
+            return False
         if too_long and self._too_long == "cut":
             self._truncate(begin + self._length)
         parts = list(pairwise([*bounds, self.num_tokens]))
@@ -248,7 +253,7 @@ class CorpusBuilder:
             cut = " within `length`" if too_long else ""
             fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
             self._leave_out(origin, fault, self._errors and not too_long)
-            return
+            return False
         self._report.num_cut += too_long and self._too_long == "cut"
         # The number of pieces if each had a token to learn.
         every = sum(-(-(end - start) // self._length) for start, end in parts)
@@ -259,6 +264,7 @@ class CorpusBuilder:
             self._hash.update(image.digest)
         if self.processor is not None:
             self._images.append(images)
+        return True
 
     def _keep(
         self,

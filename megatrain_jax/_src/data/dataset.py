@@ -97,6 +97,11 @@ class Dataset:
         return (*pairs, *images, *self._corpus.unit_values, *entries)
 
     @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer or a text, and that a model learns to stop at."""
+        return tuple(self.summary.end_tokens)
+
+    @property
     def num_documents(self) -> int:
         """The number of documents."""
         return len(np.unique(self._corpus.unit_documents[self._chosen]))
@@ -124,7 +129,7 @@ class Dataset:
 
     def __iter__(self) -> "DatasetIterator":
         """Starts with the first batch."""
-        return DatasetIterator(self.grain(), self.fingerprint)
+        return DatasetIterator(self.grain(), self.fingerprint, self.end_tokens)
 
     def __str__(self) -> str:
         """Describes an epoch."""
@@ -240,15 +245,18 @@ def as_grain(batches: Batches, workers: int) -> grain.IterDataset:
 class DatasetIterator(Iterator[Batch]):
     """An iterator over a dataset's batches; its state names the data it belongs to."""
 
-    def __init__(self, batches: grain.IterDataset, fingerprint: str):
+    def __init__(
+        self, batches: grain.IterDataset, fingerprint: str, end_tokens: tuple[int, ...] = ()
+    ):
         """Starts with the first batch.
 
         Args:
             batches: Batches to iterate over.
             fingerprint: A hash of the data and of the order of its batches.
+            end_tokens: See `Dataset`.
         """
         self._iterator: Any = iter(batches)
-        self.fingerprint = fingerprint
+        self.fingerprint, self.end_tokens = fingerprint, end_tokens
 
     def __next__(self) -> Batch:
         """Returns the next batch."""

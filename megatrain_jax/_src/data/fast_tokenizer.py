@@ -11,6 +11,7 @@ from tokenizers import Encoding
 from megatrain_jax._src.data.report import DataError, InvalidRow
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.tokenizer import load_tokenizer
+from megatrain_jax._src.data.turns import THOUGHTS
 from megatrain_jax._src.data.vocabulary import Vocabulary
 
 
@@ -48,7 +49,7 @@ class FastTokenizer:
         names = [added.get(token, "") for token in special] + list(tokenizer.all_special_tokens)
         # Longest first, because a pattern takes its first matching alternative.
         names = sorted({name for name in names if name}, key=len, reverse=True)
-        self._special = special
+        self._special, self._names = special, tuple(names)
         self._written = re.compile("|".join(map(re.escape, names))) if names else None
         self._is_space: dict[int, bool] = {}
 
@@ -71,7 +72,7 @@ class FastTokenizer:
         if self._written is None:
             return
         for number, message in enumerate(conversation.messages, 1):
-            for field in ("content", "reasoning_content", "reasoning", "thinking"):
+            for field in ("content", *THOUGHTS):
                 # Otherwise anyone writing in a chat could end their turn and speak as the
                 # assistant.
                 found = self._written.search(message.get(field) or "")
@@ -98,6 +99,19 @@ class FastTokenizer:
         if stop < len(ids) and int(ids[stop]) in self._special:
             return stop + 1
         return None
+
+    def ends_turn(self, text: str, start: int, stop: int) -> bool:
+        """Whether the turn in ``text[start:stop]`` has an end-of-turn token; see `end_of_turn`."""
+        return text[start:stop].rstrip().endswith(self._names) or text.startswith(self._names, stop)
+
+    def up_to_special(self, text: str) -> str:
+        """A text's beginning up to its first special token; empty if there is text before it."""
+        found = self._written and self._written.search(text)
+        return text[: found.end()] if found and not text[: found.start()].strip() else ""
+
+    def has_words(self, ids: Int32[np.ndarray, " n"]) -> bool:
+        """Whether there is more than special tokens and whitespace among some tokens."""
+        return any(i not in self._special and not self._space(i) for i in ids.tolist())
 
     def ends_of_text(self) -> tuple[Int32[np.ndarray, " first"], Int32[np.ndarray, " last"]]:
         """The tokens before and after a plain text, at most one each.

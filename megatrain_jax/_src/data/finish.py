@@ -15,6 +15,7 @@ from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import (
+    AnswerLost,
     AssistantTextNotFound,
     DataError,
     InvalidRow,
@@ -44,6 +45,10 @@ _ADVICE_TOO_LONG_IMAGES = (
 _ADVICE_BEYOND = (
     "Use the tokenizer that the model was trained with, or a model with a row for each token that "
     'was added to it; or pass `invalid="drop"` to leave such rows out.'
+)
+_ADVICE_JOINED = (
+    "Move the space to the completion: `prompt` then ends before it, and `completion` begins with "
+    "it. If a chat template writes it, let the template write it after its prompt"
 )
 _ADVICE_UNCLEAR = (
     "Pass `chat_template=` with the assistant's turns, the special token at the end of each "
@@ -204,6 +209,7 @@ def _finish(
             TooLong: too_long.format(longest=longest),
             BeyondVocabulary: _ADVICE_BEYOND,
             AssistantTextNotFound: _ADVICE_UNCLEAR,
+            AnswerLost: f'{_ADVICE_JOINED}; or pass `invalid="drop"` to leave such rows out.',
         }
     )
     corpus = builder.finish()
@@ -223,6 +229,8 @@ def _finish(
         num_split=report.num_split,
         num_pieces_left_out=report.num_pieces_left_out,
         num_blurred=report.num_blurred,
+        num_joined=report.num_joined,
+        end_tokens=sorted(report.end_tokens),
         ignored=dict(report.ignored),
         not_shown=dict(report.not_shown),
         changed=dict(report.changed),
@@ -241,6 +249,12 @@ def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Datase
     """The dataset of a corpus; prints its summary if `progress` is set."""
     if progress:
         print(made.summary, file=sys.stderr, flush=True)
+    if joined := made.summary.num_joined:
+        warnings.warn(
+            f"{joined:,} of {made.summary.num_documents:,} rows have an answer whose first token "
+            f"also contains the end of the prompt, so that it is not learned. {_ADVICE_JOINED}.",
+            stacklevel=2,
+        )
     for name, labels in made.corpus.unit_values.items():
         if labels.dtype == np.bool_ and (labels == labels[0]).all():
             kind = name if labels[0] else f"not {name}"

@@ -42,7 +42,12 @@ class Mixture:
 
     def __iter__(self) -> DatasetIterator:
         """Starts with the first batch."""
-        return DatasetIterator(self.grain(), self.fingerprint)
+        return DatasetIterator(self.grain(), self.fingerprint, self.end_tokens)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The end tokens of all datasets."""
+        return tuple(sorted({token for dataset in self.datasets for token in dataset.end_tokens}))
 
     def __repr__(self) -> str:
         """Shows each dataset with its fraction of the rows."""

@@ -37,6 +37,10 @@ class AssistantTextNotFound(InvalidRow):
     """A conversation for which the chat template does not reveal the assistant's text."""
 
 
+class AnswerLost(InvalidRow):
+    """An answer of which nothing is learned, because all of it shares a token with the prompt."""
+
+
 def to_fault(error: Exception) -> InvalidRow:
     """The fault of a row whose use has failed, whatever the error."""
     if isinstance(error, InvalidRow):
@@ -76,7 +80,9 @@ class Report:
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents without a token to learn.
-        num_blurred: Assistant turns whose first or last token also contains text of the prompt.
+        num_blurred: Answers whose first or last token also contains text outside of them.
+        num_joined: Rows with an answer whose first token also contains the prompt's end.
+        end_tokens: Ids of the tokens that end what a model writes.
         errors: The number of faults that the user did not allow, by their class.
     """
 
@@ -90,6 +96,8 @@ class Report:
     num_split: int = 0
     num_pieces_left_out: int = 0
     num_blurred: int = 0
+    num_joined: int = 0
+    end_tokens: set[int] = field(default_factory=set)
     errors: Counter[type[InvalidRow]] = field(default_factory=Counter)
     _examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -160,8 +168,10 @@ class Summary:
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents without a token to learn.
-        num_blurred: Assistant turns whose first or last token also contains text of the prompt, and
-            is not learned.
+        num_blurred: Answers whose first or last token also contains text outside of them, and is
+            not learned.
+        num_joined: Rows with an answer whose first token also contains the prompt's end.
+        end_tokens: Ids of the learned tokens that end what a model writes, ascending.
         ignored: The number of rows with a field that nothing reads, by field.
         not_shown: The number of rows with a message that has a field omitted by the chat template,
             such as ``reasoning_content of assistant``, by field.
@@ -184,6 +194,8 @@ class Summary:
     num_split: int
     num_pieces_left_out: int
     num_blurred: int
+    num_joined: int
+    end_tokens: list[int]
     ignored: dict[str, int]
     not_shown: dict[str, int]
     changed: dict[str, int]
@@ -215,8 +227,8 @@ class Summary:
             lines.append(f"pieces with nothing to learn, left out: {self.num_pieces_left_out:,}")
         if self.num_blurred:
             lines.append(
-                f"assistant turns that share a token with the prompt, which is not learned: "
-                f"{self.num_blurred:,}"
+                "answers that share a token with the prompt or the text behind them, which is not "
+                f"learned: {self.num_blurred:,}"
             )
         if self.changed:
             lines.append(f"as the options say: {_by_rows(self.changed)}")

@@ -16,16 +16,16 @@ from megatrain_jax._src.common.outside import check_text
 from megatrain_jax._src.common.prompts import check_template
 from megatrain_jax._src.data.report import AssistantTextNotFound, DataError, InvalidRow
 from megatrain_jax._src.data.row_formats import Conversation
-from megatrain_jax._src.data.template_omissions import THOUGHT, left_out
-from megatrain_jax._src.data.turns import Message
+from megatrain_jax._src.data.template_omissions import THOUGHT, left_out, replace_calls
+from megatrain_jax._src.data.turns import THOUGHTS, Message
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A block of reasoning that a prompt opens at its end, like `<think>`, and may close again.
 _OPENED = re.compile(
     r"(<[^<>\s]*think[^<>\s]*>|\[THINK\])\s*((<[^<>\s]*think[^<>\s]*>|\[/THINK\])\s*)?$", re.I
 )
-# Replaces a message's content, to find where a template puts it.
-_MARK = "zq0000000"
+# They replace messages' contents, to find where a template puts these.
+_MARK, _NEXT = "zq0000000", "zq0000001"
 
 
 class Rendered(NamedTuple):
@@ -34,10 +34,12 @@ class Rendered(NamedTuple):
     Attributes:
         text: All of it, with the special tokens spelled out.
         spans: Start and end, in characters, of each assistant turn to learn.
+        stops: Whether the model has nothing more to write after a turn: others follow it, or none.
     """
 
     text: str
     spans: list[tuple[int, int]]
+    stops: list[bool]
 
 
 class Template:
@@ -118,32 +120,33 @@ class Template:
         messages, learned = conversation.messages, conversation.learned
         text, spans = self._text(messages, conversation.tools, marks=True)
         spans = [(start, end) for start, end in spans if end > start]
-        turns = [
-            which for which, message in zip(learned, messages, strict=True) if _answers(message)
-        ]
+        turns = [index for index, message in enumerate(messages) if _answers(message)]
         if not spans:
             raise self._unclear("it marks nothing as the assistant's", text)
-        if not all(turns):
-            # Only here the marks must be matched to turns.
-            if len(spans) != len(turns):
+        if len(spans) != len(turns):
+            # Only turns that are not learned must be matched to marks.
+            if not all(learned[index] for index in turns):
                 raise self._unclear(
                     f"it has {len(spans)} marked parts for {len(turns)} turns, of which some "
                     "are not learned (`weight` 0 or `train` false)",
                     text,
                 )
-            spans = [span for span, which in zip(spans, turns, strict=True) if which]
-        return Rendered(text, spans)
+            last = _answers(messages[-1])
+            return Rendered(text, spans, [False] * (len(spans) - 1) + [last])
+        kept = [pair for pair in zip(spans, turns, strict=True) if learned[pair[1]]]
+        stops = [_stops(messages, index) for _, index in kept]
+        return Rendered(text, [span for span, _ in kept], stops)
 
     def _by_prefixes(self, conversation: Conversation) -> Rendered:
         messages, learned, tools = conversation[:3]
         text, _ = self._text(messages, tools)
         spans: list[tuple[int, int]] = []
+        stops: list[bool] = []
         for index, message in enumerate(messages):
             if not _answers(message) or not learned[index]:
                 continue
             start = self._start(messages, tools, index, text)
-            last = index == len(messages) - 1
-            end = len(text) if last else self._end(messages, tools, index, text, start)
+            end = self._end(messages, tools, index, text, start)
             if not self._says(text[start:end], message):
                 raise self._unclear(
                     f"message {index + 1}: the text after the prompt should be the answer, but is "
@@ -151,7 +154,8 @@ class Template:
                     text,
                 )
             spans.append((start, end))
-        return Rendered(text, spans)
+            stops.append(_stops(messages, index))
+        return Rendered(text, spans, stops)
 
     def _start(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
@@ -164,8 +168,19 @@ class Template:
             return len(prompt)
         # For an answer without reasoning, the template may omit the block that its prompt opens:
         # the prompt ends in "assistant\n<think>\n", but the text continues "assistant\nYes.".
-        if (opened := _OPENED.search(prompt)) and text.startswith(prompt[: opened.start()]):
+        opened = _OPENED.search(prompt)
+        if opened and text.startswith(prompt[: opened.start()]):
             return opened.start()
+        # Earlier answers may be shown differently once later messages follow, such as without their
+        # reasoning. Then the prompt is what the template adds to the messages before.
+        before, _ = self._text(messages[:index], tools)
+        if prompt.startswith(before):
+            begin = self._end(messages, tools, index - 1, text, 0)
+            header = prompt[len(before) :]
+            shorter = header[: opened.start() - len(before)] if opened else header
+            for given in (header, shorter):
+                if text.startswith(given, begin):
+                    return begin + len(given)
         raise self._unclear(
             f"message {index + 1}: the prompt that it gives for the answer is not how the "
             f"conversation begins; the prompt ends in {prompt[-60:]!r}",
@@ -176,10 +191,7 @@ class Template:
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
     ) -> int:
         """The start of an answer before any question; few templates have a prompt for it."""
-        marked, _ = self._text(
-            [*messages[:index], {**messages[index], "content": _MARK}, *messages[index + 1 :]],
-            tools,
-        )
+        marked, _ = self._text(_with_mark(messages, index), tools)
         start = marked.find(_MARK)
         if start < 0 or text[:start] != marked[:start]:
             raise self._unclear(f"message {index + 1} is not found in its text", text)
@@ -188,24 +200,55 @@ class Template:
     def _end(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str, start: int
     ) -> int:
-        """The end in `text` of the answer `index`, which is not the last message."""
+        """The end in `text` of message `index`, which begins at `start` or later."""
+        if index == len(messages) - 1:
+            return len(text)
         upto, _ = self._text(messages[: index + 1], tools)
         if not text.startswith(upto) and self._eos and upto.endswith(self._eos):
             # Some templates end every text with this token, but not every turn.
             upto = upto.removesuffix(self._eos)
         if text.startswith(upto) and len(upto) > start:
             return len(upto)
-        # The template omits part of earlier answers, such as reasoning at their beginning. The text
-        # then continues with the end of the answer's text, as rendered for the last message.
-        alone, rest = upto[start:], text[start:]
-        for cut in range(1, len(alone)):
-            if alone[cut] == rest[0] and rest.startswith(alone[cut:]):
-                return start + len(alone) - cut
+        # The template shows the message differently once others follow, such as without its
+        # reasoning. A mark in place of its words shows what follows them: as the last message, the
+        # end of its turn; otherwise that end, and the rest of the text.
+        alone, _ = self._text(_with_mark(messages, index)[: index + 1], tools)
+        marked, _ = self._text(_with_mark(messages, index), tools)
+        words, _, rest = marked.rpartition(_MARK)
+        tail = alone.rpartition(_MARK)[2]
+        end = len(text) - len(rest)
+        if words and text.endswith(rest) and _MARK in alone and end > start:
+            if rest.startswith(tail):
+                return end + len(tail)
+            # The last turn ends in another way, as by "<|return|>" in place of "<|end|>".
+            if not messages[index].get("tool_calls"):
+                return end
         raise self._unclear(
             f"message {index + 1}: its end depends on later messages; without them it ends in "
-            f"{alone[-60:]!r}",
+            f"{upto[start:][-60:]!r}",
             text,
         )
+
+    def next_mark(self, conversation: Conversation) -> str:
+        """The text between a conversation's last answer and the words of a message after it.
+
+        After a call of tools that is a tool's message, otherwise the user's. Empty if the template
+        refuses such a message, or writes the answer differently before it.
+        """
+        last = {**_with_mark(conversation.messages, -1)[-1]}
+        for name in THOUGHTS:
+            last.pop(name, None)
+        after: Message = {"role": "user", "content": _NEXT}
+        if calls := last.get("tool_calls"):
+            call = calls[0]
+            after = {"role": "tool", "content": _NEXT, "name": call["function"].get("name", "")}
+            after |= {"tool_call_id": call["id"]} if "id" in call else {}
+        messages: list[Message] = [{"role": "user", "content": "a"}, last]
+        alone = self._attempt(messages, conversation.tools)
+        both = self._attempt([*messages, after], conversation.tools)
+        if alone is None or both is None or not both.startswith(alone) or _NEXT not in both:
+            return ""
+        return both[len(alone) : both.index(_NEXT)]
 
     def _text(
         self,
@@ -258,3 +301,16 @@ def _visible(message: Message) -> str:
 
 def _answers(message: Message) -> bool:
     return message["role"] == "assistant"
+
+
+def _stops(messages: list[Message], index: int) -> bool:
+    """Whether the model stops after a message: it is the last one, or calls tools."""
+    return index == len(messages) - 1 or messages[index + 1]["role"] == "tool"
+
+
+def _with_mark(messages: list[Message], index: int) -> list[Message]:
+    """Messages, of which one has a mark in place of its words, or of the tools that it calls."""
+    changed, message = list(messages), messages[index]
+    is_call = message.get("tool_calls") and not _visible(message)
+    changed[index] = replace_calls(message, _MARK) if is_call else {**message, "content": _MARK}
+    return changed

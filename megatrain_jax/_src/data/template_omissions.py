@@ -79,7 +79,7 @@ def _parts(messages: list[Message]) -> Iterator[_Part]:
         for field, value in message.items():
             if field in ("role", "content") or not value or str(value).isspace():
                 continue
-            replace = _replace_calls if field == "tool_calls" else _replace_field(field)
+            replace = replace_calls if field == "tool_calls" else _replace_field(field)
             yield _Part(index, f"{field} of {message['role']}", replace)
         thought, _, said = message.get("content", "").rpartition(THOUGHT)
         if said.strip():
@@ -93,7 +93,8 @@ def _replace_field(field: str) -> Callable[[Message, str], Message]:
     return lambda message, mark: {**message, field: mark}
 
 
-def _replace_calls(message: Message, mark: str) -> Message:
+def replace_calls(message: Message, mark: str) -> Message:
+    """A message whose calls of tools have a mark as their name."""
     calls = [
         {**call, "function": {**call["function"], "name": mark}} for call in message["tool_calls"]
     ]

@@ -9,13 +9,14 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int64
 from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.image_files import ImageReference
 from megatrain_jax._src.data.report import (
+    AnswerLost,
     AssistantTextNotFound,
     DataError,
     InvalidRow,
@@ -105,12 +106,13 @@ def add_conversations(
             except Exception as error:
                 report.leave_out(document.origin, to_fault(error), errors)
                 continue
-            for number, ((_, encoding), mask) in enumerate(zip(mine, learned, strict=True), 1):
+            for number, ((_, encoding), (mask, _)) in enumerate(zip(mine, learned, strict=True), 1):
                 ids = np.array(encoding.ids, np.int32)
                 builder.extend(ids, mask & ~np.isin(ids, list(unlearned)) if unlearned else mask)
                 if number < len(mine):
                     builder.end_part()
-            builder.end(document.origin, document.values, document.images)
+            is_kept = builder.end(document.origin, document.values, document.images)
+            report.num_joined += is_kept and any(joined for _, joined in learned)
 
 
 def _render(
@@ -125,7 +127,7 @@ def _render(
         try:
             for conversation in conversations:
                 tokens.check_written(conversation)
-            rendered = [template.render(conversation) for conversation in conversations]
+            rendered = [_ended(conversation, template, tokens) for conversation in conversations]
             hidden = [
                 template.left_out(conversation, one.text)
                 for conversation, one in zip(conversations, rendered, strict=True)
@@ -139,6 +141,25 @@ def _render(
         yield document, rendered
 
 
+def _ended(conversation: Conversation, template: Template, tokens: FastTokenizer) -> Rendered:
+    """A conversation as text, whose last answer has an end if the template knows one.
+
+    Some templates write nothing after an answer: it ends where the next turn's mark begins, such as
+    "<|user|>" of GLM. Only by learning this mark does a model learn to stop.
+    """
+    rendered = template.render(conversation)
+    if not rendered.stops or not rendered.stops[-1]:
+        return rendered
+    text, (start, stop) = rendered.text, rendered.spans[-1]
+    if text[stop:].strip() or tokens.ends_turn(text, start, stop):
+        return rendered
+    mark = tokens.up_to_special(template.next_mark(conversation))
+    if not mark:
+        return rendered
+    text = text[:stop] + mark
+    return Rendered(text, [*rendered.spans[:-1], (start, len(text))], rendered.stops)
+
+
 def _learned(
     rendered: Rendered,
     encoding: Encoding | InvalidRow,
@@ -146,61 +167,59 @@ def _learned(
     train_on: TrainOn,
     template: Template,
     report: Report,
-) -> Bool[np.ndarray, " n"]:
-    if isinstance(encoding, InvalidRow):
-        raise encoding
-    ids = np.array(encoding.ids, np.int32)
-    if train_on == "all":
-        return np.ones(len(ids), np.bool_)
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    return _assistant_tokens(ids, offsets, rendered.spans, tokens, template.name, report)
-
-
-def _assistant_tokens(
-    ids: Int32[np.ndarray, " n"],
-    offsets: Int64[np.ndarray, "n 2"],
-    spans: list[tuple[int, int]],
-    tokens: FastTokenizer,
-    name: str,
-    report: Report,
-) -> Bool[np.ndarray, " n"]:
+) -> tuple[Bool[np.ndarray, " n"], bool]:
     """Finds the assistant's tokens: the tokens within its turns, and the ones that end them.
 
-    Args:
-        ids: The tokens of a conversation.
-        offsets: The start and end character of each token.
-        spans: The characters of each turn.
-        tokens: The tokenizer, with its special tokens.
-        name: The template's name in errors.
-        report: Report that counts turns sharing a token with the prompt.
-
     Returns:
-        A mask of the tokens. A token that also contains characters of the prompt is not included: a
-        model that answers the prompt never generates it.
+        A mask of the tokens that are learned, and whether a turn's first token is not among them
+        because it also contains characters of the prompt: a model that answers the prompt never
+        generates it.
 
     Raises:
         AssistantTextNotFound: If the last turn has no token at its end.
+        AnswerLost: If no turn has another word than such a first token.
     """
-    learned = np.zeros(len(ids), np.bool_)
-    for start, stop in spans:
+    if isinstance(encoding, InvalidRow):
+        raise encoding
+    ids = np.array(encoding.ids, np.int32)
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    learned = np.full(len(ids), train_on == "all", np.bool_)
+    any_joined, has_words = False, not rendered.spans
+    for (start, stop), stops in zip(rendered.spans, rendered.stops, strict=True):
         # `first` is the first token of the turn, and `last` the one after its last token.
         # Whitespace tokens may be empty here, because some tokenizers trim their offsets.
-        first, blurred = _first_after(offsets, start)
+        first, joined = _first_after(offsets, start)
         last = int(np.searchsorted(offsets[:, 0], stop, "left"))
-        if last > first and offsets[last - 1, 1] > stop:
-            last, blurred = last - 1, True
-        report.num_blurred += bool(blurred)
+        crosses = last > first and bool(offsets[last - 1, 1] > stop)
+        last -= crosses
         end = tokens.end_of_turn(ids, first, last)
-        if end is None and (start, stop) == spans[-1]:
+        if end is not None and stops:
+            report.end_tokens.add(int(ids[end - 1]))
+        if train_on == "all":
+            continue
+        report.num_blurred += joined or crosses
+        if end is None and (start, stop) == rendered.spans[-1]:
             shown = tokens.tokenizer.convert_ids_to_tokens(ids[first:last][-4:].tolist())
             raise AssistantTextNotFound(
-                f"{name} ends the assistant's last turn without a special token, so that the model "
-                "would not learn to stop",
+                f"{template.name} ends the assistant's last turn without a special token, so that "
+                "the model would not learn to stop",
                 f"the turn's last tokens are {shown}",
             )
         # An earlier turn may lack an end token; the text after it then belongs to the template.
         learned[first : last if end is None else end] = True
-    return learned
+        any_joined |= joined
+        has_words = has_words or not joined or tokens.has_words(ids[first:last])
+    if any_joined and not has_words:
+        raise _lost(rendered.text[slice(*rendered.spans[-1])])
+    return learned, any_joined
+
+
+def _lost(answer: str) -> AnswerLost:
+    return AnswerLost(
+        "the whole answer shares a token with the end of the prompt, so that nothing of it is "
+        "learned",
+        repr(answer[:60]),
+    )
 
 
 def _first_after(offsets: Int64[np.ndarray, "n 2"], start: int) -> tuple[int, bool]:
@@ -230,7 +249,8 @@ def add_texts(
         DataError: If the tokenizer has no end-of-text token.
     """
     first, last = tokens.ends_of_text()
-    begins = True
+    report.end_tokens.update(last.tolist())
+    begins, joined, has_words = True, False, False
     for some in _batches(parts, lambda part: len(part.text)):
         if errors and report.errors[InvalidRow]:
             continue
@@ -245,14 +265,21 @@ def add_texts(
                 offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
                 at, blurred = _first_after(offsets, part.start)
                 learned[:at] = False
-                report.num_blurred += blurred
+                joined |= blurred
+            # Words matter only if a token is lost.
+            has_words = has_words or (joined and tokens.has_words(ids[learned]))
             if begins:
                 builder.extend(first, np.ones(len(first), np.bool_))
             builder.extend(ids, learned)
-            if part.is_last:
-                builder.extend(last, np.ones(len(last), np.bool_))
-                builder.end(part.origin)
             begins = part.is_last
+            if not part.is_last:
+                continue
+            builder.extend(last, np.ones(len(last), np.bool_))
+            lost = _lost(part.text[part.start :]) if joined and not has_words else None
+            is_kept = builder.end(part.origin, fault=lost)
+            report.num_blurred += joined
+            report.num_joined += is_kept and joined
+            joined = has_words = False
 
 
 def _encoded(texts: list[str], tokens: FastTokenizer) -> list[Encoding | InvalidRow]:

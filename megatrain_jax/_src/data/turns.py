@@ -36,9 +36,9 @@ _FOLLOWS = {
     "tool": ("tool", "assistant"),
 }
 _BEFORE_QUESTIONS = (None, "system", "developer")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The fields that templates read in addition to role and content.
-_TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
+_TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)
 _KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_TEMPLATE_FIELDS}
 
 
@@ -185,7 +185,7 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     message |= {field: turn[field] for field in _TEMPLATE_FIELDS if field in turn}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = _calls(calls, number)
-    for field in _THOUGHTS:
+    for field in THOUGHTS:
         valid_text(message.get(field, ""), f"{field} of turn {number}")
     for text in _strings([message.get(field) for field in _TEMPLATE_FIELDS]):
         valid_text(text, f"turn {number}")
@@ -269,7 +269,7 @@ def merged(turns: Turns, between: str) -> Turns:
 def _joined(first: Message, second: Message, between: str, number: int) -> Message:
     # If both have a field, the second's is taken, except for texts and calls, which are joined.
     result = {**first, **second}
-    for field in ("content", *_THOUGHTS):
+    for field in ("content", *THOUGHTS):
         texts = [message[field] for message in (first, second) if message.get(field)]
         if texts:
             result[field] = between.join(texts)

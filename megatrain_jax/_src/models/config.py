@@ -14,6 +14,7 @@ from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.vision import VisionConfig
 
+GENERATION_CONFIG = "generation_config.json"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -23,6 +24,8 @@ _SIZES = (
     "num_kv_heads",
     "head_dim",
 )
+# Where a configuration of several parts may have its decoder's, in Transformers' order.
+_DECODERS = ("decoder", "generator", "text_config")
 _FLAGS = (
     "norm_in_fp32",
     "norm_bias",
@@ -95,6 +98,7 @@ class DecoderConfig:
         saved_apart: Names and dtypes of the tensors there that have a different dtype.
         saved_stacked: Whether a tensor there holds all experts of a layer.
         original: The Hugging Face configuration this was read from, as JSON.
+        end_tokens: Ids of the tokens that end a text, as the checkpoint says.
     """
 
     vocab_size: int
@@ -141,6 +145,7 @@ class DecoderConfig:
     saved_apart: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     saved_stacked: bool = field(default=False, compare=False)
     original: str | None = field(default=None, compare=False, repr=False)
+    end_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self):
         """Checks each field, and that the fields are consistent."""
@@ -229,7 +234,7 @@ class DecoderConfig:
             raise TypeError(
                 f"`config` must hold only values that JSON can represent: {error}"
             ) from error
-        return cls(**fields, original=original)
+        return cls(**fields, original=original, end_tokens=config_end_tokens(config))
 
     @property
     def family(self) -> str | None:
@@ -246,3 +251,21 @@ class DecoderConfig:
             return None
         local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if local and self.local_rope else self.rope
+
+
+def end_tokens_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids in the field `eos_token_id` of generation settings: an id, a list or null."""
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    # Other values, such as -1 for none, are no token of any vocabulary.
+    return tuple(i for i in ids if type(i) is int and 0 <= i < 2**31)
+
+
+def config_end_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text by a config.json alone, as Transformers reads them.
+
+    They count only where there is no generation_config.json beside it.
+    """
+    inner = next((values[name] for name in _DECODERS if values.get(name)), {})
+    own = values if values.get("eos_token_id") is not None else inner
+    return end_tokens_of(own) if isinstance(own, Mapping) else ()

@@ -12,9 +12,19 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import companion_names, existing_folder, own_file
+from megatrain_jax._src.common.hf_folder import (
+    companion_names,
+    existing_folder,
+    own_file,
+    read_json,
+)
 from megatrain_jax._src.common.prompts import check_template
-from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.config import (
+    GENERATION_CONFIG,
+    DecoderConfig,
+    config_end_tokens,
+    end_tokens_of,
+)
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
 from megatrain_jax._src.models.folders import atomic_folder, new_folder
@@ -33,6 +43,12 @@ from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
 from megatrain_jax._src.models.with_reference import policy_of
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+# What Transformers reads of a config.json that has no generation_config.json beside it.
+_GENERATION_FIELDS = (
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "temperature"),
+    *("top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size"),
+    *("max_length", "min_length", "max_new_tokens", "num_beams", "suppress_tokens", "use_cache"),
+)
 
 
 def save_pretrained(
@@ -49,6 +65,9 @@ def save_pretrained(
 
     If matrices have adapters (`models.lora`), their products are added one matrix at a time in fp32
     and rounded once; `save_lora` writes only the adapters.
+
+    The ends of turns that the trainer has learned (`Trainer.end_tokens`) join those in the copied
+    generation_config.json, so that Transformers stops at them.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
@@ -110,10 +129,14 @@ def save_pretrained(
     ]
     tensors += _kept(config, source)
     copied = companions(source or config.source)
+    learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
+    if source is None:
+        learned = (*config.end_tokens, *learned)  # adapters may have brought some
     with atomic_folder(folder) as at:
         write_tensors(at, tensors, max_shard_bytes)
         write_config(at, json.loads(config.original), dtype)
         copy_companions(at, copied)
+        write_end_tokens(at, copied.get(GENERATION_CONFIG), config, learned)
         if chat_template is not None:
             # Transformers prefers this file to a template in tokenizer_config.json.
             (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
@@ -266,3 +289,31 @@ def copy_companions(folder: Path, found: Mapping[str, Path]) -> None:
     for name, path in found.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
+
+
+def write_end_tokens(
+    folder: Path, path: Path | None, config: DecoderConfig, learned: Sequence[int]
+) -> None:
+    """Writes a generation_config.json whose list of end tokens has further ones, if any are new.
+
+    Args:
+        folder: The folder to write to.
+        path: The file to go on from. Without one, the new file has what Transformers would have
+            read in config.json instead.
+        config: The model's configuration.
+        learned: The tokens.
+    """
+    if config.scores:  # nothing is written with scores
+        return
+    if path is not None:
+        values = read_json(path)
+        known = end_tokens_of(values)
+    else:
+        original = json.loads(config.original or "{}")
+        both = (original.get("text_config") or {}) | original
+        values = {name: both[name] for name in _GENERATION_FIELDS if both.get(name) is not None}
+        known = config_end_tokens(original)
+    if not set(learned) <= set(known):
+        values["eos_token_id"] = list(dict.fromkeys((*known, *learned)))
+        text = json.dumps(values, indent=2) + "\n"
+        (folder / GENERATION_CONFIG).write_text(text, encoding="utf-8")

@@ -9,9 +9,15 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import existing_folder
+from megatrain_jax._src.common.hf_folder import existing_folder, own_file
+from megatrain_jax._src.models.config import GENERATION_CONFIG
 from megatrain_jax._src.models.decoder import Decoder
-from megatrain_jax._src.models.export import companions, copy_companions, decoder_of
+from megatrain_jax._src.models.export import (
+    companions,
+    copy_companions,
+    decoder_of,
+    write_end_tokens,
+)
 from megatrain_jax._src.models.folders import atomic_folder, new_folder
 from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules, name_of
 from megatrain_jax._src.models.names import ParameterTensors, family_of, leaves, parameter_tensors
@@ -31,7 +37,9 @@ def save_lora(
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
     It contains `adapter_config.json` and `adapter_model.safetensors`: only the adapters made by
-    `models.lora` and its `modules_to_save`, without further parameters that were trained. Adapters
+    `models.lora` and its `modules_to_save`, without further parameters that were trained. If the
+    trainer has learned ends of turns (`Trainer.end_tokens`) that the base lacks, a
+    `generation_config.json` lists them beside the base's, for `chat` and for merging. Adapters
     of experts have the names of single experts; PEFT joins them as the base model in the installed
     Transformers requires.
 
@@ -99,10 +107,15 @@ def save_lora(
     from safetensors.numpy import save_file
 
     copied = companions(source)
+    settings_file, base = copied.get(GENERATION_CONFIG), model.config.source
+    if settings_file is None and base is not None and Path(base).is_dir():
+        settings_file = own_file(Path(base), GENERATION_CONFIG)
+    learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
     with atomic_folder(folder) as at:
         save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
         (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(at, copied)
+        write_end_tokens(at, settings_file, model.config, (*model.config.end_tokens, *learned))
     return folder
 
 

@@ -14,11 +14,12 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
 from megatrain_jax._src.common.hub import folder_or_download
+from megatrain_jax._src.models.config import GENERATION_CONFIG
 from megatrain_jax._src.models.hf_fields import shown
 from megatrain_jax._src.models.lora import Lora, lora
 from megatrain_jax._src.models.low_rank import name_of
 from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
-from megatrain_jax._src.models.pretrained import Pretrained
+from megatrain_jax._src.models.pretrained import Pretrained, with_config, with_end_tokens
 from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_file, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -114,7 +115,9 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
     if not isinstance(pretrained, Pretrained):
         raise TypeError(checks.refused("pretrained", "from models.load_pretrained", pretrained))
     holds = f"adapters ({CONFIG} and {WEIGHTS})"
-    folder = folder_or_download("folder", folder, holds, (CONFIG, WEIGHTS))
+    folder = folder_or_download("folder", folder, holds, (CONFIG, WEIGHTS, GENERATION_CONFIG))
+    config = with_end_tokens(pretrained.config, folder, add=True)
+    pretrained = with_config(pretrained, config)
     settings = read_settings(folder, merging=False)
     parameters = _parameters(pretrained, folder)
     found = _found(parameters, read_tensors(folder), settings, pretrained, folder)

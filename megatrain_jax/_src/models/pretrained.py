@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, required_file
+from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
-from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.config import GENERATION_CONFIG, DecoderConfig, end_tokens_of
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
 from megatrain_jax._src.models.hf_fields import as_ignored
@@ -76,7 +76,7 @@ def load_pretrained(
     checks.boolean("images", images)
     holds = "a checkpoint (config.json and *.safetensors)"
     folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
-    config = _read_config(folder, ignore, images)
+    config = with_end_tokens(_read_config(folder, ignore, images), folder)
     tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False
     if not family.stacked:
@@ -140,6 +140,23 @@ def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
     for key in path:
         at = at[key] if isinstance(key, int) else getattr(at, key)
     return at
+
+
+def with_end_tokens(config: DecoderConfig, folder: Path, *, add: bool = False) -> DecoderConfig:
+    """Returns a configuration with the end tokens of a folder's generation_config.json, if any.
+
+    Args:
+        config: The configuration.
+        folder: The folder.
+        add: Whether to keep the configuration's own, too.
+
+    Raises:
+        ValueError: If the file is damaged or not regular.
+    """
+    if (path := regular_file(folder, GENERATION_CONFIG)) is None:
+        return config
+    own = config.end_tokens if add else ()
+    return replace(config, end_tokens=tuple(dict.fromkeys((*own, *end_tokens_of(read_json(path))))))
 
 
 def _read_config(folder: Path, ignore: Sequence[str], images: bool) -> DecoderConfig:

@@ -73,6 +73,7 @@ class Run:
         """
         trainer, processes = self.trainer, self.trainer.processes
         process_id = os.getpid()
+        trainer.add_end_tokens(self.source.end_tokens)
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.agreed_options)

@@ -62,6 +62,7 @@ class _Epochs:
 
     def __init__(self, data: Iterable[Any], epochs: int):
         self._data, self._epochs = data, epochs
+        self.end_tokens = _end_tokens(data)
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._epochs):
@@ -79,6 +80,7 @@ class Source(Iterator[Any]):
         length: Number of batches from its start to its end; None if unknown.
         first: Hash of the data's first batch, so that a resumed run can recognise its data; None
             for a run that does not compare it.
+        end_tokens: Ids of the tokens that end the data's texts, if the data knows them.
     """
 
     def __init__(self, data: Iterable[Any], *, saved: bool):
@@ -89,6 +91,7 @@ class Source(Iterator[Any]):
             saved: Whether the run saves the position in its checkpoints.
         """
         self.length = length_of(data)
+        self.end_tokens = _end_tokens(data)
         self._iterator: Any = iter(data)
         methods = "get_state", "set_state"
         self._has_state = saved and all(hasattr(self._iterator, name) for name in methods)
@@ -142,6 +145,12 @@ class Source(Iterator[Any]):
                     f"`data` ended after {self.count} of the {position['batches']} batches that "
                     "were used before the checkpoint: it is different data, or shorter"
                 )
+
+
+def _end_tokens(data: Any) -> tuple[int, ...]:
+    """The attribute `end_tokens` of data, as this library's datasets have it."""
+    found = getattr(data, "end_tokens", None)
+    return found if isinstance(found, tuple) and all(type(i) is int for i in found) else ()
 
 
 def is_state(position: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -11,11 +10,9 @@ import numpy as np
 
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.prompts import check_prompts, prompt_ids
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.generation.batching import Batch, OpenText, WritingTask, bucket
 from megatrain_jax._src.models.generation.decoding import ResidentDecoding, StreamedDecoding
 from megatrain_jax._src.models.generation.generation_memory import GenerationMemory
@@ -26,7 +23,7 @@ from megatrain_jax._src.models.generation.sampling import (
     check_restriction,
 )
 from megatrain_jax._src.models.generation.stop_strings import StopStrings
-from megatrain_jax._src.models.generation.weight_source import open_source
+from megatrain_jax._src.models.generation.weight_source import WeightSource, open_source
 
 _LEAST_TEMPERATURE = 1e-30
 # What Python takes for a completion besides its tokens: an object, two lists and their numbers.
@@ -156,7 +153,7 @@ class Generator:
         max_batch = checks.integer("max_batch", max_batch)
         sampling_kind, sampling_params = _sampling(temperature, top_p, top_k, seed)
         config = self._source.config
-        stops, ends = _stops(stop, self._tokenizer, config)
+        stops, ends = _stops(stop, self._tokenizer, self._source)
         shown = StopStrings(self._tokenizer, ends)
         rows = [prompt_ids(prompt, self._tokenizer) for prompt in prompts]
         for ids in rows:
@@ -244,7 +241,7 @@ def generate(
         top_k: Tokens are drawn from this number of the most likely ones, before `top_p`; None or 0
             for all.
         stop: Ids of tokens, and texts, that end a completion; None for the tokenizer's end-of-text
-            token and the ones that the checkpoint names.
+            token, the ones that the checkpoint names, and the ends of turns that a run has learned.
         seed: Seed of the draws. A draw depends on it, the number of the prompt, the number of the
             sample and the number of the token alone.
         num_samples: Number of completions of each prompt.
@@ -317,11 +314,11 @@ def _sampling(
     return sampling_kind, SamplingParams(*numbers, jax.random.key(seed))  # type: ignore[arg-type]
 
 
-def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray, list[str]]:
+def _stops(stop: Any, tokenizer: Any, source: WeightSource) -> tuple[np.ndarray, list[str]]:
     """Returns the ids and the texts that end a completion."""
     if stop is None:
         end = getattr(tokenizer, "eos_token_id", None)
-        given: list[Any] = ([] if end is None else [int(end)]) + _named_ends(config)
+        given: list[Any] = ([] if end is None else [int(end)]) + list(source.end_tokens)
     elif isinstance(stop, str) or not isinstance(stop, Collection):
         raise TypeError(checks.refused("stop", "a collection of token ids and texts", stop))
     else:
@@ -332,18 +329,9 @@ def _stops(stop: Any, tokenizer: Any, config: DecoderConfig) -> tuple[np.ndarray
         raise ValueError(checks.refused("stop", "token ids", stop, hint))
     if "" in ends:
         raise ValueError(checks.refused("stop", "texts of one character at least", stop))
-    most = None if stop is None else config.vocab_size - 1
+    most = None if stop is None else source.config.vocab_size - 1
     ids = {checks.integer("stop", i, least=0, most=most) for i in given if not isinstance(i, str)}
     # -1 is no token; padded, so that few programs are compiled.
     padded = np.full(bucket(max(len(ids), 1), 4), -1, np.int32)
     padded[: len(ids)] = sorted(ids)
     return padded, ends
-
-
-def _named_ends(config: DecoderConfig) -> list[int]:
-    """Returns the stop tokens in a checkpoint's generation_config.json."""
-    folder = None if config.source is None else Path(config.source)
-    path = regular_file(folder, "generation_config.json") if folder and folder.is_dir() else None
-    found = read_json(path).get("eos_token_id") if path else None
-    ids = found if isinstance(found, list) else [found]
-    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0]

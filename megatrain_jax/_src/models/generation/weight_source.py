@@ -1,7 +1,7 @@
 """The models that generation can use, and their weights before they are on the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ class WeightSource:
         bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there and the
             layers can be streamed; None otherwise.
         read: Reads some leaves.
+        end_tokens: Ids of the tokens that end a text.
     """
 
     form: ModelForm
@@ -66,6 +67,7 @@ class WeightSource:
     device: Any
     bytes_at_rest: int | None
     read: Read
+    end_tokens: tuple[int, ...]
 
     def weights(self, part: WeightsPart) -> Any:
         """Returns the weights of a part, on the device; they may still be in flight."""
@@ -125,7 +127,8 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
     def at_rest(leaves: Sequence[Any]) -> int:
         return copy.bytes_at_rest([leaf for leaf in leaves if hasattr(leaf, "number")])
 
-    return _source(model, copy.dtype, copy.device, read, at_rest)
+    source = _source(model, copy.dtype, copy.device, read, at_rest)
+    return replace(source, end_tokens=(*source.end_tokens, *trainer.end_tokens))
 
 
 def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
@@ -174,6 +177,7 @@ def _source(
         device=device,
         bytes_at_rest=at_rest and sum(at_rest(part.leaves) for part in parts),
         read=read,
+        end_tokens=config.end_tokens,
     )
 
 
