@@ -215,7 +215,8 @@ def test_what_a_killed_start_leaves_is_removed_by_the_next(chats, tmp_path):
     with killed_writers.left_by(cache / "3f0c") as left:
         data.chat(chats, tokenizer(), cache=cache, **OPTIONS)
         assert left.exists()  # its writer lives
-    data.chat(chats, tokenizer(), cache=cache, **OPTIONS | {"length": 512})
+    longer: Any = OPTIONS | {"length": 512}
+    data.chat(chats, tokenizer(), cache=cache, **longer)
     assert all((path / "corpus.json").exists() for path in cache.iterdir())
 
 
