@@ -314,6 +314,8 @@ def test_merged_numbers_too_large_for_the_base_are_refused(
 
 def test_adapters_that_only_merging_reads(fitting, tmp_path):
     base, adapter = fitting
+    flagged = {"target_modules": "(?i).*(q|v)_proj"}
+    train_from(base, spoiled(adapter, tmp_path / "flagged", flagged))
     for changes in ({"lora_alpha": -8}, {"init_lora_weights": "mica"}, {"rank_pattern": {"k": 2}}):
         (name,) = changes
         other = spoiled(adapter, tmp_path / name, changes)

@@ -169,7 +169,10 @@ def _nearest_family(config: Mapping[str, Any], ignore: frozenset[str]) -> Family
 
     Among several, it is the one whose name begins alike, or else the plainest, `llama`.
     """
-    given, has_experts = str(config.get("model_type")), any("expert" in str(name) for name in config)
+    given, has_experts = (
+        str(config.get("model_type")),
+        any("expert" in str(name) for name in config),
+    )
     fitting = []
     for family in FAMILIES.values():
         fields = Fields({**config, "model_type": family.model_type, "architectures": None}, ignore)
