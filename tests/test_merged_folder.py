@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,7 @@ def test_lora_of_head_and_embeddings_gets_a_reason(module, saved, tmp_path):
     theirs = make_adapter(load(base), adapter, target_modules=[module, "q_proj"])
     if saved:  # as PEFT does by default
         theirs.save_pretrained(adapter, save_embedding_layers=True)
-    ways = [lambda: train_from(base, adapter)]
+    ways: list[Callable[[], Any]] = [lambda: train_from(base, adapter)]
     if module == "lm_head" and not saved:
         found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
         head = theirs.merge_and_unload().lm_head.weight.detach().numpy()
