@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,8 @@ def test_merged_numbers_too_large_for_the_base_are_refused(
 
 def test_adapters_that_only_merging_reads(fitting, tmp_path):
     base, adapter = fitting
+    flagged = {"target_modules": "(?i).*(q|v)_proj"}
+    train_from(base, spoiled(adapter, tmp_path / "flagged", flagged))
     for changes in ({"lora_alpha": -8}, {"init_lora_weights": "mica"}, {"rank_pattern": {"k": 2}}):
         (name,) = changes
         other = spoiled(adapter, tmp_path / name, changes)
@@ -353,7 +356,7 @@ def test_lora_of_head_and_embeddings_gets_a_reason(module, saved, tmp_path):
     theirs = make_adapter(load(base), adapter, target_modules=[module, "q_proj"])
     if saved:  # as PEFT does by default
         theirs.save_pretrained(adapter, save_embedding_layers=True)
-    ways = [lambda: train_from(base, adapter)]
+    ways: list[Callable[[], Any]] = [lambda: train_from(base, adapter)]
     if module == "lm_head" and not saved:
         found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
         head = theirs.merge_and_unload().lm_head.weight.detach().numpy()

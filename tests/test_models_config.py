@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.rotary import cos_sin_tables
 from megatrain_jax.models import DecoderConfig, Rope
 from published import PUBLISHED, num_parameters
@@ -237,7 +238,8 @@ def test_stretched_wavelengths_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: apertus"),
+        ({"model_type": None}, "`model_type` = None has no family"),
+        ({"model_type": ["llama"]}, "`model_type` = .*llama.* has no family"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
@@ -318,3 +320,49 @@ def test_configurations_are_checked_and_hashable():
     ):
         with pytest.raises(ValueError, match=named):
             dataclasses.replace(config, **changes)
+
+
+# No configuration of the last ones has only the fields of a family.
+NEAREST = {
+    "olmo": "olmo2",
+    "exaone": "exaone4",
+    "cohere": "cohere2",
+    "glm": "glm4",
+    "vaultgemma": "gemma2",
+    "flex_olmo": "olmoe",
+    "helium": "llama",
+    "arcee": "llama",
+    "gpt2": None,
+    "mamba": None,
+    "bert": None,
+    "deepseek_v4": None,
+}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_types_without_a_family_name_the_nearest_one(name):
+    values = pytest.importorskip("transformers").CONFIG_MAPPING[name]().to_dict()
+    with pytest.raises(ValueError, match=f"'{name}'.*your_model.md") as caught:
+        DecoderConfig.from_hf(values)
+    if (near := NEAREST[name]) is None:
+        assert "architectures" not in str(caught.value)
+        return
+    architecture = f"'{FAMILIES[near].architecture}'"
+    for word in (f"set `model_type` to '{near}'", f"`architectures` to [{architecture}]"):
+        assert word in str(caught.value)
+    # What the message advises is read, at least.
+    DecoderConfig.from_hf(values | {"model_type": near, "architectures": [architecture[1:-1]]})
+
+
+@pytest.mark.long
+def test_every_type_of_transformers_is_read_or_learns_the_way_without_a_family():
+    transformers = pytest.importorskip("transformers")
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    count = 0
+    for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - FAMILIES.keys():
+        if name == "gemma4_assistant":  # has no default
+            continue
+        with pytest.raises(ValueError, match="your_model.md"):
+            DecoderConfig.from_hf(transformers.CONFIG_MAPPING[name]().to_dict())
+        count += 1
+    assert count > 100

@@ -1,4 +1,8 @@
-"""Reads adapters in PEFT's format, to go on training them."""
+"""Reads adapters in PEFT's format: for both ways, merging and further training, and to train them.
+
+An adapter is right only if each of its options is known. So there is one list of known options, and
+all others are refused by name.
+"""
 
 import math
 import re
@@ -27,17 +31,17 @@ PREFIX = "base_model.model."
 # The ends of tensors' names for each parameter of an adapted module.
 ENDS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight"}
 DORA_ENDS = ENDS | {"lora_magnitude": "lora_magnitude_vector"}
-# The options of PEFT's LoraConfig that are known here. All further ones must be off.
-# They don't change the computation of trained adapters; modules with adapters are known from the
-# tensors.
+# The options of PEFT's LoraConfig that are known, with their right values; all further ones must be
+# off. First the ones that don't change the computation of trained adapters: modules with adapters
+# are known from the tensors.
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
     "exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_ga_config "
     "megatron_core modules_to_save peft_version qalora_group_size revision runtime_config "
     "target_modules task_type".split()
 )
-_NUMBERS = frozenset("r lora_alpha lora_dropout use_rslora use_dora".split())
-# By module, which `models.lora` doesn't have.
+_CHECKED = frozenset("r lora_alpha lora_dropout use_rslora use_dora".split())
+# Numbers by module, which `models.lora` doesn't have.
 _PATTERNS = frozenset(("rank_pattern", "alpha_pattern"))
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -45,7 +49,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     # Initial values that leave the base model as it is; "pissa", for example, changes it.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-# It leaves the base as it is, but trains `lora_A` alone.
+# It leaves the base as it is, too, but only `lora_A` is trained.
 _MERGED_ONLY = {"init_lora_weights": ("mica",)}
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -191,7 +195,7 @@ def read_settings(folder: Path, *, merging: bool) -> AdapterSettings:
 def _is_right(name: str, value: Any, merging: bool) -> bool:
     if name in _VALUES:
         return value in _VALUES[name] or (merging and value in _MERGED_ONLY.get(name, ()))
-    known = name in _WITHOUT_EFFECT or name in _NUMBERS or (merging and name in _PATTERNS)
+    known = name in _WITHOUT_EFFECT or name in _CHECKED or (merging and name in _PATTERNS)
     # An unknown option that is empty or off has no effect. Zero may have one.
     return known or value is None or value is False or value in ("", [], {})
 
@@ -205,7 +209,7 @@ def _checked_settings(values: Mapping[str, Any], merging: bool) -> AdapterSettin
 
     targets = values.get("target_modules")
     if isinstance(targets, str):
-        _compiled("target_modules", targets)
+        _check_pattern("target_modules", targets, re.compile)
     elif targets is not None and not (
         isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     ):
@@ -238,7 +242,7 @@ def _pattern(
     if not isinstance(given, Mapping):
         raise TypeError(checks.refused(name, "an object", given))
     for key in given:
-        _compiled(name, key)
+        _check_pattern(name, key, _module_pattern)
     return {key: check(f"{name}.{key}", value) for key, value in given.items()}
 
 
@@ -246,9 +250,9 @@ def _module_pattern(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")
 
 
-def _compiled(name: str, key: str) -> None:
+def _check_pattern(name: str, key: str, compiles: Callable[[str], Any]) -> None:
     try:
-        _module_pattern(key)
+        compiles(key)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"`{name}` has {key[:100]!r}, no regular expression: {error}") from error
 

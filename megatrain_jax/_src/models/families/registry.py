@@ -4,6 +4,7 @@ A new family is two lines here and a file in this folder that reads its fields.
 """
 
 from collections.abc import Mapping
+from os.path import commonprefix
 from typing import Any
 
 from megatrain_jax._src.models import hf_common
@@ -163,6 +164,47 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
     return family.vision(config)
 
 
+def _nearest_family(config: Mapping[str, Any], ignore: frozenset[str]) -> Family | None:
+    """The family that knows all fields of a configuration of another type, if there is one.
+
+    Among several, it is the one whose name begins alike, or else the plainest, `llama`.
+    """
+    given, has_experts = (
+        str(config.get("model_type")),
+        any("expert" in str(name) for name in config),
+    )
+    fitting = []
+    for family in FAMILIES.values():
+        fields = Fields({**config, "model_type": family.model_type, "architectures": None}, ignore)
+        try:
+            hf_common.refuse_unsupported(fields)
+            arguments = family.read(fields)
+            fields.finish()
+        except Exception:  # of any kind, because the configuration is of another family
+            continue
+        if not family.multimodal and (has_experts or arguments.get("experts") is None):
+            fitting.append(family)
+
+    def nearness(family: Family) -> tuple[int, bool, int]:
+        name = family.model_type
+        alike = len(commonprefix((given, name)))
+        return alike if alike > 2 else 0, name == "llama", -len(name)
+
+    return max(fitting, key=nearness, default=None)
+
+
+def _advice_of_nearest(config: Mapping[str, Any], ignore: frozenset[str]) -> str:
+    near = _nearest_family(config, ignore)
+    if near is None:
+        return ""
+    return (
+        f" The nearest one, {near.model_type}, knows all fields of this configuration. If the "
+        f"layers compute the same, too, set `model_type` to {near.model_type!r} and "
+        f"`architectures` to [{near.architecture!r}], and compare the logits with Transformers' "
+        "before training."
+    )
+
+
 def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
     """Returns the arguments of `DecoderConfig` for a Hugging Face configuration.
 
@@ -175,8 +217,9 @@ def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, 
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(
-            f"`model_type` = {shown(name)} isn't supported; these are: "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"`model_type` = {shown(name)} has no family here; docs/models.md lists them."
+            f"{_advice_of_nearest(config, ignore)} Any Flax module can be trained without a "
+            "family: docs/your_model.md"
         )
     family = FAMILIES[name]
     fields = Fields(config, ignore)
