@@ -9,6 +9,7 @@ from megatrain_jax._src.common.suggestions import did_you_mean
 # Names of options and values in other libraries.
 _ELSEWHERE = {
     "batch": "batch_size per_device_train_batch_size train_batch_size micro_batch_size",
+    "columns": "column_mapping dataset_text_field text_column prompt_column response_column",
     "checkpoint_every": "save_steps save_every",
     "clip": "max_grad_norm gradient_clipping",
     "compute": "dtype bf16 fp16 torch_dtype mixed_precision precision",
