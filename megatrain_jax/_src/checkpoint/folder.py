@@ -1,6 +1,5 @@
 """Checkpoint folders: valid paths, the steps in a folder, and errors of reading."""
 
-import errno
 import os
 import re
 from collections.abc import Callable
@@ -148,31 +147,6 @@ def in_all_processes(processes: Processes, where: str, action: Callable[[], Any]
         raise error
     first, text, _ = next(row for row in failed if row[2] == kind.__name__)
     raise kind(f"process {first}: {text}") from error
-
-
-def sync_tree(folder: Path) -> None:
-    """Waits until all files of a folder, and their names, are on disk."""
-    # From the inside out: a name must not be on disk before the contents it refers to.
-    for path, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            sync(Path(path, name))
-        sync(Path(path))
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's contents, or the names in a folder, are on disk.
-
-    Raises:
-        OSError: If they can't be written, unless the file system just can't sync folders.
-    """
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(opened)
 
 
 def numbered(folder: Path) -> list[int]:

@@ -37,7 +37,7 @@ from megatrain_jax._src.checkpoint.contents import (
     grids_of,
     slice_readers,
 )
-from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tree
+from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.checkpoint.workspace import (
     NAME,
     UnownedWorkspace,
@@ -47,6 +47,7 @@ from megatrain_jax._src.checkpoint.workspace import (
 from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op

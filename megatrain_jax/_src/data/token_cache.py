@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatrain_jax._src.checkpoint.folder import sync, sync_tree
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.data.corpus import Corpus
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
