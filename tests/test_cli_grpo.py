@@ -135,6 +135,7 @@ def test_functions_are_found_beside_their_file_and_in_the_current_folder(
         (("--rewards", "json:short", *PLAIN), "json has no function short"),
         (("--rewards", "GIVEN/rewards.py:needy", *PLAIN), "function needy needs other, but"),
         (("--data", "GIVEN/empty.jsonl"), "`prompts` must be of one token at least"),
+        (("--columns", "{prompt: task}"), "`columns` names task, which no row has"),
         (("--max-new-tokens", 3), "did you mean `--max-completion-length`"),
         (("--reward-funcs", "a:b"), "did you mean `--rewards`"),
         (("--microbatches", 3), "must divide the 8 completions"),

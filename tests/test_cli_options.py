@@ -132,6 +132,7 @@ COMMON = [
         At(place="save_pretrained.folder", of=str, expected="other/model"),
     ),
     option("invalid", "drop", "read.invalid"),
+    option("columns", {"prompt": "task"}, "read.columns"),
     option("too_long", "drop", "read.too_long"),
     option("workers", 3, "read.workers"),
     option("data_cache", "tokens", At(place="read.cache", of=str, expected="tokens")),

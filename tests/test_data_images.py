@@ -102,10 +102,16 @@ def test_a_column_of_images(row, processor):
     row = {name: value for name, value in row.items() if name != "merge"}
     if isinstance(row.get("prompt"), list):
         row["prompt"][0]["content"].append({"type": "text", "text": "which digit"})
-    (batch,) = made([row], processor)
+    given = [(row, None)]
+    given += [({**row, "images": None, "shots": row["images"]}, {"images": "shots"})]
+    if "messages" in row:
+        given += [(row | {"messages": json.dumps(row["messages"])}, None)]
     (expected,) = made([conversation([*own(picture(0), picture(1)), "which digit"])], processor)
-    for name, array in expected.items():
-        assert (batch[name] == array).all(), name
+    for one, columns in given:
+        (batch,) = made([one], processor, columns=columns)
+        for name, array in expected.items():
+            assert (batch[name] == array).all(), name
+        assert data.has_images([one], columns=columns)
 
 
 def encoded(image: Image.Image, kind: str = "PNG") -> bytes:

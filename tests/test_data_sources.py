@@ -1,8 +1,10 @@
 """Where rows come from: files, folders, patterns, lists and `datasets`; and mixtures of them."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -122,6 +126,121 @@ def test_compressed_text_gives_the_same_batches(tmp_path: Path):
     assert_same_batches(
         data.text(compressed(tmp_path / "a.txt"), tokenizer(), **options), reference
     )
+
+
+def frames(rows: list[dict[str, Any]], path: Path, kind: str) -> Path:
+    """Rows as lines, compressed in several frames, which such files may have."""
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    compress: Any = {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "xz": lzma.compress,
+        "zst": lambda text: pyarrow.compress(text, "zstd", asbytes=True),
+    }[kind]
+    path.write_bytes(
+        b"".join(compress(b"".join(lines[i : i + 9])) for i in range(0, len(lines), 9))
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+def test_compressed_files_of_several_frames_are_read_whole(tmp_path: Path, kind: str):
+    texts = [{"text": f"{n} naïve\n🙂" * 90} for n in range(40)]
+    path = frames(texts, tmp_path / f"a.jsonl.{kind}", kind)
+    assert [row for _, row in reading.rows(str(path), Report(), True)] == texts
+    (tmp_path / f"b.JSON.{kind}").write_bytes(path.read_bytes())
+    assert [
+        row for _, row in reading.rows(str(tmp_path / f"b.JSON.{kind}"), Report(), True)
+    ] == texts
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) * 2 // 3], b"none of it", whole[:-3]):
+        path.write_bytes(damaged)
+        with pytest.raises(data.DataError, match=f"a.jsonl.{kind} can't be read as "):
+            list(reading.rows(str(path), Report(), False))
+    frames(texts, tmp_path / f"a.parquet.{kind}", kind)
+    with pytest.raises(ValueError, match=f"a.parquet.{kind}, of `source`, ends in none of"):
+        load(tmp_path / f"a.parquet.{kind}")
+
+
+@pytest.mark.parametrize("rows_at_once", [7, 256])
+@pytest.mark.parametrize("kind", ["stream", "file", "feather"])
+def test_arrow_is_read_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rows_at_once: int
+):
+    monkeypatch.setattr(reading, "_MOST_ROWS", rows_at_once)
+    rows = [{"text": str(i), "more": [{"a": i}] * (i % 3)} for i in range(50)]
+    made = pyarrow.Table.from_pylist(rows)
+    path = tmp_path / f"a.{'feather' if kind == 'feather' else 'arrow'}"
+    if kind == "feather":
+        pyarrow.feather.write_feather(made, path)
+    else:
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with new(path, made.schema) as writer:
+            writer.write_table(made, max_chunksize=20)
+    read = list(reading.rows(str(path), Report(), True))
+    assert [row for _, row in read] == rows
+    assert [place.number for place, _ in read] == list(range(1, 51))
+    for damaged in (path.read_bytes()[:500], b"", b"no arrow"):
+        path.write_bytes(damaged)
+        with pytest.raises(data.DataError, match=f"{path} can't be read as Arrow"):
+            list(reading.rows(str(path), Report(), True))
+
+
+def test_datasets_that_were_saved_are_read_as_they_are(tmp_path: Path):
+    reference = load(ROWS)
+    made = datasets.Dataset.from_list(ROWS)
+    made.save_to_disk(tmp_path / "saved", num_shards=3)
+    # Files that a folder may also have: of an earlier, larger dataset, and of `map`.
+    for name in ("data-00003-of-00004.arrow", "cache-0123456789abcdef.arrow"):
+        (tmp_path / "saved" / name).write_bytes(
+            (tmp_path / "saved/data-00000-of-00003.arrow").read_bytes()
+        )
+    assert_same_batches(load(tmp_path / "saved"), reference)
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "one")
+    assert_same_batches(load(tmp_path / "one"), reference)
+    assert_same_batches(load(str(tmp_path / "one/**/*.*")), reference)
+    parts: Any = {"train": made, "test": made.select(range(3))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "two")
+    with pytest.raises(ValueError, match="two, of `source`, has the splits test, train"):
+        load(tmp_path / "two")
+    assert_same_batches(load(tmp_path / "two" / "train"), reference)
+    (tmp_path / "saved" / "state.json").write_text("[]")
+    with pytest.raises(data.DataError, match="state.json"):
+        load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["dataset_infos.json", "dataset_dict.json", "croissant.json"])
+def test_files_about_a_dataset_are_no_rows(tmp_path: Path, name: str):
+    (tmp_path / "d").mkdir()
+    write(tmp_path / "d" / "train-00000-of-00001.parquet", ROWS)
+    (tmp_path / "d" / name).write_text(json.dumps({"default": {"splits": ["train"]}}))
+    reference = load(ROWS)
+    assert_same_batches(load(tmp_path / "d"), reference)
+    assert_same_batches(load(str(tmp_path / "d" / "*")), reference)
+    # Named alone, it is data.
+    with pytest.raises(data.DataError, match=f"{name}, line 1"):
+        load(tmp_path / "d" / name)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
+        ("data/train.jsonl.gz", "data/Validation.jsonl"),
+        ("train/0000.jsonl", "dev/0000.jsonl"),
+    ],
+)
+def test_data_for_evaluation_is_not_learned_by_naming_a_folder(tmp_path: Path, names: Any):
+    for name in names:
+        path = tmp_path / "d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        compressed(write(path.with_suffix(""), ROWS)) if path.suffix == ".gz" else write(path, ROWS)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'd'}, of `source`, has the splits"):
+        load(tmp_path / "d")
+    assert load(str(tmp_path / "d/**/*.*")).num_documents == 2 * len(ROWS)
+    assert load([tmp_path / "d" / name for name in names]).num_documents == 2 * len(ROWS)
+    (tmp_path / "d" / names[1]).unlink()
+    assert load(tmp_path / "d").num_documents == len(ROWS)
 
 
 def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
@@ -264,6 +383,34 @@ def test_rows_that_are_given_resume_as_those_of_a_file(tmp_path: Path):
         resumed = iter(dataset)
         resumed.set_state(json.loads(json.dumps(iterator.get_state())))
         assert_same_batches(resumed, whole[count:])
+
+
+def test_tables_in_memory_are_read_as_their_rows(tmp_path: Path):
+    expected = [to_conversation(row) for row in CALLS]
+    frame = pandas.DataFrame(CALLS)
+    assert frame.isna().to_numpy().any()  # a NaN where a row has no such field
+    table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in CALLS])
+    given = {
+        "pandas": frame,
+        "a part of one": pandas.concat([frame, frame]).iloc[::-1].iloc[4:].iloc[::-1],
+        # Its lists are arrays of NumPy.
+        "pandas of Parquet": pandas.read_parquet(write(tmp_path / "a.parquet", CALLS)),
+        "Arrow": table,
+        "Arrow, read once": table.to_reader(),
+    }
+    for name, source in given.items():
+        (part,) = resolve(source, texts=False)
+        assert isinstance(part, GivenRows)
+        assert [to_conversation(row) for row in part.rows] == expected, name
+    options: dict[str, Any] = {"length": 512, "batch_size": 1, "progress": False}
+    both = data.chat([frame, CALLS], tokenizer(CALLING), **options)
+    assert both.num_documents == 8 and both.summary.ignored == {}
+    with pytest.raises(data.DataError, match="`source`: there is no row"):
+        load(frame.iloc[:0])
+    with pytest.raises(data.DataError, match="`source`, row 2: .*no `?output|without a field"):
+        load(pandas.DataFrame({"instruction": ["a", "b"], "output": ["c", pandas.NA]}))
+    with pytest.raises(ValueError, match="`source` has two columns of the same name"):
+        load(pandas.DataFrame([["a", "b"]], columns=["text", "text"]))
 
 
 def test_given_rows_are_named_by_argument_and_number_and_stay_as_they_are(tmp_path: Path):

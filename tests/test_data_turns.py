@@ -1,7 +1,10 @@
 """Forms of rows, and turns that are merged, kept or dropped before a template has them."""
 
+import csv
+import json
 import random
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,132 @@ def test_questions_and_answers_give_the_same_batches_as_messages(form: str):
     given = conversations(20, turns=1)
     expected = load([openai(messages) for messages in given])
     assert_same_batches(load([FORMS[form](m) for m in given]), expected)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("prompt", "response"),
+        ("input", "output"),
+        ("question", "response"),
+        ("query", "response"),
+        ("query", "answer"),
+        ("problem", "solution"),
+        ("instruction", "response"),
+    ],
+)
+def test_columns_of_known_names_are_a_question_and_its_answer(columns: tuple[str, str]):
+    given = conversations(8, turns=1)
+    expected = load([openai(messages) for messages in given])
+    names = dict(zip(columns, ("prompt", "completion"), strict=True))
+    rows = [
+        {**system_of(m), columns[0]: m[-2]["content"], columns[1]: m[-1]["content"]} for m in given
+    ]
+    dataset = load(rows)
+    assert_same_batches(dataset, expected)
+    assert dataset.summary.ignored == {}
+    # Others of the same meaning are looked for before, but not if the user names these.
+    more = [{**row, "text": "no", "messages": "no", "completion": "no"} for row in rows]
+    named = load(more, columns={field: own for own, field in names.items()})
+    assert_same_batches(named, expected)
+    assert named.summary.ignored == dict.fromkeys(("text", "messages", "completion"), len(rows))
+    with pytest.raises(data.DataError, match=f"a.? {columns[0]} without a field"):
+        load([{columns[0]: "a"}])
+
+
+def test_rows_of_dolly_have_their_context_below_the_instruction():
+    row = {"instruction": "Sum up.", "context": "A b.", "response": "C.", "category": "qa"}
+    found = to_conversation(row)
+    assert [m["content"] for m in found.messages] == ["Sum up.\n\nA b.", "C."]
+    assert found.ignored == {"category"}
+    assert to_conversation({**row, "context": ""}).messages[0]["content"] == "Sum up."
+    both = to_conversation({**row, "input": "x"})
+    assert both.messages[0]["content"] == "Sum up.\n\nx"
+    assert both.ignored == {"category", "context"}
+    dataset = load([{**row, "input": "x"}], columns={"context": "category"})
+    assert dataset.summary.ignored == {"input": 1, "context": 1}
+    assert learned(next(iter(dataset))) == "C.<|im_end|>"
+
+
+def test_the_users_names_of_columns_are_read():
+    (messages,) = conversations(1)
+    expected = load([openai(messages)])
+    options: dict[str, Any] = {"length": 128, "batch_size": 1, "progress": False}
+    dialog = [{"dialog": messages, "tag": 5}] * 2
+    dataset = load(dialog[:1], columns={"messages": "dialog"})
+    assert_same_batches(dataset, expected)
+    assert dataset.summary.ignored == {"tag": 1}
+    texts = data.text([{"body": "a cat"}], tokenizer(), columns={"text": "body"}, **options)
+    assert_same_batches(texts, data.text([{"text": "a cat"}], tokenizer(), **options))
+    pairs = [{"q": "a", "good": "b", "bad": "c"}]
+    preferred = data.preferences(
+        pairs, tokenizer(), columns={"prompt": "q", "chosen": "good", "rejected": "bad"}, **options
+    )
+    plain = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    assert_same_batches(preferred, data.preferences(plain, tokenizer(), **options))
+    names = {"prompt": "question"}
+    assert data.prompts([{"question": "a", "answer": "b"}], columns=names) == [
+        {"answer": "b", "prompt": "a"}
+    ]
+    with pytest.raises(data.DataError, match="`columns` names dialogue, which no row has"):
+        load([openai(messages)], columns={"system": "dialogue"})
+    with pytest.raises(ValueError, match="`columns` names the field 'reply'; known are"):
+        load(dialog, columns={"reply": "dialog"})
+    with pytest.raises(ValueError, match="`columns` names one column for two fields"):
+        load(dialog, columns={"prompt": "dialog", "completion": "dialog"})
+    for wrong in ("dialog", ["dialog"], {"messages": 3}):
+        with pytest.raises(TypeError, match="`columns` must be a mapping"):
+            load(dialog, columns=wrong)
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations", "conversation"])
+def test_turns_may_be_json_text(field: str, tmp_path: Path):
+    given = conversations(8)
+    expected = load([openai(messages) for messages in given])
+    path = tmp_path / "a.csv"
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([field])
+        writer.writerows([json.dumps(messages)] for messages in given)
+    assert_same_batches(load(path), expected)
+    for text in ("[", "5" * 5000, "[" * 100_000, "{}", "[]", "plain"):
+        with pytest.raises(data.DataError, match="`source`, row 1: no turns"):
+            load([{field: text}])
+    with pytest.raises(data.DataError, match="`source`, row 1: no turns"):
+        pair = {field: "plain", "chosen": "a", "rejected": "b"}
+        data.preferences([pair], tokenizer(), length=64, batch_size=1, progress=False)
+
+
+THOUGHT = "<think>\nwhich?\n</think>\n"
+
+
+@pytest.mark.parametrize(
+    "roles", [("function_call", "observation"), ("tool_call", "tool_response")]
+)
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_as_turns_of_their_own_are_calls_of_the_assistant(
+    roles: tuple[str, str], thought: str, count: int
+):
+    calls = [{"name": "add", "arguments": {"a": i, "b": [None]}} for i in range(count)]
+    text = thought + json.dumps(calls if count > 1 else calls[0])
+    turns = [("human", "sum"), (roles[0], text), (roles[1], "3"), ("gpt", "it is 3")]
+    row = {"conversations": [{"from": name, "value": value} for name, value in turns]}
+    messages, learned, *_ = to_conversation(row)
+    called = {"tool_calls": [{"type": "function", "function": call} for call in calls]}
+    said = {"content": thought.rstrip()} if thought else {}
+    assert messages == [
+        say("user", "sum"),
+        {"role": "assistant", **said, **called},
+        say("tool", "3"),
+        say("assistant", "it is 3"),
+    ]
+    assert learned == [False, True, False, True]
+    for wrong in ("add(1)", "[]", "5", '{"arguments": {}}', '[{"name": "a"}, 5]', ""):
+        turns[1] = (roles[0], wrong)
+        row = {"conversations": [{"from": name, "value": value} for name, value in turns]}
+        with pytest.raises(InvalidRow, match="turn 2"):
+            to_conversation(row)
 
 
 def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():

@@ -25,6 +25,7 @@ LABELLED = {
     "texts": lambda p, said, label: {"prompt": p, "completion": said, "label": label},
     "messages": lambda p, said, label: {"prompt": p, "completion": [answer(said)], "label": label},
     "whole": lambda p, said, label: {"messages": [*p, answer(said)], "label": label},
+    "LLaMA-Factory": lambda p, said, label: {"messages": [*p, answer(said)], "kto_tag": label},
 }
 
 
@@ -48,7 +49,8 @@ def test_answers_and_mismatched_ones_are_those_of_transformers(tmp_path: Path, f
         )
         assert batch["desirable_per_row"].sum() == pytest.approx(batch["desirable"].sum())
         assert batch["pairs_per_row"].sum() == pytest.approx(batch["pairs"].sum())
-    flipped = [row | {"label": not row["label"]} for row in rows]
+    name = "kto_tag" if form == "LLaMA-Factory" else "label"
+    flipped = [row | {name: not row[name]} for row in rows]
     assert load(flipped).fingerprint != dataset.fingerprint
 
 

@@ -234,6 +234,7 @@ DATA: dict[str, list[Any]] = {
     "train_on": [*NAME, None],
     "chat_template": [5, 1.5, True, ["x"], {}, b"x", object()],
     "template_variables": [5, "x", [1], True, {1: 2}, object()],
+    "columns": [5, "x", [1], True, {1: 2}, {"prompt": 3}, {"x": "y"}, object()],
 }
 
 

@@ -98,6 +98,7 @@ def test_only_equal_requests_share_data(chats, tmp_path):
     # The order of batches doesn't affect the tokens.
     assert read(batch_size=1, seed=9, epochs=None)
     assert not read(length=512) and not read(train_on="all") and not read(leading="drop")
+    assert not read(columns={"messages": "messages"}) and read(columns={"messages": "messages"})
     template = str(tokenizer().chat_template).replace("Be kind.", "Be good.")
     assert not read(chat_template=template) and read(chat_template=template)
     larger = tokenizer()

@@ -47,7 +47,7 @@ from megatrain_jax._src.checkpoint.workspace import (
 from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.common.unfinished import sync, sync_tree
+from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op

@@ -35,7 +35,7 @@ from megatrain_jax._src.checkpoint.contents import (
     TreePath,
     pointer,
 )
-from megatrain_jax._src.common.unfinished import sync_tree
+from megatrain_jax._src.common.syncing import sync_tree
 from megatrain_jax._src.state.host_leaves import Run, cut, joined_run
 
 # Files in the workspace that a process leaves for the first process to finish.

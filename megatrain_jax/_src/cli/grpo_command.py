@@ -74,7 +74,7 @@ def _arguments(
     options = _options(settings)
     rewards = load_rewards(listed(settings.rewards))
     with errors_name_option("data"):
-        rows = data.prompts(settings.data, invalid=settings.invalid)
+        rows = data.prompts(settings.data, invalid=settings.invalid, columns=settings.columns)
     checkpoint = checkpoint_folder(settings.model)
     tokenizer = load_tokenizer("model", checkpoint)
     model = _model(settings, checkpoint)

@@ -29,7 +29,7 @@ def trains_with_images(settings: FinetuneSettings) -> bool:
     if not has_processor or settings.format != "chat" or settings.objective == "distill":
         return False
     with errors_name_option("data"):
-        found = any(data.has_images(source) for source in settings.sources)
+        found = any(data.has_images(one, columns=settings.columns) for one in settings.sources)
     if not found:
         return False
     if settings.objective != "sft":

@@ -192,6 +192,7 @@ def common_options(settings: TrainingSettings, epochs: int | None, too_long: str
         "epochs": epochs,
         "too_long": settings.too_long or too_long,
         "invalid": settings.invalid,
+        "columns": settings.columns,
         "workers": settings.workers,
         "progress": _has_bar(),
         "cache": _token_cache(settings.data_cache),

@@ -32,6 +32,8 @@ class RunSettings:
             Hub such as HuggingFaceH4/ultrachat_200k:train_sft, one or a list.
         out: Folder of the run, for checkpoints, exports, logs and the report.
         invalid: Treatment of unusable rows.
+        columns: Names of the data's columns that differ from those of known formats, such as
+            {prompt: task, completion: reply}.
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose, once for a
             run.
         optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
@@ -73,6 +75,7 @@ class RunSettings:
     data: list[str] | str
     out: str
     invalid: Literal["error", "drop"] = "error"
+    columns: dict[str, str] | None = None
     microbatches: Microbatches = 1
     optimizer: str = "adamw"
     optimizer_options: dict[str, Any] | None = None

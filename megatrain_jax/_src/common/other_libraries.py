@@ -54,6 +54,8 @@ _SAME = {
     "per_device_batch_size",
     "tokenizer": "processing_class processor tokenizer_name tokenizer_path",
     "processor": "processing_class tokenizer image_processor",
+    "columns": "column_mapping dataset_text_field text_column prompt_column response_column "
+    "remove_columns",
     "shuffle": "shuffle_dataset shuffle_data",
     "too_long": "truncation truncate truncation_mode overflow",
     "train_on": "assistant_only_loss completion_only_loss train_on_responses train_on_inputs "

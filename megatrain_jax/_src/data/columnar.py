@@ -10,11 +10,12 @@ them.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow
 
 from megatrain_jax._src.common.outside import parsed_json
-from megatrain_jax._src.data.json_values import NO_JSON
-from megatrain_jax._src.data.report import InvalidRow
+from megatrain_jax._src.data.json_values import NO_JSON, invalid_utf8
+from megatrain_jax._src.data.report import InvalidRow, to_fault
 
 
 def without_filler_nulls(value: Any, kind: Any, is_decoded: bool = False) -> Any:
@@ -49,18 +50,80 @@ def without_filler_nulls(value: Any, kind: Any, is_decoded: bool = False) -> Any
             for name, inner in value.items()
             if inner is not None
         }
+    if isinstance(value, np.ndarray | np.generic):  # in cells of pandas
+        value = value.tolist()
     if isinstance(value, list):
         item = getattr(kind, "value_type", None)
         return [without_filler_nulls(inner, item, is_decoded) for inner in value]
     return value
 
 
-def restored_row(row: Mapping[str, Any], kind: pyarrow.StructType) -> Any:
-    """Returns a file's row, restored, or an `InvalidRow` if it can't be read."""
+def restored_row(
+    row: Mapping[str, Any], kind: pyarrow.StructType | None, is_decoded: bool = False
+) -> Any:
+    """Returns a row, restored, or an `InvalidRow` if it can't be read."""
     try:
-        return without_filler_nulls(row, kind)
-    except InvalidRow as fault:
-        return fault
+        return without_filler_nulls(row, kind, is_decoded)
+    except Exception as error:
+        return to_fault(error)
+
+
+def batch_rows(batch: pyarrow.RecordBatch) -> Iterator[Any]:
+    """Yields the rows of a batch, restored, and faults in place of those that can't be read."""
+    kind = pyarrow.struct(batch.schema)
+    try:
+        rows = batch.to_pylist()
+    except Exception:
+        # Only some rows are faulty, so rows are read one by one.
+        for index in range(batch.num_rows):
+            try:
+                row = batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError as caught:
+                yield invalid_utf8(caught.object[caught.start])
+            except Exception as caught:  # such as a time that Python can't represent
+                yield to_fault(caught)
+            else:
+                yield restored_row(row, kind)
+        return
+    for row in rows:
+        yield restored_row(row, kind)
+
+
+def table_rows(name: str, given: Any) -> Iterator[Any] | None:
+    """The rows of a table in memory, of pandas, Arrow, Polars and others; None if it is no table.
+
+    Args:
+        name: Name of the argument.
+        given: Its value.
+
+    Raises:
+        ValueError: If two of its columns have the same name.
+    """
+    if is_columnar(given):
+        return None
+    # These libraries may not be installed. Arrow would convert cells of pandas, such as whole
+    # numbers beside others, so those are taken as they are.
+    if hasattr(given, "itertuples") and hasattr(given, "columns"):
+        names = [str(column) for column in given.columns]
+        if len(set(names)) < len(names):
+            raise ValueError(f"`{name}` has two columns of the same name: {names}")
+        return _frame_rows(names, given)
+    if hasattr(given, "__arrow_c_stream__"):
+        batches = pyarrow.RecordBatchReader.from_stream(given)
+        return (row for batch in batches for row in batch_rows(batch))
+    return None
+
+
+def _frame_rows(names: list[str], frame: Any) -> Iterator[Any]:
+    for cells in frame.itertuples(index=False, name=None):
+        row = {column: cell for column, cell in zip(names, cells, strict=True) if not _misses(cell)}
+        yield without_filler_nulls(row, None)
+
+
+def _misses(cell: Any) -> bool:
+    """Whether a cell of pandas is empty: None, NaN, NA or NaT."""
+    is_nan = isinstance(cell, float) and cell != cell
+    return cell is None or is_nan or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def is_columnar(given: Any) -> bool:
@@ -75,7 +138,7 @@ def restored_rows(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     features = getattr(dataset, "features", None)
     kind = None if features is None else pyarrow.struct(features.arrow_schema)
     for row in dataset:
-        yield without_filler_nulls(row, kind, is_decoded=True)
+        yield restored_row(row, kind, is_decoded=True)
 
 
 def _with_encoded_images(dataset: Any) -> Any:

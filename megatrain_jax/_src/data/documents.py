@@ -1,13 +1,27 @@
 """Reads documents from the rows of all sources: conversations, pairs of them, or parts of texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from megatrain_jax._src.data.distilled_rows import DistilledRow, to_distilled
 from megatrain_jax._src.data.reading import TEXT_KINDS, blocks, blocks_of, given_rows, kind_of, rows
-from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, to_fault
-from megatrain_jax._src.data.row_formats import Pair, to_conversation, to_margin, to_pair, to_text
-from megatrain_jax._src.data.sources import GivenRows
+from megatrain_jax._src.data.report import (
+    DataError,
+    InvalidRow,
+    Report,
+    RowOrigin,
+    to_fault,
+)
+from megatrain_jax._src.data.row_formats import (
+    Pair,
+    to_conversation,
+    to_margin,
+    to_pair,
+    to_text,
+    with_columns,
+)
+from megatrain_jax._src.data.sources import GivenRows, Parts
 from megatrain_jax._src.data.tokenise import Document, TextPart
 from megatrain_jax._src.data.turns import TurnRules
 from megatrain_jax._src.data.unpaired_rows import LabelledAnswer, mismatched, to_labelled
@@ -19,12 +33,12 @@ T = TypeVar("T")
 
 
 def conversations(
-    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
+    parts: Parts, rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads a conversation from each row.
 
     Args:
-        parts: The files and the given rows.
+        parts: The files and the given rows, with names of their columns.
         rules: Allowed changes to the order of turns.
         report: The report that lists unusable rows.
         errors: Whether unusable rows are errors.
@@ -38,9 +52,7 @@ def conversations(
         yield Document(origin, (one,))
 
 
-def pairs(
-    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
-) -> Iterator[Document]:
+def pairs(parts: Parts, rules: TurnRules, report: Report, errors: bool) -> Iterator[Document]:
     """Reads two conversations from each row, the preferred one first; see `conversations`."""
     for origin, pair in read_rows(parts, lambda row: to_pair(row, rules), report, errors):
         report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
@@ -49,7 +61,7 @@ def pairs(
 
 
 def pairs_with_margins(
-    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
+    parts: Parts, rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads two conversations from each row, and their margin; see `pairs`."""
 
@@ -63,9 +75,7 @@ def pairs_with_margins(
         yield Document(origin, pair, {"margins": margin})
 
 
-def unpaired(
-    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
-) -> Iterator[Document]:
+def unpaired(parts: Parts, rules: TurnRules, report: Report, errors: bool) -> Iterator[Document]:
     """Reads labelled answers, and a mismatched answer to each prompt; see `conversations`.
 
     The mismatched answer is taken from the previous row, or for the first row from the last row, so
@@ -102,7 +112,7 @@ def _mismatching(
 
 
 def distilled(
-    parts: Iterable[str | GivenRows], topk: int, tail: bool, report: Report, errors: bool
+    parts: Parts, topk: int, tail: bool, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, DistilledRow]]:
     """Reads tokens with a teacher's top-k log-probabilities; see `conversations`."""
     for origin, row in read_rows(parts, lambda row: to_distilled(row, topk, tail), report, errors):
@@ -110,38 +120,41 @@ def distilled(
         yield origin, row
 
 
-def text_parts(
-    parts: Iterable[str | GivenRows], report: Report, errors: bool
-) -> Iterator[TextPart]:
+def text_parts(parts: Parts, report: Report, errors: bool) -> Iterator[TextPart]:
     """Reads the texts of files and rows, long ones in parts; see `conversations`."""
     for part in parts:
         if isinstance(part, str) and kind_of(part) in TEXT_KINDS:
             yield from _parts(RowOrigin(part, 1), blocks(part, report, errors), 0)
             continue
-        for origin, text in read_rows([part], to_text, report, errors):
+        for origin, text in read_rows(replace(parts, items=[part]), to_text, report, errors):
             report.ignored.update(text.ignored)
             yield from _parts(origin, _divided(text.text), text.start)
 
 
 def read_rows(
-    parts: Iterable[str | GivenRows],
+    parts: Parts,
     convert: Callable[[Mapping[str, Any]], T],
     report: Report,
     errors: bool,
 ) -> Iterator[tuple[RowOrigin, T]]:
     """Reads and converts rows; `convert` raises `InvalidRow` to refuse one. See `conversations`."""
+    unseen = set(parts.columns.values())
+    origin = None
     for part in parts:
         if isinstance(part, GivenRows):
             read = given_rows(part.name, part.rows, report, errors)
         else:
             read = rows(part, report, errors)
         for origin, row in read:
+            unseen.difference_update(row)
             try:
-                converted = convert(row)
+                converted = convert(with_columns(row, parts.columns, report.ignored))
             except Exception as error:  # a row may have anything in any place
                 report.leave_out(origin, to_fault(error), errors)
                 continue
             yield origin, converted
+    if origin is not None and unseen:
+        raise DataError(f"`columns` names {', '.join(sorted(unseen))}, which no row has")
 
 
 def _divided(text: str) -> Iterable[str]:

@@ -4,7 +4,8 @@ While the turns of a row are read and checked, each image is a mark, one charact
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ from megatrain_jax._src.data.documents import read_rows
 from megatrain_jax._src.data.image_files import ImageProcessor, to_reference
 from megatrain_jax._src.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.data.row_formats import Conversation, to_conversation
-from megatrain_jax._src.data.sources import GivenRows, Source, resolve
+from megatrain_jax._src.data.sources import Parts, Source, resolve
 from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.tokenise import Document
-from megatrain_jax._src.data.turns import Message, TurnRules
+from megatrain_jax._src.data.turns import CONVERSATIONS, Message, TurnRules, opened_turns
 
 # Private-use characters of Unicode: the mark of an image, and the border of two texts.
 _IMAGE, _BORDER = "\ue0f1", "\ue0f2"
 _MARKS = re.compile(f"({_IMAGE})|{_BORDER}")
-_TURNS = ("messages", "conversations", "prompt", "completion")
+_TURNS = (*CONVERSATIONS, "prompt", "completion", "response")
 _COLUMNS = ("images", "image")
 _SOURCES = ("image", "path", "url")
 
@@ -30,7 +31,7 @@ Row = Mapping[str, Any]
 
 
 def image_conversations(
-    parts: Iterable[str | GivenRows], rules: TurnRules, report: Report, errors: bool
+    parts: Parts, rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[Document]:
     """Reads a conversation from each row, with its images; see `documents.conversations`."""
 
@@ -70,7 +71,7 @@ def replace_images(row: Row) -> tuple[Row, list[Any]]:
     waiting, images = iter(given), []
     changed = {name: value for name, value in row.items() if name not in _COLUMNS}
     for name in _TURNS:
-        if isinstance(turns := row.get(name), list | tuple):
+        if isinstance(turns := opened_turns(name, row.get(name)), list | tuple):
             changed[name] = [_marked_turn(turn, waiting, images) for turn in turns]
     rest = list(waiting)
     if rest and not images:
@@ -82,7 +83,7 @@ def replace_images(row: Row) -> tuple[Row, list[Any]]:
 
 def _has_images(row: Row) -> bool:
     """Whether a row has images."""
-    turns = [turn for name in _TURNS for turn in _listed(row.get(name))]
+    turns = [turn for name in _TURNS for turn in _listed(opened_turns(name, row.get(name)))]
     contents = [_content(turn)[1] for turn in turns if isinstance(turn, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(_kind(part) == "image" for part in parts) or any(
@@ -90,12 +91,13 @@ def _has_images(row: Row) -> bool:
     )
 
 
-def has_images(source: Source, most: int = 1000) -> bool:
+def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | None = None) -> bool:
     """Whether one of the first rows of a dataset has images.
 
     Args:
         source: See `chat`; an iterator loses these rows.
         most: Maximum number of rows that are read, of each file.
+        columns: See `chat`.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -103,9 +105,10 @@ def has_images(source: Source, most: int = 1000) -> bool:
         ValueError: If `source` names no data.
     """
     most = checks.integer("most", most)
-    for part in resolve(source, texts=False):
-        read = read_rows([part], dict, Report(), False)
-        if any(_has_images(row) for _, row in islice(read, most)):
+    parts = resolve(source, texts=False, columns=columns)
+    for part in parts:
+        read = read_rows(replace(parts, items=[part]), _has_images, Report(), False)
+        if any(found for _, found in islice(read, most)):
             return True
     return False
 

@@ -45,6 +45,7 @@ def chat(
     leading: Leading = "error",
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
     workers: int = 0,
     progress: bool = True,
     cache: str | PathLike[str] | None = None,
@@ -53,18 +54,23 @@ def chat(
 
     All tokens are computed here, once, and kept in host memory, or on disk with `cache`: five bytes
     per token. Each row is a conversation in the format of OpenAI (``{"messages": [{"role",
-    "content"}]}``), ShareGPT (``{"conversations": [{"from", "value"}]}``) or Alpaca
-    (``{"instruction", "input", "output"}``), or ``{"question", "answer"}`` or ``{"prompt",
-    "completion"}``; formats may be mixed. A prompt and a completion may be lists of messages; only
-    the completion is learned.
+    "content"}]}``), ShareGPT or LLaMA-Factory (``{"conversations": [{"from", "value"}]}``), Alpaca
+    (``{"instruction", "input", "output"}``) or Dolly (``{"instruction", "context", "response"}``),
+    or a question and its answer in the columns prompt and completion or response, question and
+    answer or response, query and answer or response, problem and solution, or input and output;
+    formats may be mixed, and `columns` names others. Messages may be JSON text, as in cells of CSV.
+    A prompt and a completion may be lists of messages; only the completion is learned.
 
     Args:
         source: A file, a folder, a pattern with ``*``, a dataset on the Hugging Face Hub as
             "OWNER/NAME:SPLIT" or "OWNER/NAME:CONFIG:SPLIT", with "@REVISION" after the name if it
             is not the newest, a finite iterable of rows, such as a list of dicts, a
-            `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order. Files
-            are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
-            or .parquet.
+            `datasets.Dataset` or an `IterableDataset`, a `pandas.DataFrame`, a table of Arrow or
+            Polars, or a list of these, read in order. Files are .json (an array of rows), .jsonl,
+            .ndjson, .csv or .tsv, optionally with .gz, .bz2, .xz or .zst, or .parquet, .arrow or
+            .feather. A folder may be one that `datasets` saved, or a dataset of the Hub; files
+            about the dataset are not read, and data for training beside data for evaluation is an
+            error.
         tokenizer: The folder of the model's tokenizer, its name on the Hugging Face Hub, from which
             it is downloaded, or a fast tokenizer of Transformers.
         length: Tokens of a row; conversations are packed into rows, each within one row.
@@ -86,6 +92,8 @@ def chat(
             its templates.
         template_variables: Further variables of the template, such as ``{"enable_thinking":
             False}``.
+        columns: For names of fields of these formats, the names of the rows' own columns, such as
+            ``{"prompt": "task", "completion": "reply"}``. All other columns keep their names.
         workers: Number of threads that build batches ahead. With 0 each is built on request, which
             takes well below a millisecond.
         progress: Whether to show a progress bar and print a summary.
@@ -113,7 +121,7 @@ def chat(
     )
     check_template(chat_template, template_variables)
     rules = to_rules(merge, leading)
-    parts = resolve(source, texts=False)
+    parts = resolve(source, texts=False, columns=columns)
     tokens = load_fast_tokenizer(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, train_on, rules, template_variables]
@@ -152,6 +160,7 @@ def preferences(
     leading: Leading = "error",
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
     workers: int = 0,
     progress: bool = True,
     cache: str | PathLike[str] | None = None,
@@ -182,6 +191,7 @@ def preferences(
         leading: See `chat`.
         chat_template: See `chat`.
         template_variables: See `chat`.
+        columns: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
         cache: See `chat`.
@@ -204,6 +214,7 @@ def preferences(
         leading=leading,
         chat_template=chat_template,
         template_variables=template_variables,
+        columns=columns,
         progress=progress,
         cache=cache,
     )
@@ -224,15 +235,17 @@ def unpaired(
     leading: Leading = "error",
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
     workers: int = 0,
     progress: bool = True,
     cache: str | PathLike[str] | None = None,
 ) -> Dataset:
     """Makes packed batches of answers that are labelled desirable or undesirable, for KTO.
 
-    A row has a "label", true or false, and a conversation in one of the formats of `chat`, such as
-    ``{"prompt", "completion", "label"}``; its text after the last user message is the answer. Rows
-    of `preferences`, with "chosen" and "rejected", are two answers. `mask` is True on the answers.
+    A row has a "label" (or "kto_tag"), true or false, and a conversation in one of the formats of
+    `chat`, such as ``{"prompt", "completion", "label"}``; its text after the last user message is
+    the answer. Rows of `preferences`, with "chosen" and "rejected", are two answers. `mask` is True
+    on the answers.
 
     Each answer shares a row of the batch with its prompt followed by a mismatched answer: that of
     the row before, or for the first row, of the last. See `Dataset` for the arrays.
@@ -252,6 +265,7 @@ def unpaired(
         leading: See `chat`.
         chat_template: See `chat`.
         template_variables: See `chat`.
+        columns: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
         cache: See `chat`.
@@ -274,6 +288,7 @@ def unpaired(
         leading=leading,
         chat_template=chat_template,
         template_variables=template_variables,
+        columns=columns,
         progress=progress,
         cache=cache,
     )
@@ -290,6 +305,7 @@ def text(
     epochs: int | None = 1,
     too_long: WhenTooLong = "split",
     invalid: Invalid = "error",
+    columns: Mapping[str, str] | None = None,
     workers: int = 0,
     progress: bool = True,
     cache: str | PathLike[str] | None = None,
@@ -314,6 +330,7 @@ def text(
         too_long: See `chat`; the default here splits a text into pieces of `length` tokens, and the
             last token of a piece has the first of the next as its label.
         invalid: See `chat`.
+        columns: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
         cache: See `chat`.
@@ -326,7 +343,7 @@ def text(
     """
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
-    parts = resolve(source, texts=True)
+    parts = resolve(source, texts=True, columns=columns)
     tokens = load_fast_tokenizer(tokenizer)
     place = open_cache(cache, "text", parts, tokens, [options.length, too_long, invalid])
     errors = invalid == "error"

@@ -1,6 +1,6 @@
 """The call that makes a dataset for distillation: `distillation`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -36,6 +36,7 @@ def distillation(
     epochs: int | None = 1,
     too_long: WhenTooLong = "error",
     invalid: Invalid = "error",
+    columns: Mapping[str, str] | None = None,
     workers: int = 0,
     progress: bool = True,
     cache: str | PathLike[str] | None = None,
@@ -62,6 +63,7 @@ def distillation(
         epochs: See `chat`.
         too_long: See `chat`.
         invalid: See `chat`.
+        columns: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
         cache: See `chat`.
@@ -76,7 +78,7 @@ def distillation(
     topk = checks.integer("topk", topk)
     checks.boolean("tail", tail)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
-    parts = resolve(source, texts=False)
+    parts = resolve(source, texts=False, columns=columns)
     tokens = load_fast_tokenizer(tokenizer)
     used = [options.length, too_long, invalid, topk, tail]
     place = open_cache(cache, "distillation", parts, tokens, used)

@@ -42,6 +42,7 @@ def image_chat(
     leading: Leading = "error",
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
     workers: int = 2,
     progress: bool = True,
 ) -> Dataset:
@@ -81,6 +82,7 @@ def image_chat(
         leading: See `chat`.
         chat_template: See `chat`.
         template_variables: See `chat`.
+        columns: See `chat`.
         workers: Number of threads that open images ahead; with 0 a step waits for its images.
         progress: See `chat`.
 
@@ -101,7 +103,7 @@ def image_chat(
     )
     check_template(chat_template, template_variables)
     rules = to_rules(merge, leading)
-    parts = resolve(source, texts=False)
+    parts = resolve(source, texts=False, columns=columns)
     images = ImageProcessor(processor)
     tokens = load_fast_tokenizer(images.tokenizer)
     template = ImageTemplate(images, chat_template, template_variables)

@@ -36,6 +36,7 @@ def paired_dataset(
     leading: Leading,
     chat_template: str | None,
     template_variables: Mapping[str, Any] | None,
+    columns: Mapping[str, str] | None,
     progress: bool,
     cache: Any,
 ) -> Dataset:
@@ -51,7 +52,7 @@ def paired_dataset(
     )
     check_template(chat_template, template_variables)
     rules = to_rules(merge, leading)
-    parts = resolve(source, texts=False)
+    parts = resolve(source, texts=False, columns=columns)
     tokens = load_fast_tokenizer(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     used = [options.length, too_long, invalid, rules, template_variables]

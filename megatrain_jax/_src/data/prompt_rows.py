@@ -11,7 +11,12 @@ from megatrain_jax._src.data.sources import Source, resolve
 from megatrain_jax._src.data.turns import read_turns, valid_text
 
 
-def prompts(source: Source, *, invalid: Literal["error", "drop"] = "error") -> list[dict[str, Any]]:
+def prompts(
+    source: Source,
+    *,
+    invalid: Literal["error", "drop"] = "error",
+    columns: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
     """Reads rows with a prompt each, and all their columns.
 
     Args:
@@ -19,6 +24,7 @@ def prompts(source: Source, *, invalid: Literal["error", "drop"] = "error") -> l
             gets all further columns.
         invalid: Whether a row without a prompt is an error, or left out, with a note in the
             terminal.
+        columns: See `chat`, such as ``{"prompt": "question"}``.
 
     Returns:
         The rows, for `models.grpo`.
@@ -35,7 +41,7 @@ def prompts(source: Source, *, invalid: Literal["error", "drop"] = "error") -> l
         [{'prompt': '2 + 2 =', 'answer': '4'}]
     """
     check_choices(invalid=(invalid, INVALID))
-    parts = resolve(source, texts=False)
+    parts = resolve(source, texts=False, columns=columns)
     report = Report()
     found = [row for _, row in read_rows(parts, _checked, report, invalid == "error")]
     report.check({InvalidRow: ADVICE_INVALID})

@@ -1,22 +1,25 @@
 """Reads rows from files one at a time, each with its origin, without loading whole files.
 
 JSON Lines are read line by line, a JSON array value by value, CSV row by row, Parquet a few rows at
-a time. All but Parquet may be compressed with gzip.
+a time, and so is Arrow. All but Parquet and Arrow may be compressed.
 """
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
-from megatrain_jax._src.data.columnar import restored_row
+from megatrain_jax._src.data.columnar import batch_rows
 from megatrain_jax._src.data.json_values import (
     NO_JSON,
     Scanner,
@@ -24,23 +27,28 @@ from megatrain_jax._src.data.json_values import (
     invalid_utf8,
     unusable_json,
 )
-from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, to_fault
+from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
 
 Row = Mapping[str, Any]
 
 _CHUNK = 1 << 18
-# Rows of Parquet read at a time, or fewer if they are long.
-_PARQUET_ROWS = 256
-_PARQUET_BYTES = 1 << 24
+# Rows of Parquet and Arrow read at a time, or fewer if they are long.
+_MOST_ROWS = 256
+_MOST_BYTES = 1 << 24
+# The first bytes of an Arrow file; an Arrow stream has others.
+_ARROW_FILE = b"ARROW1"
 # Cells of CSV may be documents; the largest C long on every platform.
 _MOST_OF_A_CELL = 2**31 - 1
 _EMPTY = "the file is empty"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """A file's suffix in lower case, without .gz; it identifies the format."""
-    name = Path(path).name.lower()
-    return Path(name.removesuffix(".gz")).suffix if not name.endswith(".parquet.gz") else ".gz"
+    """A file's suffix in lower case, without that of a compression; it identifies the format."""
+    name = Path(Path(path).name.lower())
+    if name.suffix not in _COMPRESSIONS:
+        return name.suffix
+    # Columnar files are read at many places, which a compressed file doesn't allow.
+    return name.suffix if (inner := Path(name.stem).suffix) in _COLUMNAR else inner
 
 
 def given_rows(
@@ -122,8 +130,12 @@ def _named_failures(
 
 
 def _bytes(path: str) -> BinaryIO:
-    compressed = path.lower().endswith(".gz")
-    return gzip.open(path, "rb") if compressed else open(path, "rb")  # type: ignore[return-value]
+    opener = _COMPRESSIONS.get(Path(path).suffix.lower())
+    return open(path, "rb") if opener is None else opener(path)
+
+
+def _zstandard(path: str) -> BinaryIO:
+    return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))  # type: ignore[arg-type]
 
 
 def _characters(path: str) -> TextIO:
@@ -255,7 +267,7 @@ def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
-            for row in _pylist(batch):
+            for row in batch_rows(batch):
                 number += 1
                 yield RowOrigin(path, number, "row"), row
 
@@ -263,28 +275,32 @@ def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 def _rows_at_once(metadata: Any) -> int:
     # Rows may be documents of megabytes, so the largest mean row size of a group limits the batch.
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return min(_PARQUET_ROWS, _PARQUET_BYTES // max(1, size) + 1)
+    return _limited(
+        max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    )
 
 
-def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-    kind = pyarrow.struct(batch.schema)
-    try:
-        rows = batch.to_pylist()
-    except Exception:
-        # Only some rows are faulty, so rows are read one by one.
-        for index in range(batch.num_rows):
-            try:
-                row = batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as caught:
-                yield invalid_utf8(caught.object[caught.start])
-            except Exception as caught:  # such as a time that Python can't represent
-                yield to_fault(caught)
-            else:
-                yield restored_row(row, kind)
-        return
-    for row in rows:
-        yield restored_row(row, kind)
+def _limited(bytes_per_row: int) -> int:
+    return min(_MOST_ROWS, _MOST_BYTES // max(1, bytes_per_row) + 1)
+
+
+def _arrow(path: str) -> Iterator[tuple[RowOrigin, Any]]:
+    """Reads an Arrow file or stream, as `datasets` writes it, mapped from the disk."""
+    with pyarrow.memory_map(path) as mapped:
+        is_file = mapped.read(len(_ARROW_FILE)) == _ARROW_FILE
+        mapped.seek(0)
+        if is_file:
+            reader = pyarrow.ipc.open_file(mapped)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = pyarrow.ipc.open_stream(mapped)
+        number = 0
+        for batch in batches:
+            size = _limited(batch.nbytes // max(1, batch.num_rows))
+            for at in range(0, batch.num_rows, size):
+                for row in batch_rows(batch.slice(at, size)):
+                    number += 1
+                    yield RowOrigin(path, number, "row"), row
 
 
 def _delimited(delimiter: str) -> Callable[[str], Iterator[tuple[RowOrigin, Any]]]:
@@ -332,9 +348,27 @@ _READERS = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".feather": _arrow,
 }
 # What damaged files with these suffixes can't be read as.
-_FORMS = {".gz": "gzip", ".parquet": "Parquet"}
+_FORMS = {
+    ".gz": "gzip",
+    ".bz2": "bzip2",
+    ".xz": "xz",
+    ".zst": "Zstandard",
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+}
+_COLUMNAR = (".parquet", ".arrow", ".feather")
+_COMPRESSIONS: dict[str, Callable[[str], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
 # Suffixes of files with rows, and of files with one text.
 KINDS = tuple(_READERS)
 TEXT_KINDS = (".txt",)
+COMPRESSIONS = tuple(_COMPRESSIONS)

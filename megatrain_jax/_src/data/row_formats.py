@@ -1,16 +1,18 @@
 """Converts rows of all supported formats to conversations, pairs of them, or text.
 
 A row's fields identify its format: `messages` (OpenAI), `conversations` (ShareGPT), or a question
-and its answer, named `instruction` and `output` (Alpaca), `question` and `answer`, or `prompt` and
-`completion`. A row of preferences has `chosen` and `rejected` as answers.
+and its answer, such as `instruction` and `output` (Alpaca) or `prompt` and `completion`. A row of
+preferences has `chosen` and `rejected` as answers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.data.report import InvalidRow
 from megatrain_jax._src.data.turns import (
+    CONVERSATIONS,
     Message,
     TurnRules,
     Turns,
@@ -23,11 +25,35 @@ from megatrain_jax._src.data.turns import (
 )
 
 # The fields that identify a format, and the further fields that each format reads.
-_CONVERSATIONS = ("messages", "conversations")
-_ANSWERS = {"instruction": "output", "question": "answer", "prompt": "completion"}
-_FORMS = (*_CONVERSATIONS, *_ANSWERS)
+_ANSWERS = {
+    "instruction": ("output", "response"),
+    "question": ("answer", "response"),
+    "prompt": ("completion", "response"),
+    "query": ("answer", "response"),
+    "problem": ("solution",),
+    "input": ("output",),
+}
+_FORMS = (*CONVERSATIONS, *_ANSWERS)
 _ALWAYS_READ = {"system", "tools"}
-_ALSO_READ = {"instruction": {"input", "history"}}
+# Text below an instruction: that of Alpaca, or that of Dolly.
+_CONTEXTS = ("input", "context")
+# Fields in the order in which they are looked for; the first that a row has counts.
+_ORDERS = (
+    ("text", *_FORMS),
+    ("output", "answer", "completion", "solution", "response"),
+    _CONTEXTS,
+    ("label", "kto_tag"),
+)
+# All fields that are read, for the argument `columns`.
+FIELDS = tuple(
+    dict.fromkeys(
+        (
+            *(field for order in _ORDERS for field in order),
+            *("history", "system", "tools", "chosen", "rejected", "margin", "images", "image"),
+            *("input_ids", "topk_token_ids", "topk_logprobs", "completion_mask"),
+        )
+    )
+)
 _NO_RULES = TurnRules()
 
 Row = Mapping[str, Any]
@@ -78,14 +104,36 @@ class Text(NamedTuple):
     ignored: set[str]
 
 
+def with_columns(row: Row, columns: Mapping[str, str], ignored: Counter[str]) -> Row:
+    """Returns a row with the user's columns under the names of fields.
+
+    Args:
+        row: The row.
+        columns: For each of these fields, the row's own name; an absent one is left out.
+        ignored: A counter of fields that nothing reads, for fields in the way of those that the
+            user has named: the same, and others that would be looked for before.
+    """
+    if not columns:
+        return row
+    hidden = set(columns)
+    for order in _ORDERS:
+        first = next((i for i, field in enumerate(order) if field in columns), 0)
+        hidden.update(order[:first])
+    own = set(columns.values())
+    ignored.update((hidden - own) & set(row))
+    rest = {name: value for name, value in row.items() if name not in hidden | own}
+    return rest | {field: row[name] for field, name in columns.items() if name in row}
+
+
 def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
     """Converts a row to a conversation.
 
     Args:
         row: ``{"messages": [{"role", "content"}]}``, ``{"conversations": [{"from", "value"}]}``,
-            ``{"instruction", "input", "output"}``, ``{"question", "answer"}`` or ``{"prompt",
-            "completion"}``. An instruction and its input become one user message, with an empty
-            line between. A prompt and a completion may be lists of messages; then only the
+            ``{"instruction", "input", "output"}``, ``{"question", "answer"}``, ``{"prompt",
+            "completion"}`` or others of `_ANSWERS`. An instruction and its input, or context,
+            become one user message, with an empty line between. A prompt and a completion may be
+            lists of messages; then only the
             completion is learned. All may have a "system" and "tools", Alpaca rows a "history" of
             pairs. A field with value None is treated as absent.
         rules: Allowed changes to the order of turns.
@@ -98,18 +146,18 @@ def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
     form = next((name for name in _FORMS if name in row), None)
     if form is None:
         raise _unknown(row)
-    if form in _CONVERSATIONS:
+    if form in CONVERSATIONS:
         read, turns = {form}, read_turns(form, row[form])
     else:
-        answer = _ANSWERS[form]
-        if answer not in row:
-            article = "an" if form == "instruction" else "a"
+        answer = _answer_field(form, row)
+        if answer is None:
+            article = "an" if form[0] == "i" else "a"
             raise InvalidRow(
                 "unknown form",
-                f"{article} {form} without a field `{answer}` among the fields {_names(row)}"
-                f"{_hint(row)}",
+                f"{article} {form} without a field `{'` or `'.join(_ANSWERS[form])}` among the "
+                f"fields {_names(row)}{_hint(row)}",
             )
-        read = {form, answer} | _ALSO_READ.get(form, set())
+        read = {form, answer} | _also_read(form, row)
         turns = _joined(_question(form, row), _answer(answer, row[answer]))
     return _conversation(row, turns, read, rules)
 
@@ -154,7 +202,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
                 f"`chosen` and `rejected` are answers, but there is no question: none of "
                 f"{', '.join(_FORMS)} is among the fields {_names(row)}",
             )
-        read = {"chosen", "rejected", form} | _ALSO_READ.get(form, set())
+        read = {"chosen", "rejected", form} | _also_read(form, row)
         question = _unlearned(_question(form, row))
         pair = Pair(
             *(_conversation(row, _joined(question, a), read, rules) for a in answers.values())
@@ -181,7 +229,7 @@ def to_margin(row: Row) -> float:
 
 
 def to_text(row: Row) -> Text:
-    """Returns the text of a row: ``{"text"}``, or ``{"prompt", "completion"}`` joined.
+    """Returns the text of a row: ``{"text"}``, or a prompt and its completion joined.
 
     Raises:
         InvalidRow: If it has no text, or an empty one.
@@ -189,13 +237,13 @@ def to_text(row: Row) -> Text:
     row = _present(row)
     if "text" in row:
         fields = ["text"]
-    elif "prompt" in row and "completion" in row:
-        fields = ["prompt", "completion"]
+    elif "prompt" in row and (answer := _answer_field("prompt", row)):
+        fields = ["prompt", answer]
     else:
         raise InvalidRow("unknown form", f"no text among the fields {_names(row)}")
     parts = [valid_text(row[name], name) for name in fields]
     if not parts[-1].strip():
-        raise InvalidRow("empty text", "" if len(parts) == 1 else "completion")
+        raise InvalidRow("empty text", "" if len(parts) == 1 else fields[-1])
     return Text("".join(parts), sum(map(len, parts[:-1])), set(row) - set(fields))
 
 
@@ -263,12 +311,13 @@ def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
 def _question(form: str, row: Row) -> Turns:
     """The turns before an answer; turns of a prompt that is a conversation are not learned."""
     given = row[form]
-    if not isinstance(given, str) and form in ("prompt", *_CONVERSATIONS):
+    if form in CONVERSATIONS or (form == "prompt" and not isinstance(given, str)):
         return _unlearned(read_turns(form, given))
     question = valid_text(given, form)
     turns = Turns([], [], set())
     if form == "instruction":
-        if context := valid_text(row.get("input", ""), "input"):
+        name = _context_field(row)
+        if name is not None and (context := valid_text(row[name], name)):
             question = f"{question}\n\n{context}" if question else context
         history = row.get("history", ())
         for pair in history if isinstance(history, list | tuple) else [history]:
@@ -277,6 +326,21 @@ def _question(form: str, row: Row) -> Turns:
             for role, text in zip(("user", "assistant"), pair, strict=True):
                 turns = _joined(turns, _turn(role, text, "history"))
     return _joined(turns, _turn("user", question, form))
+
+
+def _answer_field(form: str, row: Row) -> str | None:
+    return next((name for name in _ANSWERS[form] if name in row), None)
+
+
+def _context_field(row: Row) -> str | None:
+    return next((name for name in _CONTEXTS if name in row), None)
+
+
+def _also_read(form: str, row: Row) -> set[str]:
+    if form != "instruction":
+        return set()
+    context = _context_field(row)
+    return {"history"} if context is None else {"history", context}
 
 
 def _answer(field: str, given: Any) -> Turns:
@@ -322,7 +386,11 @@ def _unknown(row: Row) -> InvalidRow:
 def _hint(row: Row) -> str:
     if "chosen" in row:
         return "; preferences are for `data.preferences`"
-    return "; plain text is for `data.text`" if "text" in row else ""
+    if "text" in row:
+        return "; plain text is for `data.text`"
+    return (
+        '; `columns={"prompt": ..., "completion": ...}` names the fields of a row with other ones'
+    )
 
 
 def _names(row: Row) -> str:

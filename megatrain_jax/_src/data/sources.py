@@ -3,20 +3,38 @@
 import glob
 import importlib
 import itertools
+import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hub import HubRows, failure, hub_rows
-from megatrain_jax._src.data.columnar import is_columnar, restored_rows
-from megatrain_jax._src.data.reading import KINDS, TEXT_KINDS, kind_of
+from megatrain_jax._src.data.columnar import is_columnar, restored_rows, table_rows
+from megatrain_jax._src.data.reading import COMPRESSIONS, KINDS, TEXT_KINDS, kind_of
+from megatrain_jax._src.data.report import DataError
+from megatrain_jax._src.data.row_formats import FIELDS
 
 Source = str | PathLike[str] | Iterable[Any]
 
 _ALLOWED = "a path, an iterable of rows, or a list of these"
+# Files that describe a dataset, as `datasets` and others write them; they have no rows.
+_SAVED = "state.json"
+_METADATA = (
+    _SAVED,
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "dataset-metadata.json",
+    "croissant.json",
+)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-\w+)?$")
+_TRAIN = ("train", "training")
+_HELD_OUT = ("test", "testing", "validation", "valid", "val", "dev", "eval")
 
 
 class GivenRows(NamedTuple):
@@ -33,8 +51,25 @@ class GivenRows(NamedTuple):
     fingerprint: str | None = None
 
 
-def resolve(source: Source, texts: bool) -> list[str | GivenRows]:
-    """Returns the files and the given rows of a source, in order.
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The files and the given rows of a source, in order.
+
+    Attributes:
+        items: The paths of files, and rows.
+        columns: For names of fields that the formats have, the user's own.
+    """
+
+    items: Sequence[str | GivenRows]
+    columns: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[str | GivenRows]:
+        """Iterates over the files and the rows."""
+        return iter(self.items)
+
+
+def resolve(source: Source, texts: bool, columns: Any = None) -> Parts:
+    """Finds the files and the given rows of a source, in order.
 
     For example, ``["chats", "more/*.jsonl", [{"messages": [...]}]]`` becomes the sorted paths of
     the files below the folder, the sorted matches of the pattern, and rows named `source[2]` in
@@ -44,13 +79,35 @@ def resolve(source: Source, texts: bool) -> list[str | GivenRows]:
         source: The argument `source`: a file, a folder, a pattern with ``*``, a dataset on the
             Hugging Face Hub, an iterable of rows such as a `datasets.Dataset`, or a list of these.
         texts: Whether to include a folder's plain text files.
+        columns: The argument `columns`: a mapping from names of fields to the rows' own, or None.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If it is empty, or a file is not regular or of an unknown kind.
+        ValueError: If it is empty, a file is not regular or of an unknown kind, a folder has data
+            for training and for evaluation, or a name in `columns` is unknown.
         FileNotFoundError: If a file does not exist, a pattern has no match, or a dataset can't be
             downloaded.
     """
+    return Parts(items=_items(source, texts), columns=_checked_columns(columns))
+
+
+def _checked_columns(columns: Any) -> Mapping[str, str]:
+    if columns is None:
+        return {}
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(name, str) for pair in columns.items() for name in pair
+    ):
+        allowed = "a mapping from names of fields to names of columns"
+        raise TypeError(checks.refused("columns", allowed, columns))
+    for name in columns:
+        if name not in FIELDS:
+            raise ValueError(f"`columns` names the field {name!r}; known are {', '.join(FIELDS)}")
+    if len(set(columns.values())) < len(columns):
+        raise ValueError(f"`columns` names one column for two fields: {dict(columns)}")
+    return dict(columns)
+
+
+def _items(source: Source, texts: bool) -> list[str | GivenRows]:
     if isinstance(source, str | bytes | PathLike):
         return _named(source, texts)
     is_rows, items = _peek("source", source)
@@ -79,6 +136,8 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
             f"`{name}` is a mapping with the keys {keys}: pass one of its values, such as the "
             "split to train on, or a list of them"
         )
+    if (rows := table_rows(name, given)) is not None:
+        return True, rows
     if not isinstance(given, Iterable):
         raise TypeError(checks.refused(name, _ALLOWED, given))
     # A re-iterable can simply be peeked at; for an iterator the first item is put back.
@@ -121,14 +180,19 @@ def _downloaded(given: str, found: HubRows) -> GivenRows:
 def _files(given: Any, texts: bool) -> list[str]:
     path = os.path.expanduser(checks.path("source", given))
     if os.path.isdir(path):
-        found = sorted(str(file) for file in Path(path).rglob("*") if _is_data(file, path, texts))
-        if not found:
+        files = [file for file in Path(path).rglob("*") if _is_data(file, path, texts)]
+        if not files:
             known = ", ".join(KINDS + TEXT_KINDS * texts)
             raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
-        return found
+        _check_splits(path, files)
+        return sorted(map(str, files))
     # A file with brackets in its name is a file, not a pattern.
     if not os.path.exists(path) and glob.has_magic(path):
-        found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        found = sorted(
+            file
+            for file in glob.glob(path, recursive=True)
+            if os.path.isfile(file) and not _is_about_data(Path(file))
+        )
         if not found:
             raise FileNotFoundError(f"no file is found by the pattern {path}, of `source`")
         return [_checked(file) for file in found]
@@ -137,7 +201,44 @@ def _files(given: Any, texts: bool) -> list[str]:
 
 def _is_data(file: Path, folder: str, texts: bool) -> bool:
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and file.is_file() and kind_of(file) in KINDS + TEXT_KINDS * texts
+    is_known = not hidden and file.is_file() and kind_of(file) in KINDS + TEXT_KINDS * texts
+    return is_known and not _is_about_data(file)
+
+
+def _is_about_data(file: Path) -> bool:
+    """Whether a file describes a dataset, or is one that its folder's description leaves out."""
+    if file.name in _METADATA:
+        return True
+    state = file.parent / _SAVED
+    if kind_of(file) != ".arrow" or not state.is_file():
+        return False
+    # Beside a dataset that was saved, there may be results of `map`, and files of an earlier one.
+    try:
+        listed = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        return all(entry["filename"] != file.name for entry in listed)
+    except Exception as error:  # it may have anything in any place
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"{state}, which lists the files of a dataset, is damaged: {why}"
+        ) from error
+
+
+def _check_splits(folder: str, files: Iterable[Path]) -> None:
+    """Checks that a folder doesn't have data for training beside data for evaluation."""
+    found: dict[str, str] = {}
+    for file in files:
+        path = file.relative_to(folder)
+        # As in train-00000-of-00002.parquet, data/test.jsonl.gz or validation/0000.parquet.
+        stem = _SHARD.sub("", path.name.partition(".")[0])
+        for name in (*path.parts[:-1], stem):
+            if name.lower() in _TRAIN + _HELD_OUT:
+                found.setdefault(name.lower(), str(path))
+    if set(_TRAIN) & set(found) and set(_HELD_OUT) & set(found):
+        raise ValueError(
+            f"the folder {folder}, of `source`, has the splits {', '.join(sorted(found))}, such as "
+            f"{', '.join(found[name] for name in sorted(found))}: name the folder or the files of "
+            "one, also by a pattern with *, or list all of them to read them all"
+        )
 
 
 def _checked(path: str) -> str:
@@ -151,6 +252,6 @@ def _checked(path: str) -> str:
     if kind_of(path) not in KINDS + TEXT_KINDS:
         raise ValueError(
             f"{path}, of `source`, ends in none of {', '.join(KINDS + TEXT_KINDS)} (the text kinds "
-            "also with .gz), by which formats are recognised"
+            f"also with {', '.join(COMPRESSIONS)}), by which formats are recognised"
         )
     return path

@@ -8,9 +8,8 @@ Looking for the part itself is not enough, because its text may appear elsewhere
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatrain_jax._src.data.turns import Message
+from megatrain_jax._src.data.turns import THOUGHT, Message
 
-THOUGHT = "</think>"
 # Renders messages and tools to text; None if the template refuses them.
 _Render = Callable[[list[Message], list[Any] | None], str | None]
 

@@ -28,11 +28,12 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.unfinished import UnfinishedFolder, sync, sync_tree
+from megatrain_jax._src.common.syncing import sync, sync_tree
+from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.data.corpus import Corpus
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
-from megatrain_jax._src.data.sources import GivenRows
+from megatrain_jax._src.data.sources import GivenRows, Parts
 
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
@@ -194,7 +195,7 @@ class TokenCache:
 def open_cache(
     cache: Any,
     kind: str,
-    parts: Sequence[str | GivenRows],
+    parts: Parts,
     tokens: FastTokenizer,
     options: Sequence[Any],
     template: str | None = None,
@@ -204,7 +205,7 @@ def open_cache(
     Args:
         cache: The argument `cache`: the folder, or None.
         kind: Name of the function that makes the documents.
-        parts: The files and rows.
+        parts: The files and rows, with names of their columns.
         tokens: The tokenizer.
         options: All options that determine tokens, labels or documents.
         template: The Jinja template that renders conversations.
@@ -224,6 +225,7 @@ def open_cache(
         "packages": [metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")],
         "kind": kind,
         "sources": sources,
+        "columns": parts.columns,
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": [tokenizer.special_tokens_map, tokenizer("a").input_ids],
         "vocabulary": tokens.vocabulary.size,

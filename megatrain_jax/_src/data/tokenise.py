@@ -100,8 +100,9 @@ def add_conversations(
             continue
         encodings = iter(_encoded([one.text for _, parts in some for one in parts], tokens))
         for document, parts in some:
-            mine = [(one, next(encodings)) for one in parts]
+            given = [next(encodings) for _ in parts]
             try:
+                mine = [(part, _usable(one)) for part, one in zip(parts, given, strict=True)]
                 learned = [_learned(*pair, tokens, train_on, template, report) for pair in mine]
             except Exception as error:
                 report.leave_out(document.origin, to_fault(error), errors)
@@ -162,7 +163,7 @@ def _ended(conversation: Conversation, template: Template, tokens: FastTokenizer
 
 def _learned(
     rendered: Rendered,
-    encoding: Encoding | InvalidRow,
+    encoding: Encoding,
     tokens: FastTokenizer,
     train_on: TrainOn,
     template: Template,
@@ -290,6 +291,12 @@ def _encoded(texts: list[str], tokens: FastTokenizer) -> list[Encoding | Invalid
         if len(texts) > 1:
             return [one for text in texts for one in _encoded([text], tokens)]
         return [to_fault(error)]
+
+
+def _usable(encoding: Encoding | InvalidRow) -> Encoding:
+    if isinstance(encoding, InvalidRow):
+        raise encoding
+    return encoding
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

@@ -14,6 +14,8 @@ Message = dict[str, Any]
 Leading = Literal["error", "keep", "drop"]
 LEADING = ("error", "keep", "drop")
 
+# The fields of a row that are whole conversations.
+CONVERSATIONS = ("messages", "conversations", "conversation")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ROLES = {
     "system": "system",
@@ -22,10 +24,18 @@ _ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
 }
+# The roles of turns whose text is a call of tools, or several, in JSON: those of LLaMA-Factory, and
+# of ms-swift.
+_CALLING = ("function_call", "tool_call")
 # The roles that may follow each role; None is the start.
 _FOLLOWS = {
     None: ("system", "developer", "user"),
@@ -36,6 +46,8 @@ _FOLLOWS = {
     "tool": ("tool", "assistant"),
 }
 _BEFORE_QUESTIONS = (None, "system", "developer")
+# Where an answer's thoughts end, if they stand in its text.
+THOUGHT = "</think>"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The fields that templates read in addition to role and content.
 _TEMPLATE_FIELDS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)
@@ -76,6 +88,7 @@ def read_turns(field: str, turns: Any) -> Turns:
     Raises:
         InvalidRow: If they are not turns.
     """
+    turns = opened_turns(field, turns)
     if not isinstance(turns, list | tuple) or not turns:
         raise InvalidRow("no turns", f"`{field}` is no list, or an empty one")
     read = Turns([], [], set())
@@ -90,6 +103,17 @@ def read_turns(field: str, turns: Any) -> Turns:
             read.ignored.add(f"{field}[].train of {message['role']}")
         read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
     return read
+
+
+def opened_turns(field: str, turns: Any) -> Any:
+    """Returns the turns of a whole conversation, decoded if they are JSON text, as cells of CSV.
+
+    Raises:
+        InvalidRow: If they are a text, but no JSON.
+    """
+    if not isinstance(turns, str) or field not in CONVERSATIONS:
+        return turns
+    return _decoded(turns, "no turns", f"`{field}` is a text that is no valid JSON")
 
 
 def _counts(given: Mapping[str, Any], number: int) -> bool:
@@ -179,8 +203,10 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
         raise InvalidRow("unknown role", f"{name!r} in turn {number}")
     message: Message = {"role": role}
     content = turn.get("content", turn.get("value"))
-    if content is not None:
+    if content is not None and name not in _CALLING:
         message["content"] = _content(content, number)
+    if name in _CALLING:
+        message = _calling(content, number)
     # Templates read no further fields; all remaining ones are counted as ignored.
     message |= {field: turn[field] for field in _TEMPLATE_FIELDS if field in turn}
     if calls := message.get("tool_calls"):
@@ -203,6 +229,21 @@ def _content(content: Any, number: int) -> str:
             raise InvalidRow("content that is no text", f"in turn {number}{hint}")
         content = "".join(texts)
     return valid_text(content, f"turn {number}")
+
+
+def _calling(given: Any, number: int) -> Message:
+    """The message of a turn that is a call of tools in JSON, after the thoughts before it."""
+    message: Message = {"role": "assistant"}
+    if isinstance(given, str):
+        thought, end, given = given.rpartition(THOUGHT)
+        if end:
+            message["content"] = valid_text(thought + end, f"turn {number}")
+        given = _decoded(given, "tool calls that are no valid JSON", f"in turn {number}")
+    calls = [given] if isinstance(given, Mapping) else given
+    if not isinstance(calls, list | tuple) or not calls:
+        raise InvalidRow("unknown form", f"turn {number} is no call of tools")
+    message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return message
 
 
 def _calls(calls: Any, number: int) -> list[dict[str, Any]]:

@@ -29,14 +29,16 @@ def to_labelled(row: Row, rules: TurnRules) -> list[LabelledAnswer]:
     Args:
         row: A conversation in one of the formats of `to_conversation`, and "label", true or false.
             The answer is its text after the last user message. Without a label, "chosen" and
-            "rejected" as in `to_pair` are a desirable and an undesirable answer.
+            "rejected" as in `to_pair` are a desirable and an undesirable answer. A label may also
+            be named "kto_tag", as by LLaMA-Factory.
         rules: See `to_conversation`.
 
     Raises:
         InvalidRow: If it has none of these formats, or the label is neither true nor false.
     """
     row = {name: value for name, value in row.items() if value is not None}
-    if "label" not in row:
+    name = next((name for name in ("label", "kto_tag") if name in row), None)
+    if name is None:
         if "chosen" not in row or "rejected" not in row:
             raise InvalidRow(
                 "unknown form",
@@ -45,8 +47,8 @@ def to_labelled(row: Row, rules: TurnRules) -> list[LabelledAnswer]:
             )
         pair = to_pair(row, rules)
         return [_labelled(pair.chosen, True), _labelled(pair.rejected, False)]
-    desirable = _label(row["label"])
-    rest = {name: value for name, value in row.items() if name != "label"}
+    desirable = _label(row[name])
+    rest = {field: value for field, value in row.items() if field != name}
     conversation = to_conversation(rest, rules)
     asked = [i for i, message in enumerate(conversation.messages) if message["role"] == "user"]
     start = asked[-1] + 1 if asked else 0

@@ -27,7 +27,8 @@ import xxhash
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json
-from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
+from megatrain_jax._src.common.syncing import sync_tree
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file
 
 MARKER = "megatrain_export.json"
 # Flags of Linux's renameat2: relative to the current folder; exchange names.
