@@ -13,7 +13,8 @@ from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.chat import open_chat_model
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.main import main
-from megatrain_jax._src.models.config import GENERATION_CONFIG, config_end_tokens
+from megatrain_jax._src.common.hf_folder import GENERATION_CONFIG
+from megatrain_jax._src.models.config import config_end_tokens
 from megatrain_jax._src.models.export import write_end_tokens
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')

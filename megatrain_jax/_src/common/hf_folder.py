@@ -8,6 +8,7 @@ folder's own files are copied out.
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain_jax._src.common import checks
 _MAX_JSON_BYTES = 2**28
 # Deeper nesting could exceed the JSON reader's recursion limit, which depends on Python's version.
 _MAX_LEVELS = 64
+GENERATION_CONFIG = "generation_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files of a processor of images; a folder may have only one of them."""
 _KINDS = {
@@ -128,6 +130,14 @@ def too_deep(values: Any) -> bool:
             for child in (value.values() if isinstance(value, dict) else value)
         ]
     return bool(level)
+
+
+def end_tokens_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids in the field `eos_token_id` of generation settings: an id, a list or null."""
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    # Other values, such as -1 for none, are no token of any vocabulary.
+    return tuple(i for i in ids if type(i) is int and 0 <= i < 2**31)
 
 
 def name_within(path: Path, given: str) -> str:
