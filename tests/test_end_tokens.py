@@ -87,7 +87,7 @@ def test_a_base_model_that_is_taught_a_template_stops_where_it_ends_a_turn(base,
     inputs = tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     expected = theirs[0, inputs["input_ids"].shape[1] :].tolist()
     assert len(expected) < 16 and expected[-1] == END_OF_TURN
