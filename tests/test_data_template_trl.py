@@ -112,7 +112,7 @@ def test_a_models_own_template_learns_what_trls_training_template_marks(name):
         )
         pairs = zip(theirs["input_ids"], theirs["assistant_masks"], strict=True)
         turns = [
-            made.decode([token for token, _ in group])
+            str(made.decode([token for token, _ in group]))
             for marked, group in groupby(pairs, key=lambda pair: pair[1])
             if marked
         ]

@@ -13,7 +13,8 @@ from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.cli.chat import open_chat_model
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.main import main
-from megatrain_jax._src.models.config import GENERATION_CONFIG, config_end_tokens
+from megatrain_jax._src.common.hf_folder import GENERATION_CONFIG
+from megatrain_jax._src.models.config import config_end_tokens
 from megatrain_jax._src.models.export import write_end_tokens
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -86,7 +87,7 @@ def test_a_base_model_that_is_taught_a_template_stops_where_it_ends_a_turn(base,
     inputs = tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     expected = theirs[0, inputs["input_ids"].shape[1] :].tolist()
     assert len(expected) < 16 and expected[-1] == END_OF_TURN

@@ -13,6 +13,8 @@ from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
 from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import (
+    GENERATION_CONFIG,
+    end_tokens_of,
     read_all_json,
     read_json,
     regular_file,
@@ -20,7 +22,6 @@ from megatrain_jax._src.common.hf_folder import (
 )
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import integer
-from megatrain_jax._src.models.config import GENERATION_CONFIG, end_tokens_of
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"

@@ -7,6 +7,7 @@ within it, and only the folder's own files are copied out.
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,12 +16,13 @@ from megatrain_jax._src.common.outside import check_texts, parsed_json
 
 # Tokenizers with 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
+GENERATION_CONFIG = "generation_config.json"
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
 _COMPANIONS = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "merges.txt",
     "preprocessor_config.json",
     "processor_config.json",
@@ -168,6 +170,14 @@ def read_all_json(folder: Path) -> dict[str, dict[str, Any]]:
         for name, path in files.items()
         if path is not None and name.endswith(".json")
     }
+
+
+def end_tokens_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids in the field `eos_token_id` of generation settings: an id, a list or null."""
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    # Other values, such as -1 for none, are no token of any vocabulary.
+    return tuple(i for i in ids if type(i) is int and 0 <= i < 2**31)
 
 
 def name_within(path: Path, given: str) -> str:

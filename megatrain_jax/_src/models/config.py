@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import end_tokens_of
 from megatrain_jax._src.common.outside import too_deep
 from megatrain_jax._src.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.models.families.registry import read_config, read_vision
@@ -14,7 +15,6 @@ from megatrain_jax._src.models.moe import Experts
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.vision import VisionConfig
 
-GENERATION_CONFIG = "generation_config.json"
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -251,14 +251,6 @@ class DecoderConfig:
             return None
         local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if local and self.local_rope else self.rope
-
-
-def end_tokens_of(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids in the field `eos_token_id` of generation settings: an id, a list or null."""
-    given = values.get("eos_token_id")
-    ids = given if isinstance(given, list) else [given]
-    # Other values, such as -1 for none, are no token of any vocabulary.
-    return tuple(i for i in ids if type(i) is int and 0 <= i < 2**31)
 
 
 def config_end_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -13,18 +13,15 @@ import numpy as np
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import (
+    GENERATION_CONFIG,
     companion_names,
+    end_tokens_of,
     existing_folder,
     own_file,
     read_json,
 )
 from megatrain_jax._src.common.prompts import check_template
-from megatrain_jax._src.models.config import (
-    GENERATION_CONFIG,
-    DecoderConfig,
-    config_end_tokens,
-    end_tokens_of,
-)
+from megatrain_jax._src.models.config import DecoderConfig, config_end_tokens
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
 from megatrain_jax._src.models.folders import atomic_folder, new_folder

@@ -9,8 +9,7 @@ import numpy as np
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import existing_folder, own_file
-from megatrain_jax._src.models.config import GENERATION_CONFIG
+from megatrain_jax._src.common.hf_folder import GENERATION_CONFIG, existing_folder, own_file
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import (
     companions,

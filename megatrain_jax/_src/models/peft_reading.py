@@ -16,9 +16,13 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.adapter_layers import different_layers
-from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
+from megatrain_jax._src.common.hf_folder import (
+    GENERATION_CONFIG,
+    read_json,
+    regular_file,
+    required_file,
+)
 from megatrain_jax._src.common.hub import folder_or_download
-from megatrain_jax._src.models.config import GENERATION_CONFIG
 from megatrain_jax._src.models.hf_fields import shown
 from megatrain_jax._src.models.lora import Lora, lora
 from megatrain_jax._src.models.low_rank import name_of

@@ -13,11 +13,17 @@ import numpy as np
 from flax import nnx
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file, required_file
+from megatrain_jax._src.common.hf_folder import (
+    GENERATION_CONFIG,
+    end_tokens_of,
+    read_json,
+    regular_file,
+    required_file,
+)
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
-from megatrain_jax._src.models.config import GENERATION_CONFIG, DecoderConfig, end_tokens_of
+from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import split_experts
 from megatrain_jax._src.models.hf_fields import as_ignored
