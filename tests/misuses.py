@@ -142,8 +142,8 @@ RUN = {
     "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
     "trainable": Argument(
         (
-            *(None, "layers", ["layers"], ("0", "w$"), lambda path: True, nnx.LoRAParam, ..., True),
-            *(nnx.Not(nnx.LoRAParam), lambda path, value: True, ["layers", nnx.LoRAParam]),
+            *(None, "layers", ["layers"], ("0", "w$"), lambda path: True, ..., True),
+            *(nnx.PathContains("layers"), lambda path, value: True, ["0", nnx.PathContains("w")]),
         ),
         (
             *(

@@ -4,14 +4,20 @@ Each case is one mistake; the message has to name the user's own argument, path 
 """
 
 import dataclasses
+import functools
+import itertools
+import re
 from typing import Any, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
+import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.options.precision import Precision
 from megatrain_jax._src.state.cards import H200, T4
@@ -238,6 +244,13 @@ def test_precision_checks_its_dtypes():
         Precision(master="fp32")
     with pytest.raises(ValueError, match=r"frozen='NF4'\) is no dtype.*mean \"nf4\"\?"):
         Precision(frozen="NF4")
+    # NumPy takes these for structures without numbers.
+    value: Any
+    for name, value in itertools.product(("frozen", "compute", "sums"), ({}, [], "V")):
+        with pytest.raises(ValueError, match=re.escape(f"({name}={value!r}) is no dtype")):
+            Precision(**{name: value})
+    with pytest.raises(ValueError, match=r"state=\[\]\) is no dtype"):
+        Precision(state=cast(Any, []))
     with pytest.raises(
         ValueError, match='give "float32" or "bfloat16", .* did you mean "bfloat16"'
     ):
@@ -278,3 +291,62 @@ def test_initial_values_that_need_a_batch_of_arrays_name_it():
     _, values = adapt(Centred(), loss_fn, jax.ShapeDtypeStruct(x.shape, x.dtype), 0)
     with pytest.raises(ValueError, match="values of `sample_batch`.*pass a `sample_batch` of arr"):
         values.leaves([0])
+
+
+class Static(eqx.Module):
+    """A module with a function in a static field."""
+
+    weight: jax.Array
+    function: Any = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.function(x) @ self.weight
+
+
+class InAttribute(nnx.Module):
+    def __init__(self):
+        table = jnp.ones((3, 3))
+        self.function = lambda x: x @ table
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.function(x))
+
+
+def build_static():
+    table = jnp.ones((3, 3))
+    return Static(weight=jnp.ones((3, 2)), function=lambda x: x @ table)
+
+
+def build_partial():
+    table = jnp.ones((3, 3))
+    return Static(weight=jnp.ones((3, 2)), function=functools.partial(jnp.matmul, table.T))
+
+
+def build_in_attribute():
+    return InAttribute()
+
+
+@pytest.mark.parametrize("build", [build_static, build_partial, build_in_attribute])
+def test_arrays_that_a_builder_puts_into_functions_name_the_way(build: Any):
+    def loss_fn(model: Any, batch: Any):
+        return jnp.mean(model(batch["x"][:3]) ** 2)
+
+    def plan(model: Any):
+        return mt.plan(model, loss_fn, optax.sgd(0.1), BATCH)
+
+    with pytest.raises(ValueError, match=f"pass the model that {build.__name__} builds"):
+        plan(build)
+    assert plan(build()).num_parameters > 0
+
+
+def test_arrays_that_a_cache_has_kept_are_not_the_builder_s():
+    table = functools.cache(lambda: jnp.ones((3, 3)))
+
+    def plan(loss_fn: Any):
+        return mt.plan({"w": jnp.ones((3, 2))}, loss_fn, optax.sgd(0.1), BATCH)
+
+    plan(lambda params, batch: jnp.mean(batch["x"] @ table() @ params["w"]))
+    with pytest.raises(ValueError, match="cache") as caught:
+        plan(lambda params, batch: jnp.mean(batch["x"] @ table() @ params["w"]) * 2)
+    assert "builds" not in str(caught.value)

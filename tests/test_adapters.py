@@ -424,6 +424,20 @@ def test_rebuilt_models_hold_the_arrays_given(build: Any):
     assert all(a is b for a, b in zip(jax.tree.leaves(held), host, strict=True))
 
 
+def test_a_rebuilt_linen_module_draws_and_changes_its_own_state():
+    # The loss can be called with it as in training, with dropout and batch statistics.
+    adapted, leaves, variables = prepared(LinenNet, mean_square)
+    model, again = (adapted.rebuild(leaves, variables) for _ in range(2))
+    first, second = mean_square(model, BATCH), mean_square(model, BATCH)
+    assert first != second  # another mask
+    assert mean_square(again, BATCH) == first
+    before = [np.asarray(x) for x in variables]
+    mean_square(model, BATCH)
+    assert all((a == np.asarray(b)).all() for a, b in zip(before, variables, strict=True))
+    moved = model.variables["batch_stats"]["BatchNorm_0"]["mean"]
+    assert (np.asarray(moved) != np.asarray(variables[0])).any()
+
+
 def test_an_optional_third_argument_gets_the_key_only_if_it_is_named_so():
     def wants(model: Any, batch: Any, rng: Any = None) -> jax.Array:
         return with_metrics(model, batch, rng)[0]

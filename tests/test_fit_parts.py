@@ -119,9 +119,16 @@ class Tensor:
         ({"x": np.array(["a"])}, 1, TypeError, r"batch\['x'\] has dtype <U1"),
         (
             {"x": np.zeros((4, 2)), "y": [np.zeros(4), np.zeros(3)]},
-            1,
+            2,
             ValueError,
             r"batch\['x'\] has shape \(4, 2\) and batch\['y'\]\[1\] has shape \(3,\).*np.repeat",
+        ),
+        # It would be broadcast.
+        (
+            {"x": np.zeros((4, 2)), "y": np.zeros(1)},
+            1,
+            ValueError,
+            r"batch\['y'\] has shape \(1,\)",
         ),
         (batch_of(1), 3, ValueError, r"`microbatches`=3 does not divide the 4 examples"),
     ],
@@ -181,6 +188,7 @@ def test_work_is_counted_in_tokens_or_examples():
     assert batch_size({"labels": np.zeros((4,), np.int32), "t": tokens}) == (32, "tokens")
     images = np.zeros((4, 8, 8, 3), np.uint8)
     assert batch_size({"images": images, "labels": np.zeros(4, np.int32)}) == (4, "examples")
+    assert batch_size({"nodes": np.zeros((12, 3)), "edges": np.zeros((20, 2))}) == (1, "batches")
 
 
 # History

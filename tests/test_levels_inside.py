@@ -194,8 +194,8 @@ LARGE = {
                "less than three quarters of what is around them: move them into a list"),
     "loop": ([{"layers": FOUR}, FOUR[0]],
              lambda p, x: nested.run_layer(p[1], layers_in_a_loop(p[0], x)),
-             "body.0.layers.2, … are read together by one operation (while): call them one after "
-             "another outside of it, and each becomes a stage"),
+             "body.0.layers.2, … are read together by one operation (while): every pass of this "
+             "loop needs all of them. Run each layer over the whole sequence"),
     "experts": ([{"router": (D, 8), "experts": [nested.mlp(D)] * 8}] * 2,
                 lambda p, x: experts(p[1], experts(p[0], x)), None),
     "convs": ([{"convs": [KERNEL] * 3}] * 3,
@@ -240,6 +240,54 @@ def test_alternating_parts_without_numbers_are_explained_in_a_model_without_bloc
     # A smaller model fits any device as a whole.
     count, found = warnings(names[:4])
     assert count < 2**24 and not found
+
+
+def recurrence(p, batch, cells):
+    """Cells with four gates each, in one loop over time or in one loop for each cell."""
+
+    def cell(p, state, x):
+        h, c = state
+        gates = {name: h @ w["h"] + x @ w["x"] for name, w in p.items()}
+        c = c * jax.nn.sigmoid(gates["forget"]) + jnp.tanh(gates["cell"]) * gates["in"]
+        return jax.nn.sigmoid(gates["out"]) * jnp.tanh(c), c
+
+    x = batch["x"].astype(jnp.bfloat16)
+    zero = x[0], x[0]
+    for group in cells:
+
+        def step(states, x, group=group):
+            new = []
+            for k, state in zip(group, states, strict=True):
+                new.append(cell(p["cells"][k], state, x))
+                x = new[-1][0]
+            return new, x
+
+        x = lax.scan(step, [zero] * len(group), x)[1]
+    return x
+
+
+GATES = {name: {"x": (D, D), "h": (D, D)} for name in ("cell", "forget", "in", "out")}
+SEQUENCE = {"x": np.zeros((5, 2, D), np.float32)}
+
+
+def test_layers_of_a_recurrence_in_one_loop_are_told_to_have_their_own():
+    shapes = {"cells": [GATES] * 5}
+    together = cut_tree(shapes, lambda p, b: recurrence(p, b, [range(5)]), SEQUENCE)[0]
+    (warning,) = together.warnings
+    assert "cells.0 + cells.1" in warning and "in a loop of its own" in warning
+    # As it says.
+    apart, read = cut_tree(shapes, lambda p, b: recurrence(p, b, [[k] for k in range(5)]), SEQUENCE)
+    assert blocks(apart) == [f"cells.{k}" for k in range(5)] and not apart.warnings
+    assert set(read.values()) == {nested.count(GATES)}
+
+
+def test_gates_of_a_recurrence_are_not_told_to_run_one_after_another():
+    large = {name: {"x": (1500, 1500), "h": (1500, 1500)} for name in GATES}
+    batch = {"x": np.zeros((5, 2, 1500), np.float32)}
+    program, _ = cut_tree({"cells": {"a": large}}, lambda p, b: recurrence(p, b, ["a"]), batch)
+    (warning,) = program.warnings
+    assert "cells.a.forget" in warning and "one after another" not in warning
+    assert "gates of a recurrence, stay together" in warning
 
 
 # Any nesting

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
@@ -123,6 +123,64 @@ def test_a_mesh_of_several_devices_is_refused_by_its_axes(kind, nested):
 
     with pytest.raises(ValueError, match="mesh of 4 devices, with the axes rows, cols"):
         mt.plan(init_params(), loss_fn, optax.sgd(0.1), BATCH)
+
+
+def mesh_of(start, stop):
+    kinds = (AxisType.Auto,)
+    return jax.make_mesh(
+        (stop - start,), ("d",), axis_types=kinds, devices=jax.devices()[start:stop]
+    )
+
+
+def constrained(mesh):
+    return lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("d")))
+
+
+def within_a_scan(place):
+    return lambda x: jax.lax.scan(lambda x, _: (place(x), None), x, None, length=2)[0]
+
+
+TWO, FIRST, SECOND = mesh_of(0, 2), mesh_of(0, 1), mesh_of(1, 2)
+PLACED = {
+    "constraint": (constrained(TWO), None),
+    "undivided": (lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(TWO, P())), None),
+    "in a scan": (within_a_scan(constrained(TWO)), None),
+    "copied": (lambda x: jax.device_put(x, NamedSharding(TWO, P("d"))), None),
+    "results": (within_a_scan(jax.jit(jnp.tanh, out_shardings=NamedSharding(TWO, P()))), None),
+    "another device": (constrained(SECOND), FIRST),
+    "a single device": (
+        lambda x: jax.lax.with_sharding_constraint(x, SingleDeviceSharding(jax.devices()[1])),
+        FIRST,
+    ),
+    "fewer devices": (constrained(FIRST), TWO),
+}
+
+
+def placing(place):
+    def loss_fn(params, batch):
+        return loss_of(["plain"] * 4, "plain")(params, {"x": place(batch["x"])})
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_values_on_other_devices_than_the_run_s_are_refused_early(name):
+    place, mesh = PLACED[name]
+    made = init_params(), placing(place), optax.sgd(0.1)
+    with pytest.raises(ValueError, match="cpu:1" if "fewer" not in name else "cpu:0"):
+        mt.plan(*made, BATCH, mesh=mesh)
+    with pytest.raises(ValueError, match="places values on devices of its own"):
+        mt.Trainer(*made, BATCH, mesh=mesh, progress=False)
+
+
+@pytest.mark.parametrize("mesh", [FIRST, SECOND, TWO], ids=["first", "second", "both"])
+def test_values_on_the_run_s_own_devices_are_left_there(mesh):
+    trainer = mt.Trainer(
+        init_params(), placing(constrained(mesh)), optax.sgd(0.1), BATCH, mesh=mesh,
+        precision=mt.Precision(compute=jnp.float32), progress=False,
+    )  # fmt: skip
+    expected = loss_of(["plain"] * 4, "plain")(jax.tree.map(jnp.asarray, init_params()), BATCH)
+    np.testing.assert_allclose(trainer.read(trainer.step(BATCH))["loss"], expected, rtol=2e-6)
 
 
 def test_a_mesh_set_around_a_run_of_several_devices_is_named():

@@ -254,6 +254,51 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
         start(CASES["nnx_tied"], params=missing)
 
 
+def checkpoint(folder, *, described=True):
+    """A checkpoint as another program's run has it, with its arrays in a folder of its own."""
+    tree = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder / "params", tree)
+    (folder / "params" / "_CHECKPOINT_METADATA").unlink()
+    if described:
+        (folder / "_CHECKPOINT_METADATA").write_text("{}")
+    return tree
+
+
+def loaded(folder):
+    def loss_fn(params, batch):
+        return ((batch["x"] @ params["w"]) ** 2).mean()
+
+    batch = {"x": np.ones((2, 4), np.float32)}
+    made = {"w": np.zeros((4, 2), np.float32)}, loss_fn, optax.sgd(0.1), batch
+    return mt.Trainer(*made, params=folder, progress=False).params
+
+
+def test_a_part_of_another_program_s_checkpoint_names_the_whole(tmp_path):
+    tree = checkpoint(tmp_path / "5000")
+    with pytest.raises(mt.CheckpointError, match="params") as caught:
+        loaded(tmp_path / "5000" / "params")
+    said = str(caught.value).replace(str(tmp_path / "5000" / "params"), "")
+    assert str(tmp_path / "5000") in said and "checkpoint_layout" not in said
+    check_same_bits(loaded(tmp_path / "5000"), tree)
+
+
+@pytest.mark.parametrize("name", ["{}", "step_{}", "checkpoint-{}"])
+@pytest.mark.parametrize("described", [True, False])
+def test_a_folder_of_another_program_s_run_lists_its_steps(tmp_path, name, described):
+    for step in (900, 1000, 20000, 5000):
+        checkpoint(tmp_path / name.format(step), described=described)
+    unfinished = tmp_path / "30000.orbax-checkpoint-tmp-99999"
+    (unfinished / "params").mkdir(parents=True)
+    (unfinished / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "wandb_7").mkdir()
+    with pytest.raises(mt.CheckpointError, match="choose one") as caught:
+        loaded(tmp_path)
+    said = str(caught.value).removeprefix(f"`params`={tmp_path}")
+    shown = [str(tmp_path / name.format(step)) for step in (1000, 5000, 20000)]
+    assert said.endswith(", ".join(shown))
+
+
 def test_fit_passes_parameters_on_and_a_resumed_run_has_its_own(tmp_path):
     case = CASES["nnx_tied"]
     params = trained(case).params

@@ -133,6 +133,21 @@ def test_a_plan_takes_the_integers_of_its_batch_too(monkeypatch):
 
 
 @pytest.mark.usefixtures("pretending_gpu")
+def test_integers_along_another_first_axis_are_taken_whole(monkeypatch):
+    watch = Watch(monkeypatch)
+    params, loss_fn, optimizer, batch = made()
+    rows = np.array([1, 2, 8, 3, 9, 4])
+
+    def with_rows(params: Any, batch: Any) -> jax.Array:
+        last = params["last"]["w"][batch["rows"] % 5]
+        return loss_fn(params, batch) + (last**2).mean()
+
+    mt.Trainer(params, with_rows, optimizer, batch | {"rows": rows}, progress=False)
+    taken = [x for found in watch.integers().values() for x in found if x.size == len(rows)]
+    assert taken and all((x.reshape(-1) == rows % 5).all() for x in taken)
+
+
+@pytest.mark.usefixtures("pretending_gpu")
 def test_of_a_batch_of_shapes_integers_are_made_up(monkeypatch):
     watch = Watch(monkeypatch)
     params, loss_fn, optimizer, batch = made()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -379,3 +379,91 @@ def test_a_model_without_blocks_is_named():
     case = CASES["nnx_tied"]
     plan = mt.plan(case.build(), case.loss_fn, optax.sgd(0.1), case.batch(0))
     assert not any("no blocks" in warning for warning in plan.warnings)
+
+
+# Batches without rows of examples
+
+
+class Graphs(NamedTuple):
+    """Padded graphs in one, as jraph has them: the leading axes are nodes, edges and graphs."""
+
+    nodes: np.ndarray
+    edges: np.ndarray
+    senders: np.ndarray
+    receivers: np.ndarray
+    n_node: np.ndarray
+
+
+def graphs(seed, num_nodes=12):
+    rng = np.random.default_rng(seed)
+    nodes = rng.normal(size=(num_nodes, 4)).astype(np.float32)
+    edges = rng.normal(size=(20, 2)).astype(np.float32)
+    ends = rng.integers(0, num_nodes, (2, 20), np.int32)
+    return Graphs(nodes, edges, ends[0], ends[1], np.full(3, num_nodes // 3, np.int32))
+
+
+def graph_loss(params, batch):
+    x = batch.nodes
+    for layer in params["layers"]:
+        sent = jnp.concatenate([x[batch.senders], batch.edges], 1) @ layer["in"]
+        x = x + jnp.tanh(jax.ops.segment_sum(sent, batch.receivers, len(x)) @ layer["out"])
+    of_graph = jnp.repeat(jnp.arange(3), batch.n_node, total_repeat_length=len(x))
+    return ((jax.ops.segment_sum(x, of_graph, 3) @ params["head"]) ** 2).mean()
+
+
+def graph_params():
+    rng = np.random.default_rng(0)
+    shapes = {"layers": [{"in": (6, 4), "out": (4, 4)}] * 2, "head": (4, 1)}
+    return jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(np.float32) / 4,
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def graph_trainer(**settings):
+    settings = {"precision": mt.Precision(compute=jnp.float32), "progress": False} | settings
+    return mt.Trainer(graph_params(), graph_loss, optax.sgd(0.1), graphs(0), **settings)
+
+
+def test_graphs_are_trained_and_evaluated_as_in_plain_jax():
+    trainer, params = graph_trainer(microbatches="auto"), graph_params()
+    for seed in range(2):
+        loss, grads = jax.value_and_grad(graph_loss)(params, graphs(seed))
+        params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
+        np.testing.assert_allclose(
+            trainer.read(trainer.step(graphs(seed)))["loss"], loss, rtol=2e-6
+        )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trainer.params, params
+    )
+    expected = graph_loss(params, graphs(2))
+    np.testing.assert_allclose(trainer.evaluate([graphs(2)])["loss"], expected, rtol=1e-5)
+    # Which of two graphs counts more is not known, unless the loss says it.
+    with pytest.raises(ValueError, match="weight"):
+        trainer.evaluate([graphs(2), graphs(3, num_nodes=15)])
+
+    def weighted(params, batch):
+        return graph_loss(params, batch), {"weight": batch.n_node.sum()}
+
+    found = trainer.evaluate([graphs(2), graphs(3, num_nodes=15)], loss_fn=weighted)
+    parts = [graph_loss(params, graphs(2)), graph_loss(params, graphs(3, num_nodes=15))]
+    np.testing.assert_allclose(found["loss"], (12 * parts[0] + 15 * parts[1]) / 27, rtol=1e-5)
+
+
+def test_graphs_can_t_be_divided():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    for settings in ({"microbatches": 2}, {"mesh": mesh}):
+        with pytest.raises(ValueError, match="edges has shape"):
+            graph_trainer(**settings)
+    # A run with rows of examples evaluates none without.
+    rows = {"x": np.ones((4, 4), np.float32)}
+
+    def loss_fn(params, batch):
+        return ((batch["x"] @ params["head"]) ** 2).mean()
+
+    trainer = mt.Trainer(
+        graph_params(), loss_fn, optax.sgd(0.1), rows, microbatches=2, progress=False
+    )
+    with pytest.raises(ValueError, match="'y'"):
+        trainer.evaluate([rows | {"y": np.ones(6)}])

@@ -91,8 +91,9 @@ def fit(
             or a pytree of arrays.
         loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, returning a scalar
             loss or ``(loss, metrics)``.
-        data: An iterable of batches. A batch is a pytree of arrays with a leading axis of examples;
-            the first one sets the structure and the dtypes.
+        data: An iterable of batches. A batch is a pytree of arrays with a leading axis of examples,
+            which may differ without microbatches on one device; the first one sets the structure
+            and the dtypes.
         optimizer: An Optax gradient transformation.
         params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
             Ignored by a run that resumes.

@@ -79,7 +79,7 @@ class Trainer(ExplainedAttributes):
                 loss or ``(loss, metrics)``.
             optimizer: An Optax gradient transformation.
             sample_batch: A batch, or its `jax.ShapeDtypeStruct`s. Every array has a leading axis of
-                examples.
+                examples; without microbatches, on one device, these axes may differ in size.
             params: Parameters to start from instead of the model's own: a tree of arrays under the
                 model's paths (objects with a shape, a dtype and `__array__`, such as memory-mapped
                 files, are read one by one), or the folder of a checkpoint that Orbax can read.

@@ -84,10 +84,10 @@ def integers_of_batch(program: Program, placement: Placement, batch: Any) -> Int
     if not ids or has_side_effects(program.prologue) or not _has_usual_keys(data):
         return {}
     num_variables = len(program.state.drawn)
-    rows = program.examples.number
-    own = rows // placement.processes.count
+    rows, count = program.examples.number, placement.processes.count
+    # One microbatch's part; the first axes may differ if nothing is divided.
     real = {
-        number: placement.put_parts(leaf[:own], placement.batch(rows))
+        number: placement.put_parts(leaf[: data[number].shape[0] // count], placement.batch(rows))
         for number, leaf in enumerate(leaves, num_variables)
         if _is_integer(data[number])
     }

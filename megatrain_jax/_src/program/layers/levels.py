@@ -209,12 +209,14 @@ class Lists:
         `block` is the first of `block_1`, `block_2`, if it is like one of them. Beside a single
         numbered element, both must have the same matrices, and several.
         """
+        numbers = [number for path in elements if (number := _index(path[-1]))]
+        if min(number for _, number in numbers) not in (1, 2):
+            return None
         found: dict[ModelPath, list[int]] = {path: [] for path in (first, *elements)}
         for i, parameter in enumerate(self.parameters):
             if (path := parameter.path[: len(first)]) in found:
                 found[path].append(i)
-        numbers = [number for path in elements if (number := _index(path[-1]))]
-        if not found[first] or min(number for _, number in numbers) not in (1, 2):
+        if not found[first]:
             return None
         matrices = {path: self._matrices(rows, len(path)) for path, rows in found.items()}
         own = matrices.pop(first)
