@@ -16,9 +16,11 @@ import transformers
 from flax import nnx
 
 from megatrain_jax import callbacks, models
+from megatrain_jax._src.cli import finetune
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.cli.reference import ReferenceLogProbs
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -238,6 +240,28 @@ def test_an_objective_is_learned_and_exported(given, tmp_path, objective):
     kind = "SequenceClassification" if objective == "reward" else "CausalLM"
     loaded = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(out / "model")
     assert objective != "reward" or loaded.config.num_labels == 1
+
+
+def test_adapters_have_dropout_only_where_trl_leaves_it_on(given, tmp_path, capsys):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(given / "tiny")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.25)
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+    given_ones = {"model": str(given / "tiny"), "data": "unread.jsonl", "out": str(tmp_path)}
+    for objective, kind in OBJECTIVE_KINDS.items():
+        for adapters, share in (
+            ({"lora_rank": 2, "lora_dropout": 0.5}, 0.5),
+            ({"adapter": str(tmp_path / "adapter")}, 0.25),
+        ):
+            settings: Any = given_ones | adapters | {"objective": objective}
+            model = nnx.eval_shape(finetune.prepare(FinetuneSettings(**settings)).model)
+            found = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
+            assert found and {m.rate for m in found} == {share}
+            assert {m.deterministic for m in found} == {not kind.has_dropout}
+            printed = capsys.readouterr().out
+            assert (f"dropout of {share} is off" in printed) != kind.has_dropout
+            assert (f"--objective {objective} " in printed) != kind.has_dropout
+    finetune.prepare(FinetuneSettings(**given_ones, objective="dpo", lora_rank=2))
+    assert not capsys.readouterr().out
 
 
 def plain_losses(settings, out):

@@ -138,7 +138,7 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.drawn(10)
 def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
-    """Transformers makes the padding token's embedding zero; hidden states of padding are 0, too."""
+    """As padding's embedding is in Transformers; its hidden states are zeros, too."""
     name, reference, pretrained = pair
     model, embedding = filled(pretrained), reference.get_input_embeddings().weight
     before, first = embedding.data[0].clone(), 13
