@@ -242,6 +242,7 @@ def test_an_objective_is_learned_and_exported(given, tmp_path, objective):
     assert objective != "reward" or loaded.config.num_labels == 1
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_have_dropout_only_where_trl_leaves_it_on(given, tmp_path, capsys):
     plain = transformers.AutoModelForCausalLM.from_pretrained(given / "tiny")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.25)
