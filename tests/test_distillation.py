@@ -119,7 +119,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("scale", [3.0, 300.0])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale):
     """All three losses that compute chunks of logits; probabilities are 0 and 1 in float32."""
     rng = np.random.default_rng(0)
