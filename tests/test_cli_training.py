@@ -247,13 +247,13 @@ def test_adapters_have_dropout_only_where_trl_leaves_it_on(given, tmp_path, caps
     plain = transformers.AutoModelForCausalLM.from_pretrained(given / "tiny")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.25)
     peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
-    given_ones = {"model": str(given / "tiny"), "data": "unread.jsonl", "out": str(tmp_path)}
+    common: dict[str, Any] = {"model": str(given / "tiny"), "data": "unread", "out": str(tmp_path)}
     for objective, kind in OBJECTIVE_KINDS.items():
         for adapters, share in (
             ({"lora_rank": 2, "lora_dropout": 0.5}, 0.5),
             ({"adapter": str(tmp_path / "adapter")}, 0.25),
         ):
-            settings: Any = given_ones | adapters | {"objective": objective}
+            settings: Any = common | adapters | {"objective": objective}
             model = nnx.eval_shape(finetune.prepare(FinetuneSettings(**settings)).model)
             found = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
             assert found and {m.rate for m in found} == {share}
@@ -261,7 +261,7 @@ def test_adapters_have_dropout_only_where_trl_leaves_it_on(given, tmp_path, caps
             printed = capsys.readouterr().out
             assert (f"dropout of {share} is off" in printed) != kind.has_dropout
             assert (f"--objective {objective} " in printed) != kind.has_dropout
-    finetune.prepare(FinetuneSettings(**given_ones, objective="dpo", lora_rank=2))
+    finetune.prepare(FinetuneSettings(**common, objective="dpo", lora_rank=2))
     assert not capsys.readouterr().out
 
 
@@ -287,7 +287,7 @@ def plain_losses(settings, out):
         each = jax.nn.log_sigmoid(given.beta * (gained[:, 0::2] - gained[:, 1::2]))
         return -jnp.where(batch["pairs"], each, 0).sum() / batch["pairs"].sum()
 
-    rate = optax.constant_schedule(given.learning_rate)
+    rate = optax.constant_schedule(given.learning_rate or 0.0)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
 
     @jax.jit
