@@ -31,7 +31,6 @@ from megatrain_jax._src.cli.new_tokens import (
 from megatrain_jax._src.cli.option_words import option
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import TemplatedTokenizer
-from megatrain_jax._src.models.low_rank import adapted_modules
 
 
 def run(settings: FinetuneSettings) -> int:
@@ -111,8 +110,9 @@ def _without_dropout(settings: FinetuneSettings, build: Callable[[], Any]) -> Ca
 
     Exported adapters keep their dropout, for further training, as those of TRL do.
     """
-    shares = {m.lora_settings.dropout for _, m in adapted_modules(nnx.eval_shape(build))}
-    if not any(shares):
+    modules = [module for _, module in nnx.iter_graph(nnx.eval_shape(build))]
+    shares = [module.rate for module in modules if isinstance(module, nnx.Dropout)]
+    if not shares:
         return build
     print(
         f"the adapters' dropout of {max(shares)} is off: {option('objective')} "
