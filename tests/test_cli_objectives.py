@@ -1,6 +1,9 @@
 """The metrics of the command line's losses, of batches that are cut into microbatches."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +15,10 @@ from flax import nnx
 from megatrain_jax import models
 from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
 from megatrain_jax._src.cli.answers import LossContext
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.grpo_settings import GrpoSettings
+from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
+from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.data.packing import with_counts
 from tiny_sizes import tiny_decoder
 
@@ -118,6 +125,8 @@ def test_microbatches_have_the_gradients_of_the_whole_batch(name):
     config = dataclasses.replace(SIZES, scores=name == "reward", init_std=0.3)
     whole, cut = (gradients_of(EXACT[name], config, uneven_pairs(), n) for n in (1, 4))
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
+        # A row without a pair has log-probabilities of 0.
+        assert np.isfinite(one).all()
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
 
 
@@ -142,3 +151,30 @@ def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
     unlikely = with_counts(batch | {"reference": np.full((4, 4), -30, np.float32)})
     whole, cut = (gradients_of(make, config, unlikely, n) for n in (1, 4))
     assert whole[0][1]["kl"] > 1 and whole[0][1]["kl"] != pytest.approx(cut[0][1]["kl"], rel=0.01)
+
+
+def test_a_report_has_null_for_what_is_not_finite(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.finish({"history": [{"reward": float("nan"), "loss": 0.5}], "last": float("-inf")})
+    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"history": [{"reward": None, "loss": 0.5}], "last": None}
+
+
+def test_adapters_have_the_default_learning_rate_of_their_page():
+    given: dict[str, Any] = {"model": "m", "data": "d", "out": "o"}
+
+    def rate(**options: Any) -> float | None:
+        return FinetuneSettings(**given, **options).learning_rate
+
+    page = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+    assert (
+        {float(x) for x in re.findall(r"adamw\(([^)]*)\)", page)} == {rate(lora_rank=2)} == {1e-4}
+    )
+    assert rate() == 1e-5 and rate(adapter="folder") == 1e-4
+    assert rate(lora_rank=2, learning_rate=1e-5) == 1e-5
+    by_objective = {name: rate(lora_rank=2, objective=name) for name in OBJECTIVE_KINDS}
+    high = {name for name, found in by_objective.items() if found == 1e-4}
+    assert high == {"sft", "distill", "reward"} and set(by_objective.values()) == {1e-4, 1e-5}
+    rewarded = {**given, "rewards": "f.py:f", "steps": 1}
+    assert GrpoSettings(**rewarded).learning_rate == 1e-6
+    assert GrpoSettings(**rewarded, lora_rank=2).learning_rate == 1e-5

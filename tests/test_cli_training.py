@@ -16,9 +16,11 @@ import transformers
 from flax import nnx
 
 from megatrain_jax import callbacks, models
+from megatrain_jax._src.cli import finetune
 from megatrain_jax._src.cli import training_recipe as training
 from megatrain_jax._src.cli.finetune_data import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.cli.reference import ReferenceLogProbs
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -244,6 +246,29 @@ def test_an_objective_is_learned_and_exported(given, tmp_path, objective):
     assert objective != "reward" or loaded.config.num_labels == 1
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_have_dropout_only_where_trl_leaves_it_on(given, tmp_path, capsys):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(given / "tiny")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.25)
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
+    common: dict[str, Any] = {"model": str(given / "tiny"), "data": "unread", "out": str(tmp_path)}
+    for objective, kind in OBJECTIVE_KINDS.items():
+        for adapters, share in (
+            ({"lora_rank": 2, "lora_dropout": 0.5}, 0.5),
+            ({"adapter": str(tmp_path / "adapter")}, 0.25),
+        ):
+            settings: Any = common | adapters | {"objective": objective}
+            model = nnx.eval_shape(finetune.prepare(FinetuneSettings(**settings)).model)
+            found = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
+            assert found and {m.rate for m in found} == {share}
+            assert {m.deterministic for m in found} == {not kind.has_dropout}
+            printed = capsys.readouterr().out
+            assert (f"dropout of {share} is off" in printed) != kind.has_dropout
+            assert (f"--objective {objective} " in printed) != kind.has_dropout
+    finetune.prepare(FinetuneSettings(**common, objective="dpo", lora_rank=2))
+    assert not capsys.readouterr().out
+
+
 def plain_losses(settings, out):
     """The losses of preferences in plain JAX, with a model and the one before training beside."""
     given = FinetuneSettings(**settings, out=str(out), length=32, batch=4, epochs=None)
@@ -266,7 +291,7 @@ def plain_losses(settings, out):
         each = jax.nn.log_sigmoid(given.beta * (gained[:, 0::2] - gained[:, 1::2]))
         return -jnp.where(batch["pairs"], each, 0).sum() / batch["pairs"].sum()
 
-    rate = optax.constant_schedule(given.learning_rate)
+    rate = optax.constant_schedule(given.learning_rate or 0.0)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
 
     @jax.jit

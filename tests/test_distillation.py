@@ -124,12 +124,12 @@ def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale
     """All three losses that compute chunks of logits; probabilities are 0 and 1 in float32."""
     rng = np.random.default_rng(0)
     hidden = np.float32(scale) * np.eye(6, WIDTH, dtype=np.float32)
-    head = rng.choice(np.float32([-1, 0, 1]), (VOCAB, WIDTH), p=[0.6, 0.38, 0.02])
+    head = rng.choice(np.array([-1, 0, 1], np.float32), (VOCAB, WIDTH), p=[0.6, 0.38, 0.02])
     # The likeliest tokens, and impossible ones, as labels and as the teacher's.
     by_row = np.argsort(-hidden @ head.T, axis=1)
     labels = by_row[np.arange(6), [0, -1, 0, -1, 1, 0]].astype(np.int32)
     ids = by_row[:, [0, 1, -1]]
-    p = np.float32([[0.9, 0.05, 0], [0.1, 0.2, 0.3], [1, 0, 0]] * 2)
+    p = np.array([[0.9, 0.05, 0], [0.1, 0.2, 0.3], [1, 0, 0]] * 2, np.float32)
     logs = np.where(p > 0, np.log(np.where(p > 0, p, 1)), -np.inf).astype(np.float32)
 
     def ours(hidden, head):
@@ -139,15 +139,16 @@ def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale
         return near + each.mean() * 0.5 + far
 
     def formula(hidden, head):
-        q, rest = jax.nn.log_softmax(hidden @ head.T), np.float64(1 - p.sum(1, keepdims=True))
+        q = jax.nn.log_softmax(hidden @ head.T)
         own = jnp.take_along_axis(q, labels[:, None], 1).mean()
-        found, wanted = jnp.take_along_axis(q, ids, 1), np.float64(p)
+        found, wanted = jnp.take_along_axis(q, ids, 1), p.astype(np.float64)
         if tail:
             is_rest = np.ones(q.shape, bool)
-            np.put_along_axis(is_rest, ids, False, 1)
+            np.put_along_axis(is_rest, ids, p == 0, 1)
             of_rest = jax.nn.logsumexp(q, axis=1, where=is_rest, keepdims=True)
             found = jnp.concatenate([found, jnp.maximum(of_rest, np.log(1e-7))], 1)
-            wanted = np.concatenate([wanted, np.maximum(rest, 1e-7)], 1)
+            rest = np.maximum(1 - wanted.sum(1, keepdims=True), 1e-7)
+            wanted = np.concatenate([wanted, rest], 1)
         else:
             found = jax.nn.log_softmax(found, where=p > 0)
             wanted /= wanted.sum(1, keepdims=True)
@@ -157,9 +158,8 @@ def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale
 
     found, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
     with jax.enable_x64(True):
-        wide = np.float64(hidden), np.float64(head)
+        wide = hidden.astype(np.float64), head.astype(np.float64)
         expected, wanted = jax.value_and_grad(formula, (0, 1))(*wide)
-    # In float32, 1 minus the probability of the stored tokens loses digits.
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     for gradient, other in zip(gradients, wanted, strict=True):
-        np.testing.assert_allclose(gradient, other, atol=1e-4 * np.abs(other).max())
+        np.testing.assert_allclose(gradient, other, atol=1e-5 * np.abs(other).max())

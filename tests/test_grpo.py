@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,28 @@ def test_rows_have_whole_completions_and_little_padding():
     # (completions, tokens of the longest, microbatches): documents in a row
     for given, number in {(16, 64, 1): 4, (16, 64, 2): 2, (16, 64, 8): 1, (64, 2000, 1): 2}.items():
         assert documents_per_row(*given) == number
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+def test_truncated_completions_count_as_in_the_plain_loss(loss_type: Any):
+    """With ratios of 1, a token's loss is minus its advantage."""
+    options = models.GrpoOptions(
+        loss_type=loss_type, mask_truncated_completions=True, max_completion_length=6
+    )
+    completions = [completion(2, 3), replace(completion(2, 6), finish="length"), completion(1, 4)]
+    advantages, lengths = np.array([1.0, -2.0, 0.5]), np.array([3, 0, 4])
+    batch = policy_batch([[0, 1], [2]], completions, advantages, length=24, options=options)
+    found = -(batch["weights"] * batch["advantages"]).sum() / len(batch["weights"])
+    logs = jnp.zeros((3, 6))
+    expected = losses.grpo(
+        logs,
+        logs,
+        advantages,
+        loss_type=loss_type,
+        max_completion_length=6,
+        mask=np.arange(6) < lengths[:, None],
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def completion(prompt: int, length: int) -> models.Completion:

@@ -144,6 +144,19 @@ def leaves_of(model):
     return [(p, v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
 
 
+def test_rows_of_zeros_have_finite_gradients_in_dora():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    model.kernel[...] = model.kernel[...].at[:, 1].set(0)
+    adapted = models.lora(model, targets="kernel", rank=2, dora=True).model
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), jnp.float32)
+    np.testing.assert_allclose(adapted(x), model(x), atol=1e-6)
+    gradients = nnx.grad(lambda m: (m(x) ** 2).sum())(adapted)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    assert np.abs(gradients.lora_B[...]).max() > 0
+    merged: Any = models.merge_lora(adapted)
+    np.testing.assert_allclose(merged.kernel[...], model.kernel[...], atol=1e-6)
+
+
 def test_dropout_is_drawn_anew_in_training_and_left_out_of_evaluations():
     adapted = models.lora(lambda: decoder(TINY), targets=r"_proj", rank=2, dropout=0.5)
     made = batch()

@@ -111,7 +111,7 @@ def test_logits_and_gradients(pair):
     check_gradients(grads, reference, pretrained)
 
 
-def check_gradients(grads: Any, reference: Any, pretrained: Pretrained) -> None:
+def check_gradients(grads: Any, reference: Any, pretrained: Pretrained, share: float = 1e-4):
     expected = named_gradients(reference)
     found = {path: np.asarray(value) for path, value in leaves_of(grads)}
     for entry in parameter_tensors(pretrained.config):
@@ -121,7 +121,7 @@ def check_gradients(grads: Any, reference: Any, pretrained: Pretrained) -> None:
         want = np.stack(parts) if entry.stacked else parts[0]
         got = found.pop(entry.path)
         np.testing.assert_allclose(
-            got, want, atol=1e-4 * np.abs(want).max(), err_msg=entry.names[0]
+            got, want, atol=share * np.abs(want).max(), err_msg=entry.names[0]
         )
     assert not found and not expected
 
@@ -138,7 +138,7 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.drawn(10)
 def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
-    """Transformers makes padding's embedding zero, and hidden states of padding are 0, too."""
+    """As padding's embedding is in Transformers; its hidden states are zeros, too."""
     name, reference, pretrained = pair
     model, embedding = filled(pretrained), reference.get_input_embeddings().weight
     before, first = embedding.data[0].clone(), 13
@@ -167,7 +167,7 @@ def test_gradients_at_embeddings_of_zeros_are_those_of_transformers(pair):
     table = grads.embed_tokens.weight
     assert np.isfinite(table[0]).all()
     table[...], embedding.grad[0] = table[...].at[0].set(0), 0
-    check_gradients(grads, reference, pretrained)
+    check_gradients(grads, reference, pretrained, share=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Ten steps of each objective of preferences, compared with TRL's trainers on the same batches."""
 
 import random
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli import pair_objectives, reward_objectives, unpaired_objectives
 from megatrain_jax._src.cli.answers import LossContext, answers
+from megatrain_jax._src.cli.objective_kinds import OBJECTIVE_KINDS
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
 datasets, torch, transformers, trl = (
@@ -219,6 +221,26 @@ def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     result = ours(pretrained, loss, batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, REWARDS)
+
+
+def test_dropout_is_off_where_trl_switches_it_off():
+    configs: dict[str, Any] = {
+        "dpo": trl.DPOConfig,
+        "ipo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "reward": trl.RewardConfig,
+        "simpo": pytest.importorskip("trl.experimental.cpo").CPOConfig,
+        "orpo": pytest.importorskip("trl.experimental.orpo").ORPOConfig,
+        "sft": trl.SFTConfig,
+        "distill": pytest.importorskip(
+            "trl.experimental.server_distillation"
+        ).ServerDistillationConfig,
+    }
+    for name, kind in OBJECTIVE_KINDS.items():
+        defaults = {field.name: field.default for field in fields(configs[name])}
+        assert kind.has_dropout == (not defaults.get("disable_dropout", False)), name
+    # `models.grpo` trains with a model's own dropout.
+    assert not trl.GRPOConfig.disable_dropout
 
 
 def labelled_texts(count: int) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flax import nnx
+
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli import objectives
@@ -26,6 +28,7 @@ from megatrain_jax._src.cli.new_tokens import (
     exported_tokenizer,
     tokenizer_of,
 )
+from megatrain_jax._src.cli.option_words import option
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import TemplatedTokenizer
 
@@ -81,6 +84,8 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
+    if settings.has_adapters and not settings.has_dropout:
+        model = _without_dropout(settings, model)
     check_new_rows(settings, trainable)
     if (alpha := settings.neftune_noise_alpha) is not None:
         model = models.neftune(model, alpha=alpha, seed=settings.seed)
@@ -98,6 +103,29 @@ def prepare(settings: FinetuneSettings) -> Job:
         dataset=lambda files, epochs: dataset(settings, files, epochs, images=images),
         export=lambda *given: _export(settings, *given),
     )
+
+
+def _without_dropout(settings: FinetuneSettings, build: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that builds the model with the dropout of its adapters off, and says so.
+
+    Exported adapters keep their dropout, for further training, as those of TRL do.
+    """
+    modules = [module for _, module in nnx.iter_graph(nnx.eval_shape(build))]
+    shares = [module.rate for module in modules if isinstance(module, nnx.Dropout)]
+    if not shares:
+        return build
+    print(
+        f"the adapters' dropout of {max(shares)} is off: {option('objective')} "
+        f"{settings.objective} trains without dropout, as TRL does",
+        flush=True,
+    )
+
+    def without() -> Any:
+        model = build()
+        model.eval()
+        return model
+
+    return without
 
 
 def _reference(settings: FinetuneSettings) -> tuple[str, ...]:

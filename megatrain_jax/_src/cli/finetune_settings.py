@@ -60,12 +60,16 @@ class FinetuneSettings(TrainingSettings):
         lora_rank: Rank of fresh adapters, which are trained instead of all parameters; null for
             none.
         lora_alpha: Scale of adapters, divided by the rank.
-        lora_dropout: Fraction of a module's inputs hidden from its adapter.
+        lora_dropout: Fraction of a module's inputs hidden from its adapter in training with sft and
+            distill; other objectives train without dropout, as TRL does.
         lora_rslora: Whether to divide by the square root of the rank instead.
         lora_dora: Whether to train the norms of matrices' rows, too (DoRA).
         lora_targets: Regular expression on paths of the matrices that have adapters.
         lora_modules_to_save: Modules to train whole beside fresh adapters and to save with them,
             such as embed_tokens and lm_head, one or several.
+        learning_rate: Highest learning rate; default: 1e-5, and 1e-4 for adapters with sft, distill
+            or reward. That is for adamw, and also for muon and adafactor; lion needs a third to a
+            tenth of it, sgd far more.
         export_as: Export of a run with adapters: a folder for PEFT (adapter), the merged model
             (model), or both; default: adapter. Without adapters, model.
     """
@@ -232,6 +236,15 @@ class FinetuneSettings(TrainingSettings):
     @property
     def _kind(self) -> ObjectiveKind:
         return OBJECTIVE_KINDS[self.objective]
+
+    @property
+    def _default_rate(self) -> float:
+        return self._kind.adapter_rate if self.has_adapters else super()._default_rate
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether adapters are trained with their dropout."""
+        return self._kind.has_dropout
 
     @property
     def has_adapters(self) -> bool:

@@ -49,6 +49,7 @@ class GrpoSettings(RunSettings):
             none.
         lora_alpha: Scale of adapters, divided by the rank.
         lora_targets: Regular expression on paths of the matrices that have adapters.
+        learning_rate: Highest learning rate; default: 1e-6, and 1e-5 for adapters.
         export: When to export, when the run has finished or never.
         export_as: Export of a run with adapters - a folder for PEFT (adapter), the merged model
             (model), or both; default: adapter. Without adapters, model.
@@ -79,7 +80,6 @@ class GrpoSettings(RunSettings):
     lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_targets: str = "layers/.*_proj"
-    learning_rate: float = 1e-6
     warmup: float = 0.0
     decay: Decay = "constant"
     b2: float = 0.999
@@ -119,6 +119,10 @@ class GrpoSettings(RunSettings):
             is_there=self.lora_rank is not None,
             needed="adapters: set `lora_rank`",
         )
+
+    @property
+    def _default_rate(self) -> float:
+        return 1e-6 if self.lora_rank is None else 1e-5
 
     @property
     def exports(self) -> tuple[str, ...]:

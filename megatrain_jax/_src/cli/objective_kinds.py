@@ -21,16 +21,21 @@ class ObjectiveKind:
         rows: The kind of its rows, which `finetune_data` reads.
         has_reference: Whether it compares the model with the model before training.
         scores: Whether it trains a reward model, with a score head.
+        has_dropout: Whether adapters are trained with their dropout. TRL's trainers of preferences
+            and of reward models switch it off (`disable_dropout`).
+        adapter_rate: Default of the learning rate of adapters.
     """
 
     options: tuple[str, ...] = ()
     rows: RowKind = "preferences"
     has_reference: bool = False
     scores: bool = False
+    has_dropout: bool = False
+    adapter_rate: float = 1e-5
 
 
 OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
-    "sft": ObjectiveKind(rows="chat"),
+    "sft": ObjectiveKind(rows="chat", has_dropout=True, adapter_rate=1e-4),
     "dpo": ObjectiveKind(options=("beta",), has_reference=True),
     "ipo": ObjectiveKind(options=("beta",), has_reference=True),
     "simpo": ObjectiveKind(options=("beta", "simpo_gamma", "cpo_alpha")),
@@ -41,9 +46,14 @@ OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
         has_reference=True,
     ),
     "distill": ObjectiveKind(
-        options=("distill_alpha", "temperature", "tail", "topk"), rows="distilled"
+        options=("distill_alpha", "temperature", "tail", "topk"),
+        rows="distilled",
+        has_dropout=True,
+        adapter_rate=1e-4,
     ),
-    "reward": ObjectiveKind(options=("center_rewards_coefficient",), rows="margins", scores=True),
+    "reward": ObjectiveKind(
+        options=("center_rewards_coefficient",), rows="margins", scores=True, adapter_rate=1e-4
+    ),
 }
 
 

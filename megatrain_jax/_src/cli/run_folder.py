@@ -144,8 +144,9 @@ class RunFolder:
         self._write(_ENDED, how)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Writes the report, which marks the run as finished."""
-        self._write(_REPORT, report)
+        """Writes the report, which marks the run as finished; null stands for NaN and infinity."""
+        # Python would write NaN, which is not valid JSON.
+        self._write(_REPORT, json.loads(json.dumps(report), parse_constant=lambda _: None))
 
     @property
     def ended(self) -> dict[str, Any] | None:

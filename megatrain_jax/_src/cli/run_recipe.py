@@ -31,6 +31,7 @@ def precision_of_run(
 
 def schedule_of_run(settings: RunSettings, steps: int) -> optax.Schedule:
     """The learning rate over the steps of a run."""
+    assert settings.learning_rate is not None
     return schedule_of(
         settings.learning_rate, steps, settings.warmup, settings.decay, settings.final_rate
     )

@@ -39,8 +39,8 @@ class RunSettings:
         optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
             learning rate and optimizer_options to an Optax optimizer.
         optimizer_options: Further keywords of the optimizer in Optax, such as {eps: 1e-6}.
-        learning_rate: Highest learning rate. The default is for adamw, and also for muon and
-            adafactor; lion needs a third to a tenth of it, sgd far more.
+        learning_rate: Highest learning rate; default: 1e-5. That is for adamw, and also for muon
+            and adafactor; lion needs a third to a tenth of it, sgd far more.
         warmup: Fraction of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
         final_rate: Fraction of the highest learning rate at the end of the decay.
@@ -79,7 +79,7 @@ class RunSettings:
     microbatches: Microbatches = 1
     optimizer: str = "adamw"
     optimizer_options: dict[str, Any] | None = None
-    learning_rate: float = 1e-5
+    learning_rate: float | None = None
     warmup: float = 0.03
     decay: Decay = "cosine"
     final_rate: float = 0.1
@@ -111,6 +111,9 @@ class RunSettings:
         Raises:
             ValueError: If an option is out of range, or some contradict each other.
         """
+        if self.learning_rate is None:
+            # So that the settings of a run have the number, whatever later defaults are.
+            object.__setattr__(self, "learning_rate", self._default_rate)
         checks.path("out", self.out)
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
@@ -159,6 +162,10 @@ class RunSettings:
             is_there=self.decay != "constant",
             needed="a rate that falls, but `decay` is constant",
         )
+
+    @property
+    def _default_rate(self) -> float:
+        return 1e-5
 
     @property
     def least_microbatches(self) -> int:
