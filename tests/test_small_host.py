@@ -204,7 +204,7 @@ def test_a_plan_and_a_trainer_on_a_cpu_agree_on_a_host_budget(monkeypatch):
     plan = mt.plan(*of_deep(), **small)
     assert plan.fits_host is False and plan.fits is False
     (row,) = (line for line in str(plan).splitlines() if "host memory, the process" in line)
-    assert "does not fit in a budget of 64.00 MiB" in " ".join(row.split())
+    assert "DOES NOT FIT in a budget of 64.00 MiB" in " ".join(row.split())
     with pytest.raises(MemoryError, match="may take 64.00 MiB"):
         mt.Trainer(*of_deep(), **small)
 
