@@ -1,9 +1,11 @@
 """`megatrain-jax chat`: a conversation with an exported model."""
 
+import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,8 @@ class TransformersChatModel:
         streamer = transformers.TextStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True
         )
-        found = self.model.generate(**inputs, streamer=streamer, **self.options)
+        with _without_warnings():
+            found = self.model.generate(**inputs, streamer=streamer, **self.options)
         return self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
 
     def _inputs(self, messages: Messages) -> Any:
@@ -156,15 +159,24 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
             if settings.library == "jax":
                 raise
     torch = _imported("torch", _NEEDS_TORCH)
-    model = _language_model(transformers, base)
-    if has_adapters:
-        peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
-        model = _adapted(peft, model, folder, about)
+    with _without_warnings():
+        model = _language_model(transformers, base)
+        if has_adapters:
+            needs_peft = "adapters need PEFT: pip install peft, or `megatrain-jax merge`"
+            model = _adapted(_imported("peft", needs_peft), model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     return TransformersChatModel(
         model.to(device).eval(), tokenizer, _options(settings, model, tokenizer)
     )
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leaves out warnings of PyTorch, Transformers and PEFT, which are for programmers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _is_for_jax(settings: ChatSettings) -> bool:
