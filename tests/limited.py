@@ -1,14 +1,17 @@
 """A program that trains, or pins memory, within a real limit, and prints how that ended.
 
 It is a program because a limit is a process's: one that is exceeded has it killed, or any of its
-allocations fail. Arguments: "train" or "pin", and the MiB that the process may take beside what it
+allocations fail. Arguments: "train", "measure" (which trains, and prints the bytes that were
+planned and taken) or "pin", and the MiB that the process may take beside what it
 has: of addresses, of data, or 0 for no limit but that of its control group.
 """
 
 import dataclasses
+import re
 import resource
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +37,8 @@ def limit(kind: str, mib: int) -> None:
     resource.setrlimit(number, (allowed, allowed))
 
 
-def train() -> None:
-    """Trains three steps of 144 MiB of state, saves and restores it."""
+def train() -> mt.Plan:
+    """Trains three steps of 144 MiB of state, saves and restores it; returns the plan."""
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -55,6 +58,15 @@ def train() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(f"{folder}/3")
         trainer.restore(f"{folder}/3")
+    return trainer.plan
+
+
+def measure() -> None:
+    """Prints the bytes of the process that were planned, and the most that it had."""
+    planned = train().host_process_bytes
+    taken = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert taken is not None
+    print(planned, int(taken[1]) << 10)
 
 
 def pin() -> None:
@@ -69,7 +81,7 @@ def main() -> None:
     if int(mib):
         limit(kind, int(mib))
     try:
-        {"train": train, "pin": pin}[what]()
+        {"train": train, "measure": measure, "pin": pin}[what]()
     except MemoryError as error:
         print(f"refused: {error}")
     else:

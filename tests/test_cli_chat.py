@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,24 @@ def test_answers_are_those_of_transformers(given, capsys):
     assert main(["chat", str(given / "adapter"), *base, *words]) == 0
     expected = answer(peft.PeftModel.from_pretrained(model, given / "adapter"), tokenizer, QUESTION)
     assert capsys.readouterr().out.split() == expected.split() != plain.split()
+
+
+def test_warnings_of_other_libraries_are_not_shown(given, monkeypatch, recwarn):
+    def warning(kind: Any, name: str) -> None:
+        before = getattr(kind, name)
+
+        def warns(*args: Any, **options: Any) -> Any:
+            warnings.warn(f"{name} of another library", stacklevel=2)
+            return before(*args, **options)
+
+        monkeypatch.setattr(kind, name, warns)
+
+    warning(peft.PeftModel, "from_pretrained")
+    warning(peft.PeftModelForCausalLM, "generate")
+    warning(transformers.AutoModelForCausalLM, "from_pretrained")
+    base = "--base", str(given / "run" / "model")
+    assert main(["chat", str(given / "adapter"), *base, "--prompt", QUESTION, *GREEDY]) == 0
+    assert not [one for one in recwarn if "another library" in str(one.message)]
 
 
 def test_adapters_with_new_tokens_answer_as_in_peft(given, tmp_path, capsys):

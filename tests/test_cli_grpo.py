@@ -75,6 +75,9 @@ def test_a_run_is_trained_exported_and_done(given: Path, capsys: Any):
     assert call(given, *options) == 0
     printed = capsys.readouterr().out
     assert "step 3/3, loss" in printed and "reward" in printed and "exported to" in printed
+    phases = ("tracing the model", "initialising", "the first completions", "step 1, which")
+    told = [line for line in printed.splitlines() if line.startswith(phases)]
+    assert [*map(str.startswith, told, phases)] == [True] * 4
     assert re.search(r"generation [\d,]+ tokens/s, training [\d,]+ tokens/s", printed)
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 3 and report["history"][2]["kl"] > 0

@@ -53,6 +53,11 @@ def test_a_run_that_would_not_survive_a_limit_is_refused_in_words():
     check_refused(end_of("train", "data", 650))
 
 
+def test_a_process_on_a_cpu_takes_no_more_than_its_plan_says():
+    planned, taken = map(int, end_of("measure", "data", 0).split()[:2])
+    assert taken <= planned < 1.6 * taken
+
+
 def test_a_limit_that_strikes_while_memory_is_pinned_ends_in_words():
     said = end_of("pin", "data", 400)
     assert "pinned 0 B" in said and "needs 1.00 GiB pinned" in said and "host_budget" in said

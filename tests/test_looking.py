@@ -5,6 +5,7 @@ import base64
 import io
 import pickle
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 import matplotlib.figure
 import matplotlib.pyplot
 import numpy as np
+import optax
 import pytest
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
 
 import megatrain_jax as mt
 import small
+from megatrain_jax._src.common import progress
 from megatrain_jax._src.report.curves import running_mean
 from megatrain_jax._src.report.memory_fill import fills
 from megatrain_jax._src.report.run_view import result_cells
@@ -147,6 +150,32 @@ def test_without_hardware_bars_are_as_long_as_what_is_needed():
     assert "memory of the device: 90 B" in shown.texts
     assert sum(width for _, width in shown.widths) == pytest.approx(200, abs=0.1)
     assert not [title for title, _ in shown.widths if title.startswith("free")]
+
+
+# Phases, where no terminal shows bars
+
+PHASES = ("tracing the model", "initialising ...", "step 1, which compiles", "the first evaluation")
+
+
+def test_phases_have_a_line_each_where_output_is_no_terminal(capsys, monkeypatch):
+    def printed(**options):
+        given = small.params(), small.loss_fn, [small.batch(0)], optax.sgd(0.1)
+        mt.fit(*given, eval_data=[small.batch(1)], **options)
+        return capsys.readouterr()
+
+    def told(text):
+        return [line for line in text.splitlines() if line.startswith(PHASES)]
+
+    shown = printed()
+    assert not shown.out and [*map(str.startswith, told(shown.err), PHASES)] == [True] * 4
+    silent = printed(progress=False)
+    assert not silent.out and not silent.err
+    with progress.phase_lines():  # as in the command
+        own = printed(progress=False)
+    assert own.out.splitlines() == told(shown.err) and not own.err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.phase_lines():
+        assert not told("".join(printed()))
 
 
 # Trainers, histories, results

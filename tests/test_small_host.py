@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,54 @@ def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():
     assert "Nothing was allocated" in said
     # JAX alone takes more, whatever the model.
     assert "Use a larger `host_budget`" in said and "compact" not in said
+
+
+def deep(params, batch):
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"])
+    return jnp.mean(x**2)
+
+
+def of_deep():
+    params = {"layers": [{"w": np.ones((64, 64), np.float32) / 64} for _ in range(8)]}
+    return params, deep, optax.sgd(0.1), {"x": np.ones((2**15, 64), np.float32)}
+
+
+def test_a_plan_and_a_trainer_on_a_cpu_agree_on_a_host_budget(monkeypatch):
+    monkeypatch.setattr(host, "resident_bytes", lambda: 2**28)
+    fp32, whole = {"precision": "float32"}, mt.plan(*of_deep(), precision="float32")
+    assert whole.fits_host is None and whole.host_fixed_bytes == 2**28 + 2**28
+    assert whole.host_process_bytes and whole.host_process_bytes > (
+        whole.host_fixed_bytes + whole.host_peak_bytes + whole.device_bytes
+    )
+    assert mt.Trainer(*of_deep(), progress=False, **fp32).plan.host_process_bytes == (
+        pytest.approx(whole.host_process_bytes, rel=0.05)
+    )
+    small: Any = {"host_budget": "64MiB", **fp32}
+    plan = mt.plan(*of_deep(), **small)
+    assert plan.fits_host is False and plan.fits is False
+    (row,) = (line for line in str(plan).splitlines() if "host memory, the process" in line)
+    assert "DOES NOT FIT in a budget of 64.00 MiB" in " ".join(row.split())
+    with pytest.raises(MemoryError, match="may take 64.00 MiB"):
+        mt.Trainer(*of_deep(), **small)
+
+
+def test_a_host_budget_on_a_cpu_makes_a_run_compute_blocks_again(monkeypatch):
+    monkeypatch.setattr(host, "resident_bytes", lambda: 2**28)
+    fp32: Any = {"precision": "float32"}
+    whole = mt.plan(*of_deep(), **fp32)
+    tight: Any = {"host_budget": (whole.host_process_bytes or 0) - 2**24, **fp32}
+    plan, trainer = mt.plan(*of_deep(), **tight), mt.Trainer(*of_deep(), progress=False, **tight)
+    for found in (plan, trainer.plan):
+        assert found.fits_host and found.num_again > 0 == whole.num_again
+        assert found.host_activation_bytes < whole.host_activation_bytes
+        assert (found.host_process_bytes or 0) <= tight["host_budget"]
+    other = mt.Trainer(*of_deep(), progress=False, **fp32)
+    batch = of_deep()[-1]
+    for _ in range(2):
+        losses = [t.read(t.step(batch))["loss"] for t in (trainer, other)]
+        assert losses[0] == losses[1]
 
 
 def test_fewer_bytes_a_parameter_are_advised_where_they_may_be_enough():

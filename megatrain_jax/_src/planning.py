@@ -158,9 +158,9 @@ def plan(
             lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
         )
         usable = machine and machine.usable_bytes
-        kernels = KernelCache(platform="gpu")
         # Without hardware, the run is one of this machine.
         on_cpu = machine is None and default_device().platform == "cpu"
+        kernels = KernelCache(platform="cpu" if on_cpu else "gpu")
         base = process_base_bytes() if on_cpu else None
         spec = fit_with_microbatches(
             run,

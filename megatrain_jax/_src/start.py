@@ -214,7 +214,9 @@ def start(
         MemoryError: If host memory or device memory is too small.
         PeerEndedError: If another process of the run could not start.
     """
-    phases = Phases(began)
+    # On a CPU, functions are compiled by the first step, and nothing is pinned.
+    told = ("compiling", "timing", "pinning", "initialising") if has_gpu else ("initialising",)
+    phases = Phases(began, told, progress)
     machine = spec.options.machine
     if progress and not has_gpu and machine is not None:
         tqdm.write(

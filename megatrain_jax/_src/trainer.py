@@ -13,6 +13,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tell_phase
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.history import History
 from megatrain_jax._src.kernels.bound_stage import BoundStage
@@ -157,6 +158,7 @@ class Trainer(ExplainedAttributes):
         check_batch(
             sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
         )
+        tell_phase("tracing the model, the loss and the optimizer ...", progress)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.

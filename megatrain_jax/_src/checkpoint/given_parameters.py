@@ -72,7 +72,7 @@ def with_given_parameters(
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
         return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
 
-    # Arrays in files name them, like those of `models.from_pretrained`.
+    # Arrays in files name them, like those of `models.load_pretrained`.
     rows = (getattr(source, "source_files", ()) for source in sources)
     files = tuple(dict.fromkeys(path for row in rows for path in row))
     dtypes = tuple(jnp.dtype(source.dtype) for source in sources)

@@ -1,8 +1,10 @@
 """`megatrain-jax chat`: a conversation with an exported model."""
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +110,8 @@ class TransformersChatModel:
             self.tokenizer, skip_prompt=True, skip_special_tokens=True
         )
         try:
-            found = self.model.generate(**inputs, streamer=streamer, **self.options)
+            with _without_warnings():
+                found = self.model.generate(**inputs, streamer=streamer, **self.options)
         except Exception as error:  # Transformers' errors for wrong settings have no common type
             why = " ".join(str(error).split())[:500]
             raise ValueError(
@@ -175,10 +178,11 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
             if settings.library == "jax":
                 raise
     torch = _imported("torch", _NEEDS_TORCH)
-    model = _language_model(transformers, base)
-    if has_adapters:
-        peft = _imported("peft", "adapters need PEFT: pip install peft, or `megatrain-jax merge`")
-        model = _adapted(peft, model, folder, about)
+    with _without_warnings():
+        model = _language_model(transformers, base)
+        if has_adapters:
+            needs_peft = "adapters need PEFT: pip install peft, or `megatrain-jax merge`"
+            model = _adapted(_imported("peft", needs_peft), model, folder, about)
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
@@ -187,6 +191,14 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
     return TransformersChatModel(
         model.to(device).eval(), tokenizer, _options(settings, sorted(ends), tokenizer)
     )
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leaves out warnings of PyTorch, Transformers and PEFT, which are for programmers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _is_for_jax(settings: ChatSettings) -> bool:

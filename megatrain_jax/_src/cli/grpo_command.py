@@ -29,6 +29,7 @@ from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
+from megatrain_jax._src.common.progress import phase_lines
 
 # As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130
@@ -52,7 +53,8 @@ def run(settings: GrpoSettings) -> int:
         start_callback = _StartCallback(settings, folder)
         arguments = _arguments(settings, folder, start_callback)
     try:
-        result = models.grpo(arguments.pop("model"), **arguments)
+        with phase_lines():
+            result = models.grpo(arguments.pop("model"), **arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         if start_callback.is_past:
             raise

@@ -30,6 +30,7 @@ from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.common.sizes import sized
 
 # As in a shell: 128 plus the number of SIGINT.
@@ -213,20 +214,21 @@ def _train(
         }
     # A run that was stopped early has nothing left to train, but may have to be exported.
     ended = folder.ended if settings.checkpoints else None
-    return mt.fit(
-        job.model,
-        job.loss_of(options["microbatches"]),
-        _with_reference(reference, batches.train),
-        optimizer_of_run(settings, schedule),
-        steps=ended["steps"] if ended else batches.steps,
-        params=job.params,
-        eval_data=_with_reference(reference, batches.held_out),
-        eval_every=settings.eval_every,
-        callbacks=_callbacks(settings, folder, lines, logs),
-        progress=sys.stderr.isatty(),
-        **saving,
-        **options,
-    )
+    with phase_lines():
+        return mt.fit(
+            job.model,
+            job.loss_of(options["microbatches"]),
+            _with_reference(reference, batches.train),
+            optimizer_of_run(settings, schedule),
+            steps=ended["steps"] if ended else batches.steps,
+            params=job.params,
+            eval_data=_with_reference(reference, batches.held_out),
+            eval_every=settings.eval_every,
+            callbacks=_callbacks(settings, folder, lines, logs),
+            progress=sys.stderr.isatty(),
+            **saving,
+            **options,
+        )
 
 
 def _with_reference(reference: ReferenceLogProbs | None, batches: Any) -> Any:

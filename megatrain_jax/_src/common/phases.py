@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from megatrain_jax._src.common.progress import tell_phase
 from megatrain_jax._src.common.sizes import sized
 
 _GIB = 2**30
@@ -20,8 +21,15 @@ class Phases:
         pinned_in: Seconds that pinning took.
     """
 
-    def __init__(self, began: float):
-        """Records the tracing phase, which began at this value of `time.perf_counter`."""
+    def __init__(self, began: float, told: Collection[str] = (), progress: bool = False):
+        """Records the tracing phase.
+
+        Args:
+            began: The value of `time.perf_counter` when it began.
+            told: Phases that may take minutes, of which a line is printed; see `tell_phase`.
+            progress: See `tell_phase`.
+        """
+        self._told, self._progress = told, progress
         self.seconds = {"tracing": time.perf_counter() - began}
         self.pinned_bytes, self.pinned_in = 0, 0.0
 
@@ -29,6 +37,8 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """Measures the time within the context."""
         began = time.perf_counter()
+        if name in self._told:
+            tell_phase(f"{name} ...", self._progress)
         yield
         self.seconds[name] = time.perf_counter() - began
 

@@ -98,17 +98,17 @@ def hinting(value: _T, module: str) -> _T:
         by the name that was meant.
     """
     made: Any = value
-    if inspect.isfunction(made):
-        made = _checked(made)
+    if inspect.isfunction(value):
+        made = _checked(value)
         made.__module__ = module
-    elif isinstance(made, type) and not issubclass(made, BaseException):
-        for name, method in [*vars(made).items()]:
+    elif isinstance(value, type) and not issubclass(value, BaseException):
+        for name, method in [*vars(value).items()]:
             kept = type(method) if isinstance(method, classmethod | staticmethod) else None
             function = method.__func__ if kept else method
             if not inspect.isfunction(function) or name.startswith("_") and name != "__init__":
                 continue
             checked = _checked(function)
-            setattr(made, name, kept(checked) if kept else checked)
+            setattr(value, name, kept(checked) if kept else checked)
     return made
 
 

@@ -124,7 +124,7 @@ def grpo(
         progress=progress,
         **settings,
     )
-    rollouts.use(trainer)
+    rollouts.use(trainer, progress=progress and trainer.processes.is_first)
     # Freed for the run, because they may hold all parameters as arrays.
     del model, trained, params
     return mt.train(

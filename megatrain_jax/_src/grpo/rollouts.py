@@ -13,6 +13,7 @@ import numpy as np
 
 from megatrain_jax import Trainer, losses
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tell_phase
 from megatrain_jax._src.common.prompts import is_messages, prompt_ids, shown_prompt
 from megatrain_jax._src.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.grpo.policy_batch import documents_per_row, packed_rows, policy_batch
@@ -123,6 +124,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         number = 1 if unit is None else documents_per_row(completions, longest, unit)
         self.num_rows, self.length = completions // number, number * longest
         self._trainer: Trainer | None = None
+        self._progress = False
         self.notes: dict[int, dict[str, Any]] = {}
         # Seconds of training of the last few steps, by step.
         self.seconds: dict[int, float] = {}
@@ -148,8 +150,9 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         assert self._batch is not None
         return self._batch
 
-    def use(self, trainer: Trainer) -> None:
-        """Sets the trainer that writes the completions."""
+    def use(self, trainer: Trainer, *, progress: bool = False) -> None:
+        """Sets the trainer that writes the completions, and whether the first ones are told."""
+        self._progress = progress
         self._trainer, plan = trainer, trainer.plan
         self._unit = plan.microbatches * plan.num_devices
 
@@ -172,6 +175,8 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         """Writes completions and rewards them."""
         assert self._trainer is not None
         options, number = self._options, self._num_generations
+        if self._returned is None:
+            tell_phase("the first completions, which compile their functions ...", self._progress)
         # Otherwise the time of generation would include the end of the training step in flight.
         self._trainer.flush()
         began = time.perf_counter()

@@ -12,14 +12,14 @@ from jax.sharding import Sharding
 class Kernel:
     """A function to be compiled: its Python function, its calling convention and its identity.
 
-    Each kernel is made by one function, such as `stages.forward` or `updates.update`, and only that
-    function defines the calling convention. Callers pass the arguments in its docstring, in order;
-    ahead-of-time compilation reads `takes`. Example: a kernel of a group's update::
+    Each kernel is made by one function, such as `stage_kernels.forward` or `updates.update`, and
+    only that function defines the calling convention. Callers pass the arguments in its docstring,
+    in order; ahead-of-time compilation reads `takes`. Example: a kernel of a group's update::
 
-        kernel = updates.update(cut, layout, group, "bfloat16")
+        kernel = updates.update(cut, layout, group, "bfloat16", placement)
         kernel.takes    # ((fp32[n],), (fp32[n], fp32[n]), bf16[n], [fp32[]], bool[])
         kernel.donated  # (0, 1): it writes masters and state where they were
-        cache.get(kernel)(masters, state, gradient, messages, ok)
+        cache.get(kernel)(masters, state, gradient, messages, ok, draw)
 
     Attributes:
         name: A short name of the operation.

@@ -105,15 +105,14 @@ def _process_bytes(spec: RunSpec, num_processes: int, processes_per_host: int) -
     if spec.machine is None and spec.base_bytes is None:
         return {}
     process = host_process(spec, num_processes, processes_per_host)
-    if spec.base_bytes is None:
-        pooled = pooled_bytes(spec, num_processes, processes_per_host)
-    else:
-        pooled = peak_bytes(spec.first) // num_processes
-    return {
-        "host_process_bytes": process.needed(pooled),
-        "host_pool_bytes": process.pool_bytes(pooled),
-        "host_fixed_bytes": process.fixed_bytes,
-    }
+    known = {"host_fixed_bytes": process.fixed_bytes}
+    if spec.base_bytes is not None:  # a CPU has no pools
+        return known | {
+            "host_process_bytes": process.needed(peak_bytes(spec.first) // num_processes)
+        }
+    pooled = pooled_bytes(spec, num_processes, processes_per_host)
+    known["host_pool_bytes"] = process.pool_bytes(pooled)
+    return known | {"host_process_bytes": process.needed(pooled)}
 
 
 def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:

@@ -82,9 +82,10 @@ class Plan:
         host_activation_bytes: Activations in the host at that moment.
         host_residual_bytes: Residuals in the host at that moment.
         host_process_bytes: Total host memory of a process for its devices' shares, with the pool's
-            unused parts; None without a GPU.
+            unused parts. On a CPU, which computes in the host's memory, it includes the bytes of
+            the device, the process as it is now, and the compiler. None if neither is known.
         host_pool_bytes: Pinned memory in it, including the pool's unused parts; None without a GPU.
-        host_fixed_bytes: Host memory that a process takes before it has state; None without a GPU.
+        host_fixed_bytes: Host memory that a process takes before it has state; None if unknown.
         host_budget: Maximum host memory of a process; None for its share of the machine's.
         device_budget: Bytes per device for state and activations; None for the minimum.
         device_state_bytes: Peak bytes per device that the schedule uses for them.

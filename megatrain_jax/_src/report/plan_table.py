@@ -152,7 +152,8 @@ def _host_cells(plan: "Plan") -> list[list[str]]:
     if not taken:
         return rows
     several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
-    process = ["host memory, the process", size(taken), f"{several}estimate, {fits}"]
+    said = ", ".join(filter(None, (f"{several}estimate", fits)))
+    process = ["host memory, the process", size(taken), said]
     return [*rows, *cells(beside), process]
 
 

@@ -104,7 +104,7 @@ def _one_stage(spec: RunSpec) -> list[str]:
 
 def _wide_products(spec: RunSpec) -> list[str]:
     """Warns of much computation outside the compute dtype, which users rarely intend."""
-    given, name = spec.options.precision, spec.precision.compute.name
+    given, name = spec.options.precision, np.dtype(spec.precision.compute).name
     wide, every = _wide_flops(spec)
     # A router or a loss in fp32 is intended, and takes only a few percent of the operations.
     if wide <= every / 10:
@@ -128,7 +128,7 @@ def _wide_products(spec: RunSpec) -> list[str]:
 
 def _wide_flops(spec: RunSpec) -> tuple[int, int]:
     """Operations of a forward's products wider than the compute dtype, and of all products."""
-    itemsize = spec.precision.compute.itemsize
+    itemsize = np.dtype(spec.precision.compute).itemsize
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     wide = sum(count_flops(j, lambda e: _is_wide(e, itemsize)) for j in jaxprs)
     return wide, sum(count_flops(j, is_product) for j in jaxprs)
@@ -140,40 +140,37 @@ def _widened_by(spec: RunSpec) -> str:
     A wide operand is followed back, from stage to stage, to the equation or the input where
     numbers become wide.
     """
-    itemsize = spec.precision.compute.itemsize
+    itemsize = np.dtype(spec.precision.compute).itemsize
     stages = [bound.stage for bound in spec.first.stages]
     makers = {value: stage for stage in stages for value in stage.outputs}
-    found = (
+    found = [
         (stage, eqn)
         for stage in stages
         for eqn in stage.jaxpr.eqns
         if jx.contains(eqn, lambda e: _is_wide(e, itemsize))
-    )
-    stage, eqn = next(found, (None, None))
-    while stage is not None:
+    ]
+    at = found[0] if found else None
+    while at is not None:
+        stage, eqn = at
         made = {variable: e for e in stage.jaxpr.eqns for variable in e.outvars}
-        wide = None
-        while eqn is not None:
-            wide = next((v for v in jx.variables(eqn.invars) if _width(v) > itemsize), None)
-            if wide is None:  # narrow operands: it widens
-                parameter = _parameter(stage, eqn, made, spec)
-                what = f"`{parameter}` is" if parameter else "numbers are"
-                return f": {what} cast to {_widest(eqn)} in stage {stage.name}"
-            eqn = made.get(wide)
-        inputs = list(stage.jaxpr.invars)
-        at = inputs.index(wide) - len(stage.consts)
-        if 0 <= at < len(stage.leaves):
-            path = path_name(spec.leaves[stage.leaves[at]].path)
-            return f": `{path}` is {wide.aval.dtype.name} in stage {stage.name}"
-        value = stage.inputs[at - len(stage.leaves)] if at >= 0 else None
+        while wide := [v for v in jx.variables(eqn.invars) if _width(v) > itemsize]:
+            if wide[0] not in made:
+                break
+            eqn = made[wide[0]]
+        if not wide:  # narrow operands: this one widens
+            parameter = _parameter(stage, eqn, made, spec)
+            what = f"`{parameter}` is" if parameter else "numbers are"
+            return f": {what} cast to {_widest(eqn)} in stage {stage.name}"
+        place = list(stage.jaxpr.invars).index(wide[0]) - len(stage.consts)
+        value = stage.inputs[place - len(stage.leaves)] if place >= len(stage.leaves) else None
         if value not in makers:
-            what = "an array of the batch" if at >= 0 else "a constant"
-            return f": {what} is {wide.aval.dtype.name} in stage {stage.name}"
+            what = "a constant" if place < 0 else "an array of the batch"
+            if value is None and place >= 0:
+                what = f"`{path_name(spec.leaves[stage.leaves[place]].path)}`"
+            return f": {what} is {wide[0].aval.dtype.name} in stage {stage.name}"
         stage = makers[value]
         result = stage.jaxpr.outvars[stage.outputs.index(value)]
-        eqn = next((e for e in stage.jaxpr.eqns if result in e.outvars), None)
-        if eqn is None:
-            break
+        at = next(((stage, e) for e in stage.jaxpr.eqns if result in e.outvars), None)
     return ""
 
 

@@ -115,9 +115,7 @@ class HostProcess:
         return pool.process_bytes(num_bytes, self.array_bytes, *what) + self.unpinned_bytes
 
     def pool_bytes(self, num_bytes: int) -> int:
-        """The pinned memory among them; on a CPU these arrays themselves."""
-        if self.base_bytes is not None:
-            return num_bytes
+        """The pinned memory among them."""
         what = self.total_bytes, self.num_devices, self.list_bytes
         return pool.pool_bytes(num_bytes, self.array_bytes, *what)
 

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from megatrain_jax._src.adapt.loss_function import EVAL_PREFIX
-from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.history import History
 from megatrain_jax._src.options.batch_checks import batch_size
 from megatrain_jax._src.options.inputs import eval_batches
@@ -126,6 +126,7 @@ class Loop:
         self.trainer = trainer
         self.options = options
         self.save = save
+        self._has_evaluated = False
         self.callbacks = options.callbacks
         self.begun: list[Any] = []
         self.first_evaluation: Iterable[Any] | None = None  # the batches of the first evaluation
@@ -189,7 +190,12 @@ class Loop:
         Raises:
             KeyboardInterrupt: If a signal came, or a callback raised it.
         """
+        on_cpu, told = self.trainer.devices[0].platform == "cpu", False
         for batch in batches:
+            if not told:
+                compiles = ", which compiles its functions" if on_cpu else ""
+                self._tell(f"step {self.trainer.num_steps + 1}{compiles} ...")
+                told = True
             began = time.perf_counter()
             size, unit = batch_size(batch)
             with deferred_interrupt():
@@ -321,8 +327,14 @@ class Loop:
             self.callbacks = ()  # callbacks must not run into this error again
             raise
 
+    def _tell(self, phase: str) -> None:
+        tell_phase(phase, self.options.progress and self.trainer.processes.is_first)
+
     def _evaluate(self) -> dict[str, float]:
         assert self.options.eval_data is not None
+        if not self._has_evaluated:
+            self._tell("the first evaluation, which compiles its functions ...")
+            self._has_evaluated = True
         batches, self.first_evaluation = self.first_evaluation, None
         if batches is None:
             batches = eval_batches(self.options.eval_data)

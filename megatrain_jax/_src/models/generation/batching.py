@@ -43,7 +43,7 @@ class OpenText:
         sample: Number of the sample of this prompt.
         ids: The prompt, and the tokens written so far.
         start: Number of tokens of the prompt.
-        log_probs: The log-probabilities of each written token, in the order of `Chosen`.
+        log_probs: The log-probabilities of each written token, in the order of `SampledTokens`.
         finish: Reason of the end; None before it.
         is_cut: Whether a stop text ended it, not a stop token.
     """
