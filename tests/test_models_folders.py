@@ -195,6 +195,12 @@ def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
     assert names(tmp_path) == ["mine", "other", "third"]
 
 
+def test_a_lock_is_trusted_by_boot_and_mount(tmp_path):
+    assert unfinished._place(tmp_path) == unfinished._place(tmp_path)
+    own, other = unfinished._place(tmp_path), unfinished._place(Path("/proc"))
+    assert own[0] == other[0] and own[1] != other[1]
+
+
 @pytest.mark.parametrize("other", ["machine", "mount"])
 def test_a_lock_of_another_machine_or_mount_is_not_trusted(other, tmp_path, monkeypatch):
     with killed_writers.left_by(tmp_path / "mine") as left:
