@@ -19,7 +19,6 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.models.tensors import DTYPES
 
 # No host with a GPU has less; a number without a unit means bytes.
 _LEAST_HOST = 2**30
@@ -185,7 +184,7 @@ def _saved_dtype(config: models.DecoderConfig) -> str:
     """The dtype of a model's checkpoint: bfloat16, unless its configuration names another."""
     values = json.loads(config.original or "{}")
     named = values.get("dtype") or values.get("torch_dtype")
-    return named if named in [dtype.name for dtype in DTYPES.values()] else "bfloat16"
+    return named if named in ["float32", "float16"] else "bfloat16"
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:
