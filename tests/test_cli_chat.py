@@ -129,6 +129,16 @@ def test_hostile_files_are_named(name, text, given, tmp_path, capsys):
         open_chat_model(ChatSettings(model=str(folder), library="transformers"))
 
 
+@pytest.mark.parametrize("targets", ["(", 5, {"a": 5}])
+def test_targets_that_are_no_pattern_are_named(targets, given, tmp_path):
+    folder = Path(shutil.copytree(given / "adapter", tmp_path / "folder"))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": targets}))
+    base = str(given / "run" / "model")
+    with pytest.raises((TypeError, ValueError), match=str(folder)):
+        open_chat_model(ChatSettings(model=str(folder), base=base, library="transformers"))
+
+
 @pytest.mark.parametrize("library", ["transformers", "jax"])
 @pytest.mark.parametrize(
     ("name", "change"),
