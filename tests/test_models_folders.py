@@ -232,9 +232,32 @@ def test_nothing_is_removed_that_is_not_of_a_killed_writer(tmp_path):
     (tmp_path / "linked.unfinished-1").mkdir()
     (tmp_path / "old.unfinished-1").mkdir()
     os.mkfifo(tmp_path / "pipe.unfinished-1.lock")
+    for path in tmp_path.glob("theirs.unfinished-[01]*"):
+        os.utime(path, (0, 0))
     expected = set(names(tmp_path)) - {lock.name, left.name}
     unfinished.remove_leftovers(tmp_path)
     assert set(names(tmp_path)) == expected
+
+
+def test_a_lock_without_a_word_or_folder_goes_after_a_week(tmp_path):
+    """Its writer was killed before it made the folder."""
+    lock = tmp_path / "mine.unfinished-1.lock"
+    lock.touch()
+    unfinished.remove_leftovers(tmp_path)
+    assert lock.exists()
+    os.utime(lock, (0, 0))
+    unfinished.remove_leftovers(tmp_path)
+    assert not lock.exists()
+
+
+def test_what_can_not_be_deleted_is_tried_again(tmp_path, monkeypatch):
+    new = unfinished.UnfinishedFolder(tmp_path / "mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        new.discard()
+    assert names(tmp_path) == [new.path.name, f"{new.path.name}.lock"]
+    unfinished.remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_without_locks_a_folder_is_written_and_nothing_is_removed(tmp_path, monkeypatch):
