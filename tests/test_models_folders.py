@@ -273,26 +273,22 @@ def test_without_locks_a_folder_is_written_and_nothing_is_removed(tmp_path, monk
 
 
 def test_a_new_name_that_is_taken_for_a_leftover_is_not_used(tmp_path, monkeypatch):
-    flock, taken = fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(opened, how):
-        # Before the writer has the lock, a cleaner locks the file; then it deletes it.
-        if not taken:
-            (path,) = tmp_path.glob("*.lock")
-            taken.append(path)
-            with path.open() as file:
-                flock(file, how)
-                return flock(opened, how)
-        if len(taken) == 1:
-            path.unlink() if (path := next(tmp_path.glob("*.lock"))) != taken[0] else None
-            taken.append(path)
-        return flock(opened, how)
+        calls.append(opened)
+        if len(calls) == 1:
+            raise BlockingIOError  # a cleaner has locked the new file
+        if len(calls) == 2:
+            for path in tmp_path.glob("*.lock"):  # a cleaner has deleted it
+                path.unlink()
+        flock(opened, how)
 
-    (tmp_path / "old").mkdir()
     monkeypatch.setattr(fcntl, "flock", late)
-    export_of(0, tmp_path / "mine")
-    assert len(taken) == 2
-    assert "mine" in names(tmp_path) and not list(tmp_path.glob("*.unfinished-*[!k]"))
+    new = unfinished.UnfinishedFolder(tmp_path / "mine")
+    assert len(calls) == 3 and names(tmp_path) == [new.path.name, f"{new.path.name}.lock"]
+    new.discard()
+    assert names(tmp_path) == []
 
 
 def test_a_full_disk_names_the_export(tmp_path):
