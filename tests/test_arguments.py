@@ -7,6 +7,8 @@ others, so that no order of checks is privileged.
 import dataclasses
 import importlib
 import inspect
+import json
+import os
 import pickle
 import random
 import re
@@ -34,7 +36,8 @@ from megatrain_jax._src.cli.merge_settings import MergeSettings
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.recipe import precision_of
-from megatrain_jax._src.common import other_libraries, suggestions
+from megatrain_jax._src.common import other_libraries, outside, suggestions
+from megatrain_jax._src.common.hf_folder import read_json
 from megatrain_jax._src.options.options import LoopOptions, MachineOptions, Options
 from misuses import (
     BATCH,
@@ -182,6 +185,56 @@ def test_wrong_arguments_of_records_and_losses_are_named():
             "chunk": (*NO_COUNTS, None),
         },
     )
+
+
+@pytest.mark.parametrize("check", [outside.integer, outside.number])
+@pytest.mark.parametrize("value", ["x", True, None, [], {}, "\ud800", -1, float("nan")])
+def test_numbers_of_a_file_are_named_with_it(check: Any, value: Any):
+    with pytest.raises((TypeError, ValueError), match="a/config.json: `size` must be"):
+        check(Path("a/config.json"), "size", value, least=0)
+
+
+def test_a_number_too_large_for_a_float_or_an_id_is_out_of_bounds():
+    for value in (10**400, -(10**400), float("inf")):
+        with pytest.raises(ValueError, match="a: `size` must be a finite number"):
+            outside.number("a", "size", value)
+    for value in (2**31, 10**30, 10**400):
+        with pytest.raises(ValueError, match="a: `id` must be from 0 to 2147483647"):
+            outside.integer("a", "id", value)
+    assert outside.integer("a", "id", 2**31 - 1) == 2**31 - 1
+    assert outside.number("a", "size", 10**30) == 1e30
+
+
+def test_errors_of_values_of_a_file_are_named_with_it():
+    for error in (OverflowError("big"), RecursionError("deep"), KeyError("k"), ValueError("v")):
+        with pytest.raises(ValueError, match="a.json: ") as caught, outside.naming("a.json"):
+            raise error
+        assert type(caught.value) is ValueError
+    with pytest.raises(TypeError, match="a.json: t"), outside.naming("a.json"):
+        raise TypeError("t")
+    with pytest.raises(FileNotFoundError, match="^gone"), outside.naming("a.json"):
+        raise FileNotFoundError("gone")
+
+
+def test_json_of_a_pipe_or_device_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "a.json")
+    (tmp_path / "b.json").symlink_to("/dev/zero")
+    for name, kind in (("b.json", "a device"), ("a.json", "a named pipe")):
+        with pytest.raises(ValueError, match=f"{tmp_path / name} is {kind}"):
+            read_json(tmp_path / name)
+
+
+def test_json_is_as_deep_as_allowed():
+    def nested(levels: int) -> str:
+        return "[" * levels + "]" * levels
+
+    assert outside.parsed_json(nested(64)) == json.loads(nested(64))
+    for levels in (65, 900, 100_000):
+        with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+            outside.parsed_json(nested(levels))
+    # Brackets that are text, or beside each other, don't count.
+    assert outside.parsed_json('"' + "[" * 100 + '"') == "[" * 100
+    assert outside.parsed_json("[" + "[],{}," * 100 + "0]")[-1] == 0
 
 
 @pytest.mark.parametrize("given", [None, 3, "data", BATCH, np.float32(1), [], [{"x": [1.0]}]])

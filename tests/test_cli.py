@@ -92,6 +92,23 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
         assert f"tokens a second, estimate: {512 / plan.seconds_per_step:,.0f}\n" in printed
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 10**400},
+        {"num_hidden_layers": 2**31},
+        {"rope_theta": float("nan")},
+        {"rms_norm_eps": "x"},
+        {"hidden_act": []},
+        {"layer_types": "\ud800"},
+    ],
+)
+def test_a_configuration_with_wrong_values_is_named(change, tiny, capsys):
+    (tiny / "config.json").write_text(json.dumps(TINY | change))
+    assert main(["plan", str(tiny), "--gpu", "H100"]) == 2
+    assert str(tiny) in capsys.readouterr().err
+
+
 def test_adapters_are_planned_as_they_are_trained(tiny, capsys):
     options = ["--gpu", "H100", "--host", "8GiB", "--tokens", "512", "--length=128"]
     rank = ["--lora-rank", "2", "--lora-targets", "self_attn/(q|v)_proj"]

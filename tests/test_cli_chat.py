@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -119,6 +121,65 @@ def test_adapters_with_new_tokens_answer_as_in_peft(given, tmp_path, capsys):
     words[3] = str(tmp_path / "other")
     assert main(words) == 2
     assert "PEFT can't load the adapters in" in capsys.readouterr().err
+
+
+HOSTILE = [
+    "[" * 100_000 + "]" * 100_000,
+    "[]",
+    "{",
+    '{"r": ' + "9" * 5000 + "}",
+    '{"a": "\\ud800"}',
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=["deep", "list", "cut", "digits", "half"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json", "generation_config.json"])
+def test_hostile_files_are_named(name, text, given, tmp_path, capsys):
+    kind = "adapter" if name.startswith("adapter") else "run/model"
+    folder = Path(shutil.copytree(given / kind, tmp_path / "folder"))
+    (folder / name).write_text(text)
+    options = ["--library", "transformers", "--base", str(given / "run" / "model"), *GREEDY]
+    options = options if kind == "adapter" else [*options[:2], *GREEDY]
+    assert main(["chat", str(folder), "--prompt", QUESTION, *options]) == 2
+    assert str(folder / name) in capsys.readouterr().err
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{folder}"):
+        open_chat_model(ChatSettings(model=str(folder), library="transformers"))
+
+
+@pytest.mark.parametrize("targets", ["(", 5, {"a": 5}])
+def test_targets_that_are_no_pattern_are_named(targets, given, tmp_path):
+    folder = Path(shutil.copytree(given / "adapter", tmp_path / "folder"))
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": targets}))
+    base = str(given / "run" / "model")
+    with pytest.raises((TypeError, ValueError), match=str(folder)):
+        open_chat_model(ChatSettings(model=str(folder), base=base, library="transformers"))
+
+
+@pytest.mark.parametrize("library", ["transformers", "jax"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("generation_config.json", {"eos_token_id": 2**31}),
+        ("generation_config.json", {"eos_token_id": [1, 10**30]}),
+        ("generation_config.json", {"eos_token_id": 0.5}),
+        ("generation_config.json", {"do_sample": True, "top_k": "x"}),
+        ("generation_config.json", {"do_sample": True, "top_p": "x"}),
+        ("generation_config.json", {"do_sample": True, "temperature": float("nan")}),
+        ("config.json", {"max_position_embeddings": -1}),
+        ("config.json", {"max_position_embeddings": "x"}),
+        ("tokenizer_config.json", {"model_max_length": "x"}),
+    ],
+)
+def test_wrong_numbers_are_named(library, name, change, given, tmp_path, capsys):
+    folder = Path(shutil.copytree(given / "run" / "model", tmp_path / "folder"))
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    options = ["--library", library, "--max-tokens", "2"]
+    assert main(["chat", str(folder), "--prompt", QUESTION, *options]) == 2
+    assert str(folder) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [1, 3])

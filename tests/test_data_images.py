@@ -348,9 +348,12 @@ def test_only_ordinary_images_are_opened(kind, processor, tmp_path, monkeypatch)
             given.append(Image.open(io.BytesIO(file.read_bytes())))
     if kind == "huge":
         given.append(picture(0, 30, 24))
+    faults = dict.fromkeys(("pipe", "device", "folder"), ".* not a regular file") | {"huge": ""}
     for one in (file, *given):
+        other = "the format" if isinstance(one, Image.Image) else "none of the formats"
+        why = faults.get(kind, f"it is of {other}")
         rows = [conversation([*own(one), "a"]), ROWS[2]]
-        with pytest.raises(data.DataError, match="row 1: an image that can't be read"):
+        with pytest.raises(data.DataError, match=f"row 1: an image that can't be read: {why}"):
             made(rows, processor)
         assert made(rows, processor, invalid="drop").num_documents == 1
     if kind == "huge":

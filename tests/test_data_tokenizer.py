@@ -92,6 +92,16 @@ def test_damaged_files_are_named(name, folder):
         chat(folder, folder)
 
 
+@pytest.mark.parametrize("number", [2**31, 2**32 - 1, 2**32, 10**30])
+def test_ids_of_tokens_that_no_array_holds_are_refused(number, folder):
+    values = json.loads((folder / "tokenizer.json").read_text())
+    last = values["added_tokens"][-1]
+    last["id"] = values["model"]["vocab"][last["content"]] = number
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=str(folder)):
+        chat(folder, folder)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_fields_of_another_type_are_refused_under_the_name_of_the_folder(name, folder):

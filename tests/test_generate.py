@@ -13,6 +13,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.models.generation import batching, caches, decoding, programs
+from megatrain_jax._src.models.generation import generate as generate_module
 from megatrain_jax._src.models.generation.generation_memory import GenerationMemory
 from megatrain_jax._src.models.generation.sampling import SamplingKind, SamplingParams, choose, warp
 from megatrain_jax._src.models.generation.stop_strings import StopStrings
@@ -472,3 +473,11 @@ def test_layers_without_a_cache_are_refused_by_name(layer: Any):
 def test_misuses_are_named(model: models.Decoder, changes: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         models.generate(**({"source": model, "prompts": [[1]], "max_tokens": 2} | changes))
+
+
+def test_more_completions_than_memory_holds_are_refused(model: models.Decoder, monkeypatch):
+    monkeypatch.setattr(generate_module, "available_bytes", lambda: 1200)
+    options: Any = {"max_tokens": 1, "num_samples": 2}
+    with pytest.raises(MemoryError, match="`num_samples`=2 for 2 prompts are 4 completions"):
+        models.generate(model, [[1], [2]], **options)
+    assert len(models.generate(model, [[1]], **options)) == 2

@@ -47,6 +47,27 @@ def test_a_jsonl_log_is_the_history(tmp_path: Path):
     assert found[0] == result.history[0] and found[2] == result.history[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "step,loss\n" + "9" * 5000 + ",1\n"),
+        ("a.csv", "step,loss\n1," + "x" * 200_000 + "\n"),
+        ("a.csv.txt", "step " + "9" * 5000 + ": samples\n"),
+        ("a.jsonl", "[" * 100_000 + "]" * 100_000 + "\n"),
+        ("a.jsonl", '{"step": ' + "9" * 5000 + "}\n"),
+        ("a.jsonl", '{"step": "x"}\n'),
+        ("a.jsonl", '{"step": NaN}\n'),
+        ("a.jsonl", '{"step": 3000000000}\n'),
+    ],
+    ids=["digits", "cell", "header", "deep", "endless", "text", "nan", "large"],
+)
+def test_a_log_of_something_else_is_named(name: str, text: str, tmp_path: Path):
+    (tmp_path / name).write_text(text)
+    kind = callbacks.JSONLog if name.endswith("jsonl") else callbacks.CSVLog
+    with pytest.raises((TypeError, ValueError), match=str(tmp_path / name)):
+        kind(tmp_path / name.removesuffix(".txt"))._open(5)
+
+
 @pytest.mark.parametrize("kind", [callbacks.CSVLog, callbacks.JSONLog])
 def test_a_log_of_a_killed_run_goes_on_where_the_run_does(kind: Any, tmp_path: Path):
     path, folder = tmp_path / "log", tmp_path / "run"

@@ -195,6 +195,12 @@ def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
     assert names(tmp_path) == ["mine", "other", "third"]
 
 
+def test_a_lock_is_trusted_by_boot_and_mount(tmp_path):
+    assert unfinished._place(tmp_path) == unfinished._place(tmp_path)
+    own, other = unfinished._place(tmp_path), unfinished._place(Path("/proc"))
+    assert own[0] == other[0] and own[1] != other[1]
+
+
 @pytest.mark.parametrize("other", ["machine", "mount"])
 def test_a_lock_of_another_machine_or_mount_is_not_trusted(other, tmp_path, monkeypatch):
     with killed_writers.left_by(tmp_path / "mine") as left:
@@ -226,9 +232,32 @@ def test_nothing_is_removed_that_is_not_of_a_killed_writer(tmp_path):
     (tmp_path / "linked.unfinished-1").mkdir()
     (tmp_path / "old.unfinished-1").mkdir()
     os.mkfifo(tmp_path / "pipe.unfinished-1.lock")
+    for path in tmp_path.glob("theirs.unfinished-[01]*"):
+        os.utime(path, (0, 0))
     expected = set(names(tmp_path)) - {lock.name, left.name}
     unfinished.remove_leftovers(tmp_path)
     assert set(names(tmp_path)) == expected
+
+
+def test_a_lock_without_a_word_or_folder_goes_after_a_week(tmp_path):
+    """Its writer was killed before it made the folder."""
+    lock = tmp_path / "mine.unfinished-1.lock"
+    lock.touch()
+    unfinished.remove_leftovers(tmp_path)
+    assert lock.exists()
+    os.utime(lock, (0, 0))
+    unfinished.remove_leftovers(tmp_path)
+    assert not lock.exists()
+
+
+def test_what_can_not_be_deleted_is_tried_again(tmp_path, monkeypatch):
+    new = unfinished.UnfinishedFolder(tmp_path / "mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        new.discard()
+    assert names(tmp_path) == [new.path.name, f"{new.path.name}.lock"]
+    unfinished.remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_without_locks_a_folder_is_written_and_nothing_is_removed(tmp_path, monkeypatch):
@@ -244,29 +273,26 @@ def test_without_locks_a_folder_is_written_and_nothing_is_removed(tmp_path, monk
 
 
 def test_a_new_name_that_is_taken_for_a_leftover_is_not_used(tmp_path, monkeypatch):
-    flock, taken = fcntl.flock, []
+    flock, calls = fcntl.flock, []
 
     def late(opened, how):
-        # Before the writer has the lock, a cleaner locks the file; then it deletes it.
-        if not taken:
-            (path,) = tmp_path.glob("*.lock")
-            taken.append(path)
-            with path.open() as file:
-                flock(file, how)
-                return flock(opened, how)
-        if len(taken) == 1:
-            path.unlink() if (path := next(tmp_path.glob("*.lock"))) != taken[0] else None
-            taken.append(path)
-        return flock(opened, how)
+        calls.append(opened)
+        if len(calls) == 1:
+            raise BlockingIOError  # a cleaner has locked the new file
+        if len(calls) == 2:
+            for path in tmp_path.glob("*.lock"):  # a cleaner has deleted it
+                path.unlink()
+        flock(opened, how)
 
-    (tmp_path / "old").mkdir()
     monkeypatch.setattr(fcntl, "flock", late)
-    export_of(0, tmp_path / "mine")
-    assert len(taken) == 2
-    assert "mine" in names(tmp_path) and not list(tmp_path.glob("*.unfinished-*[!k]"))
+    new = unfinished.UnfinishedFolder(tmp_path / "mine")
+    assert len(calls) == 3 and names(tmp_path) == [new.path.name, f"{new.path.name}.lock"]
+    new.discard()
+    assert names(tmp_path) == []
 
 
 def test_a_full_disk_names_the_export(tmp_path):
+    export_of(0, tmp_path / "first")  # nothing is left to be compiled, whose cache has files, too
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -274,4 +300,4 @@ def test_a_full_disk_names_the_export(tmp_path):
             save_pretrained(decoder(0), tmp_path / "mine")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["first"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatrain_jax._src.callbacks.callback import Log, Rows, finite_or_none
 from megatrain_jax._src.callbacks.texts import TextFile, replace_file
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.outside import integer, parsed_json
+from megatrain_jax._src.common.outside import integer, naming, parsed_json
 from megatrain_jax._src.common.unfinished import naming_file
 
 
@@ -55,7 +55,8 @@ class CSVLog(Log):
             raise ValueError(f"{self._path} is no log of a run: its first column is not `step`")
         # A row that was cut off by a kill does not count.
         whole = [row for row in rows[1:] if len(row) == len(self._columns)]
-        kept = [row for row in whole if row[0].isdecimal() and int(row[0]) <= num_steps]
+        with naming(self._path):
+            kept = [row for row in whole if row[0].isdecimal() and int(row[0]) <= num_steps]
         self._last_step = int(kept[-1][0]) if kept else 0
         if len(kept) < len(rows) - 1 or not kept:
             self._rewrite(kept)
@@ -82,8 +83,11 @@ class CSVLog(Log):
     def _rows(self) -> list[list[str]]:
         if not self._path.exists():
             return []
-        with self._path.open(encoding="utf-8", newline="") as file:
-            return list(csv.reader(file))
+        with naming(self._path), self._path.open(encoding="utf-8", newline="") as file:
+            try:
+                return list(csv.reader(file))
+            except csv.Error as error:
+                raise ValueError(str(error)) from error
 
     def _rewrite(self, rows: Iterable[Sequence[object]]) -> None:
         header = [self._columns] if self._columns else []

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatrain_jax._src.callbacks.callback import Rows
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.unfinished import naming_file
 
 _HEADER = re.compile(r"step (\d+): ")
@@ -54,11 +55,12 @@ class TextFile:
         if not self._path.exists():
             return
         kept, step = [], 0
-        for line in self._path.read_text(encoding="utf-8").split("\n"):
-            header = _HEADER.match(line)
-            step = int(header[1]) if header else step
-            if line and step <= num_steps:
-                kept.append(line + "\n")
+        with naming(self._path):
+            for line in self._path.read_text(encoding="utf-8").split("\n"):
+                header = _HEADER.match(line)
+                step = int(header[1]) if header else step
+                if line and step <= num_steps:
+                    kept.append(line + "\n")
         replace_file(self._path, kept)
 
     def add(self, step: int, name: str, rows: Rows) -> None:

@@ -23,7 +23,7 @@ from megatrain_jax._src.common.hf_folder import (
     required_file,
 )
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
-from megatrain_jax._src.common.outside import integer
+from megatrain_jax._src.common.outside import integer, naming
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
@@ -274,7 +274,9 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
     factors = (name.removeprefix("base_model.model.") for name in shapes if ".lora_" in name)
     adapted = {name.partition(".lora_")[0] for name in factors}
     modules = [name for name, _ in model.named_modules()]
-    if different := different_layers(adapted, modules, about):
+    with naming(folder / _ADAPTER):  # a pattern of modules may be no regular expression
+        different = different_layers(adapted, modules, about)
+    if different:
         raise ValueError(
             f"the adapters in {folder} are of a base with another number of layers: either they or "
             f"this base has no {', '.join(different[:3])}"

@@ -16,6 +16,7 @@ from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import precision_of
 from megatrain_jax._src.cli.run_settings import listed
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import sized
 
@@ -170,7 +171,9 @@ def config_of(model: str) -> models.DecoderConfig:
         FileNotFoundError: If there is no such file, folder or name.
         ValueError: If the architecture or an option of it isn't supported.
     """
-    return models.DecoderConfig.from_hf(config_values(model))
+    values = config_values(model)
+    with naming(f"`model` = {model}"):
+        return models.DecoderConfig.from_hf(values)
 
 
 def _build(config: models.DecoderConfig) -> models.Decoder:
@@ -180,7 +183,8 @@ def _build(config: models.DecoderConfig) -> models.Decoder:
 def _saved_dtype(config: models.DecoderConfig) -> str:
     """The dtype of a model's checkpoint: bfloat16, unless its configuration names another."""
     values = json.loads(config.original or "{}")
-    return values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    named = values.get("dtype") or values.get("torch_dtype")
+    return named if named in ["float32", "float16"] else "bfloat16"
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:

@@ -19,6 +19,7 @@ from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.run_data import common_options, summarised
 from megatrain_jax._src.cli.tokenizers import load_tokenizer
 from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download, is_hub_model
+from megatrain_jax._src.common.outside import naming
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -63,7 +64,8 @@ def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
         )
     tokenizer = load_tokenizer("tokenizer", settings.tokenizer)
     special = {name: getattr(tokenizer, name) for name in _SPECIAL}
-    config = models.DecoderConfig.from_hf({**values, **special})
+    with naming(f"`model` = {settings.model}"):
+        config = models.DecoderConfig.from_hf({**values, **special})
     most = max(tokenizer.get_vocab().values())
     if most >= config.vocab_size:
         raise ValueError(

@@ -7,6 +7,8 @@ from typing import Any
 
 import transformers
 
+from megatrain_jax._src.common.hf_folder import read_all_json
+
 
 def load_tokenizer(option: str, given: str) -> Any:
     """Loads the tokenizer in a folder.
@@ -22,6 +24,7 @@ def load_tokenizer(option: str, given: str) -> Any:
     folder = Path(given).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"`{option}` = {given} must be the folder of a tokenizer")
+    read_all_json(folder)
     try:
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -106,7 +106,7 @@ def naming(path: Path | str) -> Iterator[None]:
         yield
     except TypeError as error:
         raise TypeError(f"{path}: {error}") from error
-    except (ValueError, ArithmeticError, LookupError, RecursionError) as error:
+    except (ValueError, ArithmeticError, LookupError, RecursionError, re.error) as error:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: {what}") from error
 

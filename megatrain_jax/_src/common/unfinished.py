@@ -47,7 +47,8 @@ class UnfinishedFolder:
             OSError: If it can't be made.
         """
         final.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(final.parent)
+        with suppress(OSError):  # of a folder that can't be listed
+            remove_leftovers(final.parent)
         while not self._take(final):
             pass
         try:
@@ -73,7 +74,11 @@ class UnfinishedFolder:
             if not is_still(self._lock, opened):
                 os.close(opened)
                 return False
-            os.pwrite(opened, " ".join([_OURS, *_place(final.parent)]).encode(), 0)
+            try:
+                os.pwrite(opened, " ".join([_OURS, *_place(final.parent)]).encode(), 0)
+            except OSError:
+                self._release()
+                raise
         if os.path.lexists(self.path):
             self._release()
             return False
@@ -88,6 +93,9 @@ class UnfinishedFolder:
     def discard(self) -> None:
         """Deletes the folder, if it still has its temporary name, and the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._opened is not None and os.path.lexists(self.path):
+            os.close(self._opened)  # a later process tries again
+            self._opened = None
         self._release()
 
 
@@ -124,7 +132,8 @@ def _is_left(path: Path, opened: int) -> bool:
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         return False
     first, *place = os.pread(opened, 1000, 0).decode(errors="replace").split() or [""]
-    if first != _OURS:
+    # A process that was killed before it wrote this word has made no folder.
+    if first != _OURS and (first or os.path.lexists(path.with_suffix(""))):
         return False
     if place and place == _place(path.parent):
         return True

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Encoding
 
+from megatrain_jax._src.common.outside import integer
 from megatrain_jax._src.data.report import DataError, InvalidRow
 from megatrain_jax._src.data.row_formats import Conversation
 from megatrain_jax._src.data.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ class FastTokenizer:
         Raises:
             TypeError: If it is not a fast tokenizer.
             FileNotFoundError: See `load_tokenizer`.
-            ValueError: See `load_tokenizer`.
+            ValueError: See `load_tokenizer`; or a token's id doesn't fit int32.
         """
         if isinstance(tokenizer, str | PathLike):
             tokenizer = load_tokenizer(tokenizer)
@@ -41,6 +42,7 @@ class FastTokenizer:
             )
         self.tokenizer = tokenizer
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        integer(self.name, "id of a token", max(tokenizer.get_vocab().values(), default=0))
         self.vocabulary = Vocabulary.beside(tokenizer)
         added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
         special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}

@@ -263,7 +263,8 @@ def generate(
         TypeError: If an argument has a wrong type, or the model is not a `models.Decoder`.
         ValueError: If a number is out of range, an id is not in the vocabulary, texts lack a
             tokenizer, the model has a score head, or generation has no cache for a kind of layers.
-        MemoryError: If not even one text fits on the device.
+        MemoryError: If not even one text fits on the device, or the completions don't fit in host
+            memory.
     """
     given = {"tokenizer": tokenizer, "dtype": dtype, "device_budget": device_budget}
     with Generator(source, **given) as generator:
