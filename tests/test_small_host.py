@@ -192,7 +192,8 @@ def of_deep():
 
 def test_a_plan_and_a_trainer_on_a_cpu_agree_on_a_host_budget(monkeypatch):
     monkeypatch.setattr(host, "resident_bytes", lambda: 2**28)
-    fp32, whole = {"precision": "float32"}, mt.plan(*of_deep(), precision="float32")
+    fp32: Any = {"precision": "float32"}
+    whole = mt.plan(*of_deep(), **fp32)
     assert whole.fits_host is None and whole.host_fixed_bytes == 2**28 + 2**28
     assert whole.host_process_bytes and whole.host_process_bytes > (
         whole.host_fixed_bytes + whole.host_peak_bytes + whole.device_bytes

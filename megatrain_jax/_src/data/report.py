@@ -42,9 +42,15 @@ class AnswerLost(InvalidRow):
 
 
 def to_fault(error: Exception) -> InvalidRow:
-    """The fault of a row whose use has failed, whatever the error."""
+    """The fault of a row whose use has failed, whatever the error.
+
+    Raises:
+        MemoryError: If that is the error, because the row may be right.
+    """
     if isinstance(error, InvalidRow):
         return error
+    if isinstance(error, MemoryError):
+        raise error
     return InvalidRow("a row that can't be used", f"{type(error).__name__}: {error}")
 
 
