@@ -234,7 +234,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("given", FILTERS, ids=str)
+@pytest.mark.parametrize("given", FILTERS, ids=[str(number) for number in range(len(FILTERS))])
 def test_filters_of_flax_choose_what_flax_chooses(given):
     model = Adapted()
     expected = {
