@@ -135,7 +135,9 @@ class _Library:
             ),
         )
         adapted = SimpleNamespace(
-            model=lambda: "with adapters", params="with adapters", trainable="lora"
+            model=lambda: nnx.Dict(name="with adapters"),
+            params="with adapters",
+            trainable="lora",
         )
         self.replace(hub, "check_upload", lambda name, repository: None)
         self.replace(hub, "upload", lambda folder, repository, **options: "an address")
