@@ -52,6 +52,9 @@ class LogTrainer:
     def check_eval_batch(self, batch: Any) -> None:
         """Accepts all, since `evaluate` only counts batches."""
 
+    def add_end_tokens(self, tokens: Any) -> None:
+        """Ends of texts are no concern of the loop."""
+
     def flush(self) -> None:
         self.log.append(("flush", self.num_steps))
 
