@@ -18,7 +18,7 @@ class LogTrainer:
         self.log = [] if log is None else log
         self.history = History()
         self.num_steps = self.num_skipped = 0
-        self.devices, self.processes = (None,), Processes()
+        self.devices, self.processes = tuple(jax.devices()[:1]), Processes()
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
         self.first: Any = None
