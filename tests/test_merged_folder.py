@@ -388,3 +388,82 @@ def test_adapters_that_peft_converted_are_merged(tmp_path):
     found = tensors_of(models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base))
     for name, tensor in theirs.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(found[name], tensor, atol=5e-6, err_msg=name)
+
+
+FP8, UP = {"quant_method": "fp8"}, "model.layers.1.mlp.up_proj"
+WHOLE = {"strategy": "tensor", "type": "float"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": WHOLE}},
+}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("about", "parts", "named"),
+    [
+        # Methods that can't be read.
+        ({"quant_method": "gptq", "bits": 4}, {"qweight": "I32", "scales": "F16"}, "gptq"),
+        ({"quant_method": "modelopt"}, {"weight": "F8", "weight_scale": "F32"}, "modelopt"),
+        ({"quant_method": "fbgemm_fp8"}, {"weight": "F8", "weight_scale": "F32"}, "fbgemm_fp8"),
+        (COMPRESSED | {"format": "pack-quantized"}, {"weight_packed": "I32"}, "pack-quantized"),
+        # Codes without their scales, and scales without codes.
+        (FP8, {"weight": "F8"}, f"{UP}.weight_scale_inv"),
+        (FP8, {"weight": "F8", "weight_scale": "F32"}, f"{UP}.weight_scale"),
+        (COMPRESSED, {"weight": "F8"}, f"{UP}.weight_scale"),
+        (COMPRESSED, {"weight": "I8"}, f"{UP}.weight_scale"),
+        (
+            COMPRESSED,
+            {"weight": "F8", "weight_scale": "F32", "weight_g_idx": "I32"},
+            "weight_g_idx",
+        ),
+        ({"load_in_8bit": True}, {"weight": "I8"}, f"{UP}.SCB"),
+        ({"load_in_4bit": True}, {"weight": "U8", "weight.absmax": "F32"}, f"{UP}.weight.absmax"),
+        (None, {"weight": "F8"}, f"{UP}.weight"),
+        (None, {"weight_scale": "F32"}, f"{UP}.weight_scale"),
+        (None, {"qweight": "I32", "qzeros": "I32"}, f"{UP}.qweight"),
+    ],
+)
+def test_bases_with_codes_that_nothing_decodes_are_refused(
+    about, parts, named, inner, fitting, tmp_path
+):
+    """As by `load_pretrained`, also if no matrix with codes has adapters."""
+    import safetensors.torch as files
+
+    _, adapter = fitting
+    base = shutil.copytree(fitting[0], tmp_path / "base")
+    arrays = files.load_file(base / "model.safetensors")
+    dtypes = {"F8": torch.float8_e4m3fn, "F16": torch.float16, "F32": torch.float32}
+    dtypes |= {"I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
+    matrix = arrays.pop(f"{UP}.weight")
+    for part, dtype in parts.items():
+        whole = matrix if part == "weight" else torch.ones(1)
+        arrays[f"{UP}.{part}"] = whole.to(dtypes[dtype])
+    files.save_file(arrays, base / "model.safetensors")
+    values = json.loads((base / "config.json").read_text())
+    quantised = {} if about is None else {"quantization_config": about}
+    values |= {"text_config": quantised} if inner else quantised
+    (base / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"(?s){base}.*{named}"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+    if not inner:
+        with pytest.raises(ValueError):
+            models.load_pretrained(base)
+
+
+def test_bytes_that_are_no_codes_are_merged(fitting, tmp_path):
+    """Masks in old checkpoints, and numbers whose names resemble those of scales."""
+    base, adapter = shutil.copytree(fitting[0], tmp_path / "base"), fitting[1]
+    file = base / "model.safetensors"
+    further = {
+        "model.layers.0.attention.bias": np.ones((1, 1, 4, 4), np.uint8),
+        "model.layers.0.attention.mask": np.ones((1, 1, 4, 4), bool),
+        "model.layers.0.router.per_expert_scale": np.ones(4, np.float32),
+        "logit_scale": np.ones((), np.float32),
+    }
+    save_file(load_file(file) | further, file)
+    found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
+    for name, array in further.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)

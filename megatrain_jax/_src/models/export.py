@@ -34,7 +34,7 @@ from megatrain_jax._src.models.names import (
     others,
     parameter_tensors,
 )
-from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.quantised import check_decoded, open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
 from megatrain_jax._src.models.with_reference import policy_of
@@ -221,6 +221,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     ]
     if unknown:
         raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
+    check_decoded(folder, kept, config.original)
     return [NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
 
 

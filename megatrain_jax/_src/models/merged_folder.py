@@ -20,6 +20,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.adapter_layers import different_layers
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
 from megatrain_jax._src.models.families.registry import FAMILIES
@@ -31,7 +32,7 @@ from megatrain_jax._src.models.peft_reading import (
     read_settings,
     read_tensors,
 )
-from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.quantised import check_decoded, check_quantisation, open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import (
     DTYPES,
@@ -141,7 +142,13 @@ def merge_adapter(
     at_base = _open_base(source, settings, base)
     config = required_file(at_base, "config.json")
     values = read_json(config)
-    tensors = open_weights(at_base, config.read_text(encoding="utf-8"))
+    with naming(config):
+        for part in (values, values.get("text_config")):
+            if isinstance(part, Mapping):
+                check_quantisation(part)
+    text = config.read_text(encoding="utf-8")
+    tensors = open_weights(at_base, text)
+    check_decoded(at_base, tensors.values(), text)
     single, was_stacked = _split_like(factors, tensors, values)
     fault = f"the adapters in {source} don't fit the base {at_base}: "
     _check_tied(values, single, (*factors, *whole), fault)
