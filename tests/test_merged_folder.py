@@ -467,3 +467,64 @@ def test_bytes_that_are_no_codes_are_merged(fitting, tmp_path):
     found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
     for name, array in further.items():
         np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def of_other_names(family: str, folder: Path, **options: Any) -> Path:
+    """A base whose embeddings or head aren't called `embed_tokens` and `lm_head`."""
+    torch.manual_seed(0)
+    inside = {"intermediate_size": 64} if family == "GPTNeoX" else {}
+    config = getattr(transformers, f"{family}Config")(**SMALL, **inside, **options)
+    return save(transformers.AutoModelForCausalLM.from_config(config).eval(), folder)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "target", "embeddings"),
+    [
+        ("Falcon", "query_key_value", "word_embeddings"),
+        ("Bloom", "query_key_value", "word_embeddings"),
+        ("GPTNeoX", "query_key_value", "embed_in"),
+    ],
+)
+def test_tied_embeddings_of_any_name_are_refused(family, target, embeddings, tmp_path):
+    """PEFT trains a copy of the embeddings, and leaves the head as it was."""
+    tied = {"tie_word_embeddings": True} if family == "GPTNeoX" else {}
+    base, adapter = of_other_names(family, tmp_path / "base", **tied), tmp_path / "adapter"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    make_adapter(load(base), adapter, target_modules=[target], modules_to_save=[embeddings])
+    with pytest.raises(ValueError, match=f"{embeddings}.*`tie_word_embeddings`"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    make_adapter(load(base), tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="lm_head.*`tie_word_embeddings`"):
+        models.merge_adapter(tmp_path / "head", tmp_path / "merged", base=base)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "whole"),
+    [
+        ("GPTNeoX", {}, ["embed_in", "lm_head"]),
+        ("Falcon", {"tie_word_embeddings": False}, ["word_embeddings", "lm_head"]),
+    ],
+)
+def test_new_tokens_of_embeddings_of_any_name_are_merged(family, options, whole, tmp_path):
+    base = of_other_names(family, tmp_path / "base", **options)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    larger = load(base)
+    larger.resize_token_embeddings(62)
+    settings = {"target_modules": ["query_key_value"], "modules_to_save": whole}
+    theirs = make_adapter(larger, tmp_path / "adapter", **settings)
+    if family == "GPTNeoX":  # before Transformers 5, the head's module had the name in the files
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        arrays = {n.replace("lm_head", "embed_out"): a for n, a in load_file(file).items()}
+        save_file(arrays, file)
+        about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        about["modules_to_save"] = ["embed_in", "embed_out"]
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
+    found = load(models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base))
+    assert found.config.vocab_size == 62
+    expected = theirs.merge_and_unload().state_dict()
+    for name, tensor in found.state_dict().items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)

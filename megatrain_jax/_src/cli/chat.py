@@ -13,7 +13,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
-from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.adapter_layers import EMBEDDINGS, different_layers
 from megatrain_jax._src.common.hf_folder import (
     GENERATION_CONFIG,
     end_tokens_of,
@@ -282,7 +282,8 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
             f"this base has no {', '.join(different[:3])}"
         )
     try:
-        embeddings = (shapes[name] for name in shapes if name.endswith(".embed_tokens.weight"))
+        whole = (name for name in shapes if EMBEDDINGS.search(name) and name.endswith(".weight"))
+        embeddings = (shapes[name] for name in whole if ".lora_" not in name)
         if (shape := next(embeddings, None)) is not None:
             model.resize_token_embeddings(shape[0], mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))

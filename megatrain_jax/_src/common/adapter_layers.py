@@ -15,6 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Modules with a row for each token, by the names that Transformers' architectures give them.
+EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|tok_embeddings)\b")
+HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\b|^output\b")
+
 
 def different_layers(
     adapted: Iterable[str], modules: Iterable[str], settings: Mapping[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.adapter_layers import EMBEDDINGS, HEADS, different_layers
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
 from megatrain_jax._src.common.outside import naming
@@ -44,7 +44,7 @@ from megatrain_jax._src.models.tensors import (
 )
 
 _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
+_PER_TOKEN = re.compile(f"{EMBEDDINGS.pattern}|{HEADS.pattern}")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 
 
@@ -228,7 +228,7 @@ def _check_tied(
 ) -> None:
     """Refuses changes of one matrix that serves as embeddings and as head."""
     changed = [name for name in names if _PER_TOKEN.search(name)]
-    has_head = any(name.endswith("lm_head.weight") for name in tensors)
+    has_head = any(HEADS.search(name) and name.endswith(".weight") for name in tensors)
     if changed and (values.get("tie_word_embeddings") or not has_head):
         raise ValueError(
             f"{fault}{some(changed)} can't be merged, because the base has one matrix for its "
