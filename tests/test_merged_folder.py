@@ -528,3 +528,16 @@ def test_new_tokens_of_embeddings_of_any_name_are_merged(family, options, whole,
     expected = theirs.merge_and_unload().state_dict()
     for name, tensor in found.state_dict().items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("layers", [0, 1, [0]])
+def test_adapters_of_some_layers_are_merged_as_by_peft(layers, fitting, tmp_path):
+    base, adapter = fitting[0], tmp_path / "adapter"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    options = {"layers_to_transform": layers, "layers_pattern": "layers"}
+    theirs = make_adapter(load(base, dtype=torch.float32), adapter, **options)
+    expected = theirs.merge_and_unload().state_dict()
+    found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name].half().numpy(), err_msg=name)
+    train_from(base, adapter)

@@ -47,7 +47,8 @@ def _kind(module: str) -> str:
 
 
 def _is_asked_for(module: str, settings: Mapping[str, Any]) -> bool:
-    if any(settings.get(name) for name in ("layers_to_transform", "exclude_modules")):
+    # Layer 0 may be an integer by itself.
+    if settings.get("layers_to_transform") not in (None, []) or settings.get("exclude_modules"):
         return False
     targets = settings.get("target_modules") or ()
     if isinstance(targets, str):

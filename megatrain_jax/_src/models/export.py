@@ -129,7 +129,7 @@ def save_pretrained(
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
     if source is None:
         learned = (*config.end_tokens, *learned)  # adapters may have brought some
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         write_tensors(at, tensors, max_shard_bytes)
         write_config(at, json.loads(config.original), dtype)
         copy_companions(at, copied)

@@ -174,7 +174,7 @@ def merge_adapter(
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
     copied = companions(at_base) | companions(source)
     most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         write_tensors(at, named, max_shard_bytes)
         write_config(at, values, DTYPES[most].name)
         copy_companions(at, copied)

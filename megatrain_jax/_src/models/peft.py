@@ -110,7 +110,7 @@ def save_lora(
     if settings_file is None and base is not None and Path(base).is_dir():
         settings_file = own_file(Path(base), GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
         (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(at, copied)
