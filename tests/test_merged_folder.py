@@ -541,3 +541,38 @@ def test_adapters_of_some_layers_are_merged_as_by_peft(layers, fitting, tmp_path
     for name, array in found.items():
         np.testing.assert_array_equal(array, expected[name].half().numpy(), err_msg=name)
     train_from(base, adapter)
+
+
+@pytest.mark.parametrize("way", ["merged", "trained"])
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: name.removesuffix(".weight"),
+    ],
+)
+def test_two_tensors_for_one_are_refused(renamed, way, fitting, tmp_path):
+    base, adapter = fitting
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name = next(name for name in arrays if "q_proj.lora_A" in name)
+        return arrays | {renamed(name): 2 * arrays[name]}
+
+    other = spoiled(adapter, tmp_path / "adapter", {}, change)
+    with pytest.raises(ValueError, match=f"{other}.*q_proj.lora_A.*q_proj.lora_A"):
+        if way == "merged":
+            models.merge_adapter(other, tmp_path / "merged", base=base)
+        else:
+            train_from(base, other)
+
+
+def test_whole_matrices_alone_are_merged_only(fitting, tmp_path):
+    base, adapter = fitting
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: array for name, array in arrays.items() if "lora_" not in name}
+
+    other = spoiled(adapter, tmp_path / "adapter", {}, change)
+    with pytest.raises(ValueError, match=f"{other}.*`modules_to_save`.*merge_adapter"):
+        train_from(base, other)
+    models.merge_adapter(other, tmp_path / "merged", base=base)
