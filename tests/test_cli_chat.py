@@ -324,3 +324,23 @@ def test_the_command_merges_once(given, tmp_path, capsys):
     capsys.readouterr()
     assert main(["merge", *words, "--out", str(tmp_path / "merged")]) == 2
     assert "there is something at `out` =" in capsys.readouterr().err
+
+
+def test_the_template_of_adapters_is_the_one_that_they_were_trained_with(tmp_path, capsys):
+    """The base has none."""
+    base = make_checkpoint(tmp_path / "base")
+    template = (base / "chat_template.jinja").read_text()
+    (base / "chat_template.jinja").unlink()
+    pretrained = models.load_pretrained(base)
+    adapted = models.lora(pretrained.model, targets="q_proj", params=pretrained.params)
+    adapter = models.save_lora(adapted.model(), tmp_path / "adapter", chat_template=template)
+    about = json.loads((adapter / "adapter_config.json").read_text())
+    about["base_model_name_or_path"] = str(base)
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    settings = {"temperature": 0.0, "max_tokens": TOKENS, "library": "transformers"}
+    opened = open_chat_model(ChatSettings(model=str(adapter), **settings))
+    assert opened.has_turns and opened.tokenizer.chat_template == template
+    merged = models.merge_adapter(adapter, tmp_path / "merged")
+    assert (merged / "chat_template.jinja").read_text() == template
+    with pytest.raises(ValueError, match="`chat_template`"):
+        models.save_lora(adapted.model(), tmp_path / "other", chat_template="no.jinja")

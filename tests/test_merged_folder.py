@@ -388,3 +388,191 @@ def test_adapters_that_peft_converted_are_merged(tmp_path):
     found = tensors_of(models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base))
     for name, tensor in theirs.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(found[name], tensor, atol=5e-6, err_msg=name)
+
+
+FP8, UP = {"quant_method": "fp8"}, "model.layers.1.mlp.up_proj"
+WHOLE = {"strategy": "tensor", "type": "float"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": WHOLE}},
+}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("about", "parts", "named"),
+    [
+        # Methods that can't be read.
+        ({"quant_method": "gptq", "bits": 4}, {"qweight": "I32", "scales": "F16"}, "gptq"),
+        ({"quant_method": "modelopt"}, {"weight": "F8", "weight_scale": "F32"}, "modelopt"),
+        ({"quant_method": "fbgemm_fp8"}, {"weight": "F8", "weight_scale": "F32"}, "fbgemm_fp8"),
+        (COMPRESSED | {"format": "pack-quantized"}, {"weight_packed": "I32"}, "pack-quantized"),
+        # Codes without their scales, and scales without codes.
+        (FP8, {"weight": "F8"}, f"{UP}.weight_scale_inv"),
+        (FP8, {"weight": "F8", "weight_scale": "F32"}, f"{UP}.weight_scale"),
+        (COMPRESSED, {"weight": "F8"}, f"{UP}.weight_scale"),
+        (COMPRESSED, {"weight": "I8"}, f"{UP}.weight_scale"),
+        (
+            COMPRESSED,
+            {"weight": "F8", "weight_scale": "F32", "weight_g_idx": "I32"},
+            "weight_g_idx",
+        ),
+        ({"load_in_8bit": True}, {"weight": "I8"}, f"{UP}.SCB"),
+        ({"load_in_4bit": True}, {"weight": "U8", "weight.absmax": "F32"}, f"{UP}.weight.absmax"),
+        (None, {"weight": "F8"}, f"{UP}.weight"),
+        (None, {"weight_scale": "F32"}, f"{UP}.weight_scale"),
+        (None, {"qweight": "I32", "qzeros": "I32"}, f"{UP}.qweight"),
+    ],
+)
+def test_bases_with_codes_that_nothing_decodes_are_refused(
+    about, parts, named, inner, fitting, tmp_path
+):
+    """As by `load_pretrained`, also if no matrix with codes has adapters."""
+    import safetensors.torch as files
+
+    _, adapter = fitting
+    base = shutil.copytree(fitting[0], tmp_path / "base")
+    arrays = files.load_file(base / "model.safetensors")
+    dtypes = {"F8": torch.float8_e4m3fn, "F16": torch.float16, "F32": torch.float32}
+    dtypes |= {"I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
+    matrix = arrays.pop(f"{UP}.weight")
+    for part, dtype in parts.items():
+        whole = matrix if part == "weight" else torch.ones(1)
+        arrays[f"{UP}.{part}"] = whole.to(dtypes[dtype])
+    files.save_file(arrays, base / "model.safetensors")
+    values = json.loads((base / "config.json").read_text())
+    quantised = {} if about is None else {"quantization_config": about}
+    values |= {"text_config": quantised} if inner else quantised
+    (base / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"(?s){base}.*{named}"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
+    if not inner:
+        with pytest.raises(ValueError):
+            models.load_pretrained(base)
+
+
+def test_bytes_that_are_no_codes_are_merged(fitting, tmp_path):
+    """Masks in old checkpoints, and numbers whose names resemble those of scales."""
+    base, adapter = shutil.copytree(fitting[0], tmp_path / "base"), fitting[1]
+    file = base / "model.safetensors"
+    further = {
+        "model.layers.0.attention.bias": np.ones((1, 1, 4, 4), np.uint8),
+        "model.layers.0.attention.mask": np.ones((1, 1, 4, 4), bool),
+        "model.layers.0.router.per_expert_scale": np.ones(4, np.float32),
+        "logit_scale": np.ones((), np.float32),
+    }
+    save_file(load_file(file) | further, file)
+    found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
+    for name, array in further.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def of_other_names(family: str, folder: Path, **options: Any) -> Path:
+    """A base whose embeddings or head aren't called `embed_tokens` and `lm_head`."""
+    torch.manual_seed(0)
+    inside = {"intermediate_size": 64} if family == "GPTNeoX" else {}
+    config = getattr(transformers, f"{family}Config")(**SMALL, **inside, **options)
+    return save(transformers.AutoModelForCausalLM.from_config(config).eval(), folder)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "target", "embeddings"),
+    [
+        ("Falcon", "query_key_value", "word_embeddings"),
+        ("Bloom", "query_key_value", "word_embeddings"),
+        ("GPTNeoX", "query_key_value", "embed_in"),
+    ],
+)
+def test_tied_embeddings_of_any_name_are_refused(family, target, embeddings, tmp_path):
+    """PEFT trains a copy of the embeddings, and leaves the head as it was."""
+    tied = {"tie_word_embeddings": True} if family == "GPTNeoX" else {}
+    base, adapter = of_other_names(family, tmp_path / "base", **tied), tmp_path / "adapter"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    make_adapter(load(base), adapter, target_modules=[target], modules_to_save=[embeddings])
+    with pytest.raises(ValueError, match=f"{embeddings}.*`tie_word_embeddings`"):
+        models.merge_adapter(adapter, tmp_path / "merged", base=base)
+    make_adapter(load(base), tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="lm_head.*`tie_word_embeddings`"):
+        models.merge_adapter(tmp_path / "head", tmp_path / "merged", base=base)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "whole"),
+    [
+        ("GPTNeoX", {}, ["embed_in", "lm_head"]),
+        ("Falcon", {"tie_word_embeddings": False}, ["word_embeddings", "lm_head"]),
+    ],
+)
+def test_new_tokens_of_embeddings_of_any_name_are_merged(family, options, whole, tmp_path):
+    base = of_other_names(family, tmp_path / "base", **options)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    larger = load(base)
+    larger.resize_token_embeddings(62)
+    settings = {"target_modules": ["query_key_value"], "modules_to_save": whole}
+    theirs = make_adapter(larger, tmp_path / "adapter", **settings)
+    if family == "GPTNeoX":  # before Transformers 5, the head's module had the name in the files
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        arrays = {n.replace("lm_head", "embed_out"): a for n, a in load_file(file).items()}
+        save_file(arrays, file)
+        about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        about["modules_to_save"] = ["embed_in", "embed_out"]
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
+    found = load(models.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=base))
+    assert found.config.vocab_size == 62
+    expected = theirs.merge_and_unload().state_dict()
+    for name, tensor in found.state_dict().items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("layers", [0, 1, [0]])
+def test_adapters_of_some_layers_are_merged_as_by_peft(layers, fitting, tmp_path):
+    base, adapter = fitting[0], tmp_path / "adapter"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    options = {"layers_to_transform": layers, "layers_pattern": "layers"}
+    theirs = make_adapter(load(base, dtype=torch.float32), adapter, **options)
+    expected = theirs.merge_and_unload().state_dict()
+    found = tensors_of(models.merge_adapter(adapter, tmp_path / "merged", base=base))
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name].half().numpy(), err_msg=name)
+    train_from(base, adapter)
+
+
+@pytest.mark.parametrize("way", ["merged", "trained"])
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: name.removesuffix(".weight"),
+    ],
+)
+def test_two_tensors_for_one_are_refused(renamed, way, fitting, tmp_path):
+    base, adapter = fitting
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        name = next(name for name in arrays if "q_proj.lora_A" in name)
+        return arrays | {renamed(name): 2 * arrays[name]}
+
+    other = spoiled(adapter, tmp_path / "adapter", {}, change)
+    with pytest.raises(ValueError, match=f"{other}.*q_proj.lora_A.*q_proj.lora_A"):
+        if way == "merged":
+            models.merge_adapter(other, tmp_path / "merged", base=base)
+        else:
+            train_from(base, other)
+
+
+def test_whole_matrices_alone_are_merged_only(fitting, tmp_path):
+    base, adapter = fitting
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: array for name, array in arrays.items() if "lora_" not in name}
+
+    other = spoiled(adapter, tmp_path / "adapter", {}, change)
+    with pytest.raises(ValueError, match=f"{other}.*`modules_to_save`.*merge_adapter"):
+        train_from(base, other)
+    models.merge_adapter(other, tmp_path / "merged", base=base)

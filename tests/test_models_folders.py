@@ -301,3 +301,23 @@ def test_a_full_disk_names_the_export(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == ["first"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_export_that_another_writer_finished_meanwhile(overwrite, tmp_path):
+    """Only a writer that was told to replaces it."""
+    folder = tmp_path / "mine"
+
+    def write() -> None:
+        with folders.atomic_folder(folder, overwrite=overwrite) as at:
+            (at / "own").write_text("late")
+            with folders.atomic_folder(folder) as other:
+                (other / "own").write_text("early")
+
+    if overwrite:
+        write()
+    else:
+        with pytest.raises(FileExistsError, match=str(folder)):
+            write()
+    assert (folder / "own").read_text() == ("late" if overwrite else "early")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -13,8 +13,9 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.chat_settings import ChatSettings
 from megatrain_jax._src.cli.errors import as_command_errors
 from megatrain_jax._src.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
-from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.adapter_layers import EMBEDDINGS, different_layers
 from megatrain_jax._src.common.hf_folder import (
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
     end_tokens_of,
     read_all_json,
@@ -162,6 +163,9 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
         raise ValueError(f"`base` is for adapters, but {folder} is a whole model")
     with_tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
     tokenizer = _loaded(transformers.AutoTokenizer, with_tokenizer)
+    if has_adapters and (own := regular_file(folder, CHAT_TEMPLATE)):
+        with naming(own):  # the one that the adapters were trained with
+            tokenizer.chat_template = own.read_text(encoding="utf-8")
     if settings.system is not None and tokenizer.chat_template is None:
         raise ValueError(
             f"`system` needs a chat template, but the tokenizer in {with_tokenizer} has none"
@@ -282,7 +286,8 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
             f"this base has no {', '.join(different[:3])}"
         )
     try:
-        embeddings = (shapes[name] for name in shapes if name.endswith(".embed_tokens.weight"))
+        whole = (name for name in shapes if EMBEDDINGS.search(name) and name.endswith(".weight"))
+        embeddings = (shapes[name] for name in whole if ".lora_" not in name)
         if (shape := next(embeddings, None)) is not None:
             model.resize_token_embeddings(shape[0], mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))

@@ -165,13 +165,11 @@ def _check_exports(settings: FinetuneSettings, config: models.DecoderConfig) -> 
 def _export(
     settings: FinetuneSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
 ) -> Path:
-    if name == "adapter":
-        with exported_tokenizer(settings) as source:
-            dtype = settings.export_dtype or "float32"
-            return models.save_lora(trainer, folder, dtype=dtype, source=source)
     # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None
+    dtype = settings.export_dtype
     with exported_tokenizer(settings) as source:
-        return models.save_pretrained(
-            trainer, folder, dtype=settings.export_dtype, chat_template=template, source=source
-        )
+        options: dict[str, Any] = {"chat_template": template, "source": source}
+        if name == "adapter":
+            return models.save_lora(trainer, folder, dtype=dtype or "float32", **options)
+        return models.save_pretrained(trainer, folder, dtype=dtype, **options)

@@ -15,6 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Modules with a row for each token, by the names that Transformers' architectures give them.
+EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|tok_embeddings)\b")
+HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output_layer)\b|^output\b")
+
 
 def different_layers(
     adapted: Iterable[str], modules: Iterable[str], settings: Mapping[str, Any]
@@ -43,7 +47,8 @@ def _kind(module: str) -> str:
 
 
 def _is_asked_for(module: str, settings: Mapping[str, Any]) -> bool:
-    if any(settings.get(name) for name in ("layers_to_transform", "exclude_modules")):
+    # Layer 0 may be an integer by itself.
+    if settings.get("layers_to_transform") not in (None, []) or settings.get("exclude_modules"):
         return False
     targets = settings.get("target_modules") or ()
     if isinstance(targets, str):

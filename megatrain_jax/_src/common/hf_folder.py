@@ -17,10 +17,11 @@ from megatrain_jax._src.common.outside import check_texts, parsed_json
 # Tokenizers with 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 # Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
 _COMPANIONS = (
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     GENERATION_CONFIG,
     "merges.txt",

@@ -13,6 +13,7 @@ import numpy as np
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import (
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
     companion_names,
     end_tokens_of,
@@ -34,7 +35,7 @@ from megatrain_jax._src.models.names import (
     others,
     parameter_tensors,
 )
-from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.quantised import check_decoded, open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, some
 from megatrain_jax._src.models.with_reference import policy_of
@@ -96,12 +97,7 @@ def save_pretrained(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
         raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
-    if not isinstance(chat_template, str | None):
-        raise TypeError(
-            checks.refused("chat_template", "a Jinja template, as a str", chat_template)
-        )
-    if chat_template is not None:
-        check_template("`chat_template`", chat_template)
+    check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
@@ -129,15 +125,32 @@ def save_pretrained(
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
     if source is None:
         learned = (*config.end_tokens, *learned)  # adapters may have brought some
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         write_tensors(at, tensors, max_shard_bytes)
         write_config(at, json.loads(config.original), dtype)
         copy_companions(at, copied)
         write_end_tokens(at, copied.get(GENERATION_CONFIG), config, learned)
-        if chat_template is not None:
-            # Transformers prefers this file to a template in tokenizer_config.json.
-            (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        write_chat_template(at, chat_template)
     return folder
+
+
+def check_chat_template(given: Any) -> None:
+    """Checks the argument `chat_template`.
+
+    Raises:
+        TypeError: If it is neither a text nor None.
+        ValueError: If it is no Jinja template.
+    """
+    if not isinstance(given, str | None):
+        raise TypeError(checks.refused("chat_template", "a Jinja template, as a str", given))
+    if given is not None:
+        check_template("`chat_template`", given)
+
+
+def write_chat_template(folder: Path, template: str | None) -> None:
+    """Writes a template, if there is one; it has precedence over one in tokenizer_config.json."""
+    if template is not None:
+        (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def decoder_of(trainer: Trainer | Decoder) -> Decoder:
@@ -221,6 +234,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     ]
     if unknown:
         raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
+    check_decoded(folder, kept, config.original)
     return [NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
 
 

@@ -114,11 +114,12 @@ def _checksum(path: Path) -> str | None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields a folder to write to; it gets its final name if the body succeeds, or is deleted.
 
     Args:
-        folder: The final folder, as returned by `new_folder`. An export there is replaced.
+        folder: The final folder, as returned by `new_folder`.
+        overwrite: Whether an export there is replaced.
 
     Raises:
         FileExistsError: If the final folder has been filled meanwhile.
@@ -130,8 +131,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             yield at
             known = {name: _checksum(at / name) for name in _names(at)}
             (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
-        if folder.is_dir() and any(folder.iterdir()):
-            _check_replaceable(folder)  # hours may have passed since the first check
+        # Hours may have passed since the first check.
+        if new_folder(folder, overwrite=overwrite).is_dir() and any(folder.iterdir()):
             sync_tree(at)
             _exchange(at, folder)
         else:

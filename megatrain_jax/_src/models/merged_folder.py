@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.adapter_layers import different_layers
+from megatrain_jax._src.common.adapter_layers import EMBEDDINGS, HEADS, different_layers
 from megatrain_jax._src.common.hf_folder import read_json, required_file
 from megatrain_jax._src.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.models.expert_tensors import split_experts, stack_experts
 from megatrain_jax._src.models.export import companions, copy_companions, write_config
 from megatrain_jax._src.models.families.registry import FAMILIES
@@ -31,7 +32,7 @@ from megatrain_jax._src.models.peft_reading import (
     read_settings,
     read_tensors,
 )
-from megatrain_jax._src.models.quantised import open_weights
+from megatrain_jax._src.models.quantised import check_decoded, check_quantisation, open_weights
 from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
 from megatrain_jax._src.models.tensors import (
     DTYPES,
@@ -43,7 +44,7 @@ from megatrain_jax._src.models.tensors import (
 )
 
 _ADAPTER_FILES = ("adapter_*", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_PER_TOKEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\b")
+_PER_TOKEN = re.compile(f"{EMBEDDINGS.pattern}|{HEADS.pattern}")
 _FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 
 
@@ -141,7 +142,13 @@ def merge_adapter(
     at_base = _open_base(source, settings, base)
     config = required_file(at_base, "config.json")
     values = read_json(config)
-    tensors = open_weights(at_base, config.read_text(encoding="utf-8"))
+    with naming(config):
+        for part in (values, values.get("text_config")):
+            if isinstance(part, Mapping):
+                check_quantisation(part)
+    text = config.read_text(encoding="utf-8")
+    tensors = open_weights(at_base, text)
+    check_decoded(at_base, tensors.values(), text)
     single, was_stacked = _split_like(factors, tensors, values)
     fault = f"the adapters in {source} don't fit the base {at_base}: "
     _check_tied(values, single, (*factors, *whole), fault)
@@ -167,7 +174,7 @@ def merge_adapter(
     # A tokenizer beside the adapters has the tokens and the template that they were trained with.
     copied = companions(at_base) | companions(source)
     most = Counter(code for name, code in codes.items() if code in DTYPES).most_common(1)[0][0]
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         write_tensors(at, named, max_shard_bytes)
         write_config(at, values, DTYPES[most].name)
         copy_companions(at, copied)
@@ -221,7 +228,7 @@ def _check_tied(
 ) -> None:
     """Refuses changes of one matrix that serves as embeddings and as head."""
     changed = [name for name in names if _PER_TOKEN.search(name)]
-    has_head = any(name.endswith("lm_head.weight") for name in tensors)
+    has_head = any(HEADS.search(name) and name.endswith(".weight") for name in tensors)
     if changed and (values.get("tie_word_embeddings") or not has_head):
         raise ValueError(
             f"{fault}{some(changed)} can't be merged, because the base has one matrix for its "

@@ -12,9 +12,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import GENERATION_CONFIG, existing_folder, own_file
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import (
+    check_chat_template,
     companions,
     copy_companions,
     decoder_of,
+    write_chat_template,
     write_end_tokens,
 )
 from megatrain_jax._src.models.folders import atomic_folder, new_folder
@@ -31,6 +33,7 @@ def save_lora(
     *,
     dtype: str = "float32",
     source: str | PathLike[str] | None = None,
+    chat_template: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
@@ -48,6 +51,9 @@ def save_lora(
         dtype: "float32", "float16" or "bfloat16".
         source: Folder of a tokenizer to copy beside the adapters, such as one with new tokens; None
             for none.
+        chat_template: A Jinja template to write beside the adapters, such as the `chat_template` of
+            the dataset that they were trained on, for `chat` and for merging; None for none, or
+            that of `source`.
         overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
 
     Returns:
@@ -56,13 +62,14 @@ def save_lora(
     Raises:
         TypeError: If an argument has a wrong type, or the trainer trains a different model.
         FileNotFoundError: If there is no folder `source`.
-        ValueError: If the decoder has no adapters, is part of a multimodal model, or the dtype is
-            unknown.
+        ValueError: If the decoder has no adapters, is part of a multimodal model, the dtype is
+            unknown, or `chat_template` is no Jinja template.
         FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
             this function or `save_pretrained` has not written.
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(checks.refused("dtype", f"one of {', '.join(_DTYPES)}", dtype))
+    check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
@@ -110,10 +117,11 @@ def save_lora(
     if settings_file is None and base is not None and Path(base).is_dir():
         settings_file = own_file(Path(base), GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
-    with atomic_folder(folder) as at:
+    with atomic_folder(folder, overwrite=overwrite) as at:
         save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
         (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         copy_companions(at, copied)
+        write_chat_template(at, chat_template)
         write_end_tokens(at, settings_file, model.config, (*model.config.end_tokens, *learned))
     return folder
 

@@ -136,6 +136,11 @@ def load_lora(pretrained: Pretrained, folder: str | PathLike[str], *, seed: int 
             "losses read its matrix as it is: `models.merge_adapter` makes them part of a "
             "checkpoint to go on from"
         )
+    if not chosen:
+        raise ValueError(
+            f"the adapters in {folder} have no LoRA matrices, only whole ones "
+            "(`modules_to_save`): `models.merge_adapter` makes them part of a checkpoint"
+        )
     whole = {name_of(p.path[:-1]) for p, arrays in found if "lora_A" not in arrays}
     adapted = lora(
         pretrained.model,
@@ -273,7 +278,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(
             f"there is no {WEIGHTS} in {folder}; PEFT writes it with `safe_serialization=True`"
         )
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in open_file(path).items()}
+    tensors = {}
+    known: dict[str, str] = {}
+    for name, tensor in open_file(path).items():
+        own = name.removeprefix(PREFIX)
+        first = known.setdefault(own.removesuffix(".weight"), name)
+        if first != name:
+            raise ValueError(f"{path} has two tensors for one: {some([first, name])}")
+        tensors[own] = tensor
     if not tensors:
         raise ValueError(f"{path} holds no tensors, so there are no adapters")
     if embeddings := [name for name in tensors if ".lora_embedding_" in name]:

@@ -20,7 +20,7 @@ weight exists beside its destination.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from megatrain_jax._src.models.quantised_tensors import (
     scaled,
     weight_of,
 )
-from megatrain_jax._src.models.tensors import ITEM_BYTES, Tensor, open_folder
+from megatrain_jax._src.models.tensors import ITEM_BYTES, Tensor, open_folder, some
 
 _SCALES = {
     "fp8": "_scale_inv",
@@ -49,6 +49,11 @@ _FP8_BLOCK = (128, 128)
 # Rows or columns of a block that is as large as any weight.
 _WHOLE = 2**31
 _OF_ACTIVATIONS = re.compile(r"(^|\.)(activation|input|output|[qkv])_(scale|zero_point)$")
+# What the known formats store beside a weight, or in its place.
+_BESIDE_WEIGHTS = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB)$|(\.weight|_proj)\.?_?"
+    r"(\w*scale\w*|\w*zero_point|packed|shape|g_idx|blocks|(nested_)?(absmax|quant_map)|quant_state.*)$"
+)
 _COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized")
 # The floats of 4 bits in the order of their codes, without signs.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -103,6 +108,35 @@ def open_weights(folder: Path, config: str | None) -> dict[str, Tensor]:
         if isinstance(about, Mapping) and (read := _READERS.get(_method_of(about))):
             return read(tensors, about, code)
     return tensors
+
+
+def check_decoded(folder: Path, tensors: Iterable[Tensor], config: str | None) -> None:
+    """Checks that nothing of a quantised checkpoint was left as it is in its files.
+
+    Args:
+        folder: The checkpoint's folder.
+        tensors: Tensors from `open_weights` that are going to be written.
+        config: See `open_weights`.
+
+    Raises:
+        ValueError: If there are codes of 8 bits, or scales.
+    """
+    left = [
+        tensor
+        for tensor in tensors
+        if tensor.dtype.startswith("F8_")
+        # Old checkpoints have masks of bytes, such as `attention.bias`.
+        or (tensor.dtype in ("I8", "U8") and not tensor.name.endswith("bias"))
+        or _BESIDE_WEIGHTS.search(tensor.name)
+    ]
+    if left:
+        missing = [name for tensor in left if (name := scales_of(tensor, config))]
+        lacks = f", because the checkpoint lacks {some(missing)}" if missing else ""
+        raise ValueError(
+            f"{folder} has quantised weights that can't be decoded: "
+            f"{some([f'{tensor.name} ({tensor.dtype})' for tensor in left])}{lacks}. Start from "
+            "the checkpoint in bfloat16 that was quantised"
+        )
 
 
 def scales_of(weight: Tensor, config: str | None) -> str | None:
