@@ -214,7 +214,7 @@ def test_bounds_of_several_devices(changes, bound):
 def test_a_process_s_host_has_its_devices_shares(compiled, together):
     """Two processes with two devices each, on a host or on two."""
     spec = spec_of(compiled[0])
-    spec = replace(spec, options=replace(spec.options, hardware=MACHINE))
+    spec = replace(spec, options=replace(spec.options, hardware=MACHINE), base_bytes=None)
     alone, shared = make_plan(spec), make_plan(spec, 2, together)
     assert (shared.num_devices, shared.devices_per_host) == (4, 2 * together)
     assert shared.host_bytes == alone.host_bytes == 4 * shared.host_share_bytes
