@@ -228,6 +228,18 @@ def test_files_about_a_dataset_are_no_rows(tmp_path: Path, name: str):
         ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
         ("data/train.jsonl.gz", "data/Validation.jsonl"),
         ("train/0000.jsonl", "dev/0000.jsonl"),
+        ("data/train_sft-00000-of-00001-ab12.jsonl", "data/test_sft-00000-of-00001-cd34.jsonl"),
+        ("train_prefs.jsonl", "test_prefs.jsonl"),
+        ("gsm_train.jsonl", "gsm_test.jsonl"),
+        ("alpaca-train.jsonl", "alpaca-eval.jsonl"),
+        ("train.jsonl", "eval_set.jsonl"),
+        ("my_train_data.jsonl", "my_val_data.jsonl"),
+        ("training_set.jsonl", "held_out.jsonl"),
+        ("train1.jsonl", "validation1.jsonl"),
+        ("train.en.jsonl", "test.en.jsonl"),
+        ("TRAINSET.jsonl", "testset.jsonl"),
+        ("qaTrain.jsonl", "qaDevSet.jsonl"),
+        ("my train/0.jsonl", "my holdout/0.jsonl"),
     ],
 )
 def test_data_for_evaluation_is_not_learned_by_naming_a_folder(tmp_path: Path, names: Any):
@@ -235,12 +247,23 @@ def test_data_for_evaluation_is_not_learned_by_naming_a_folder(tmp_path: Path, n
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         compressed(write(path.with_suffix(""), ROWS)) if path.suffix == ".gz" else write(path, ROWS)
-    with pytest.raises(ValueError, match=f"{tmp_path / 'd'}, of `source`, has the splits"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'd'}, of `source`, .*{names[1]}"):
         load(tmp_path / "d")
     assert load(str(tmp_path / "d/**/*.*")).num_documents == 2 * len(ROWS)
     assert load([tmp_path / "d" / name for name in names]).num_documents == 2 * len(ROWS)
     (tmp_path / "d" / names[1]).unlink()
     assert load(tmp_path / "d").num_documents == len(ROWS)
+
+
+def test_words_within_words_name_no_data_for_evaluation(tmp_path: Path):
+    names = ("train", "trainer", "contest", "testimony", "values", "devices", "medieval", "latest")
+    for name in names:
+        write(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
+    assert load(tmp_path).num_documents == len(names)
+    # There is nothing beside a file that is alone.
+    (tmp_path / "alone").mkdir()
+    write(tmp_path / "alone" / "train_and_test.jsonl", ROWS)
+    assert load(tmp_path / "alone").num_documents == len(ROWS)
 
 
 def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):

@@ -32,9 +32,15 @@ _METADATA = (
     "dataset-metadata.json",
     "croissant.json",
 )
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(-\w+)?$")
-_TRAIN = ("train", "training")
-_HELD_OUT = ("test", "testing", "validation", "valid", "val", "dev", "eval")
+# Words in the paths of files, with the separators that end words; digits are separators, too.
+_SPLIT_WORD = r"(?<![a-z])({})(s|sets?|data|splits?)?(?![a-z])"
+_TRAIN = re.compile(_SPLIT_WORD.format(r"(pre)?train(ing)?"))
+_HELD_OUT = re.compile(
+    _SPLIT_WORD.format(
+        r"test(ing)?|val(id|idate|idation)?|dev(el|elopment)?|eval(uate|uation)?"
+        r"|(held|hold)[\W_]?out"
+    )
+)
 
 
 class GivenRows(NamedTuple):
@@ -223,21 +229,22 @@ def _is_about_data(file: Path) -> bool:
         ) from error
 
 
-def _check_splits(folder: str, files: Iterable[Path]) -> None:
+def _check_splits(folder: str, files: Sequence[Path]) -> None:
     """Checks that a folder doesn't have data for training beside data for evaluation."""
     found: dict[str, str] = {}
     for file in files:
-        path = file.relative_to(folder)
-        # As in train-00000-of-00002.parquet, data/test.jsonl.gz or validation/0000.parquet.
-        stem = _SHARD.sub("", path.name.partition(".")[0])
-        for name in (*path.parts[:-1], stem):
-            if name.lower() in _TRAIN + _HELD_OUT:
-                found.setdefault(name.lower(), str(path))
-    if set(_TRAIN) & set(found) and set(_HELD_OUT) & set(found):
+        # As in train-00000-of-00002.parquet, data/gsm_test.jsonl.gz, myTrain1 or validation/0.csv.
+        path = str(file.relative_to(folder))
+        words = re.sub("(?<=[a-z])(?=[A-Z])", "_", path).lower()
+        for kind, pattern in (("training", _TRAIN), ("evaluation", _HELD_OUT)):
+            if pattern.search(words):
+                found.setdefault(kind, path)
+    if len(found) > 1 and len(files) > 1:
         raise ValueError(
-            f"the folder {folder}, of `source`, has the splits {', '.join(sorted(found))}, such as "
-            f"{', '.join(found[name] for name in sorted(found))}: name the folder or the files of "
-            "one, also by a pattern with *, or list all of them to read them all"
+            f"the folder {folder}, of `source`, has data for training beside data for evaluation, "
+            f"by their names, such as {found['training']} and {found['evaluation']}: name the "
+            "folder or the files of one, also by a pattern with *, or list all of them to read "
+            "them all"
         )
 
 
