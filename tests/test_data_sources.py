@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pyarrow
 import pyarrow.feather
@@ -282,6 +283,70 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
     assert_same_batches(load(parts), reference)
     twice = (path for path in (tmp_path / "d", tmp_path / "d" / "a.json"))
     assert_same_batches(load(twice), load([*ROWS, *ROWS[:8]]))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("kind", ["bz2", "gz", "xz", "zst"])
+def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(tmp_path: Path, kind: str):
+    path, plain = tmp_path / f"a.jsonl.{kind}", write(tmp_path / "a.jsonl", ROWS)
+    compress: Any = {
+        "bz2": bz2.compress,
+        "gz": gzip.compress,
+        "xz": lzma.compress,
+        "zst": lambda text: pyarrow.compress(text, "zstd", asbytes=True),
+    }[kind]
+    one, reference = compress(plain.read_bytes()), load([plain, plain])
+    whole = [one + one] + [one + bytes(8) + one, one + one + bytes(4)] * (kind == "xz")
+    for content in whole:
+        path.write_bytes(content)
+        assert_same_batches(load(path), reference)
+    flipped = bytes([one[0] ^ 0x20]) + one[1:]
+    for damaged in (one + flipped, one + b"garbage, garbage", one + one[: len(one) // 2]):
+        path.write_bytes(damaged)
+        for invalid in ("error", "drop"):
+            with pytest.raises(data.DataError, match=str(path)):
+                load(path, invalid=invalid)
+    if kind == "xz":
+        path.write_bytes(one + bytes(3))
+        with pytest.raises(data.DataError, match=str(path)):
+            load(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_whose_values_point_elsewhere_is_an_error(tmp_path: Path, kind: str):
+    texts = pyarrow.array([b"good", b"bad \xe9", b"fine"], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])
+    offsets = pyarrow.py_buffer(np.array([0, 1 << 30, 5, 9], np.int32))
+    astray = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"x" * 9))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], pyarrow.array([{"a": "b"}] * 3))
+    path = tmp_path / "a.arrow"
+
+    def read(**columns: pyarrow.Array) -> list[Any]:
+        made = pyarrow.table(columns)
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(path), "wb") as file, new(file, made.schema) as writer:
+            writer.write_table(made)
+        return [row for _, row in reading.rows(str(path), Report(), False)]
+
+    # A text that is not UTF-8 is the fault of its row alone.
+    assert [row["text"] for row in read(text=texts, more=lists)] == ["good", "fine"]
+    inner = pyarrow.StructArray.from_arrays([astray], ["content"])
+    nested = pyarrow.ListArray.from_arrays([0, 1, 2, 3], inner)
+    for columns in ({"text": astray}, {"text": texts, "messages": nested}):
+        with pytest.raises(data.DataError, match=f"{path} can't be read as Arrow"):
+            read(**columns)
+
+
+def test_a_page_of_parquet_with_another_checksum_is_an_error(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    made = pyarrow.table({"text": [f"answer {i}" for i in range(9)]})
+    plain: Any = {"compression": "NONE", "use_dictionary": False}
+    pyarrow.parquet.write_table(made, path, write_page_checksum=True, **plain)
+    path.write_bytes(path.read_bytes().replace(b"answer 5", b"answer 9"))
+    with pytest.raises(data.DataError, match=f"{path} can't be read as Parquet"):
+        list(reading.rows(str(path), Report(), False))
 
 
 # Columns

@@ -378,6 +378,8 @@ def test_answers_that_join_the_prompt_are_warned_of_or_refused(tmp_path: Path, k
         with pytest.warns(UserWarning, match="1 of 1 rows"):
             kept = read(rows, invalid="drop")
         assert sum(kept.summary.left_out.values()) == 2
+        # Rows that are left out have no answers.
+        assert kept.summary.num_blurred == (2 if kind == "preferences" else 1)
 
 
 def test_answers_after_the_prompts_last_word_are_learned_whole():
