@@ -267,6 +267,23 @@ def test_words_within_words_name_no_data_for_evaluation(tmp_path: Path):
     assert load(tmp_path / "alone").num_documents == len(ROWS)
 
 
+@pytest.mark.parametrize("name", ["config.json", "metadata.json", "tokenizer.json", "package.json"])
+def test_settings_beside_data_of_another_kind_are_named(tmp_path: Path, name: str):
+    path = tmp_path / "d" / "data"
+    path.mkdir(parents=True)
+    datasets.Dataset.from_list(ROWS).to_parquet(path / "0.parquet")
+    for content in ({}, {"license": "mit", "files": [1]}):
+        (tmp_path / "d" / name).write_text(json.dumps(content, indent=1))
+        for invalid in ("error", "drop"):
+            with pytest.raises(ValueError, match=f"{tmp_path / 'd' / name}, .*`source`"):
+                load(tmp_path / "d", invalid=invalid)
+    # Rows may be in files of several kinds.
+    for rows in (ROWS[0], ROWS):
+        (tmp_path / "d" / name).write_text(json.dumps(rows))
+        count = len(ROWS) if rows is ROWS else 1
+        assert load(tmp_path / "d").num_documents == len(ROWS) + count
+
+
 def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
     (tmp_path / "d" / "inner").mkdir(parents=True)
     (tmp_path / "d" / ".hidden").mkdir()

@@ -32,6 +32,8 @@ _METADATA = (
     "dataset-metadata.json",
     "croissant.json",
 )
+# Tokenizers with 250,000 tokens have files of about 30 MB.
+_MOST_OF_SETTINGS = 2**26
 # Words in the paths of files, with the separators that end words; digits are separators, too.
 _SPLIT_WORD = r"(?<![a-z])({})(s|sets?|data|splits?)?(?![a-z])"
 _TRAIN = re.compile(_SPLIT_WORD.format(r"(pre)?train(ing)?"))
@@ -90,7 +92,8 @@ def resolve(source: Source, texts: bool, columns: Any = None) -> Parts:
     Raises:
         TypeError: If it is none of these.
         ValueError: If it is empty, a file is not regular or of an unknown kind, a folder has data
-            for training and for evaluation, or a name in `columns` is unknown.
+            for training and for evaluation or an object that is no row, or a name in `columns` is
+            unknown.
         FileNotFoundError: If a file does not exist, a pattern has no match, or a dataset can't be
             downloaded.
     """
@@ -191,6 +194,7 @@ def _files(given: Any, texts: bool) -> list[str]:
             known = ", ".join(KINDS + TEXT_KINDS * texts)
             raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
         _check_splits(path, files)
+        _check_objects(path, files)
         return sorted(map(str, files))
     # A file with brackets in its name is a file, not a pattern.
     if not os.path.exists(path) and glob.has_magic(path):
@@ -227,6 +231,26 @@ def _is_about_data(file: Path) -> bool:
         raise DataError(
             f"{state}, which lists the files of a dataset, is damaged: {why}"
         ) from error
+
+
+def _check_objects(folder: str, files: Sequence[Path]) -> None:
+    """Checks that beside data of other kinds there are no settings, such as config.json."""
+    singles = [file for file in files if file.suffix.lower() == ".json"]
+    if len(singles) == len(files):
+        return
+    for file in singles:
+        if file.stat().st_size > _MOST_OF_SETTINGS:
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):  # such as JSON Lines; readers name what is wrong
+            continue
+        if isinstance(content, dict) and not set(content) & set(FIELDS):
+            raise ValueError(
+                f"{file}, in the folder {folder} of `source`, is one object that is no row, beside "
+                "data of other kinds: move it elsewhere, or name the files of data, such as by a "
+                "pattern with *"
+            )
 
 
 def _check_splits(folder: str, files: Sequence[Path]) -> None:
