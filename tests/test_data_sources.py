@@ -335,7 +335,7 @@ def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(tmp_path
 def test_arrow_whose_values_point_elsewhere_is_an_error(tmp_path: Path, kind: str):
     texts = pyarrow.array([b"good", b"bad \xe9", b"fine"], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])
-    offsets = pyarrow.py_buffer(np.array([0, 1 << 30, 5, 9], np.int32))
+    offsets = pyarrow.py_buffer(np.array([0, 20, 5, 9], np.int32))
     astray = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"x" * 9))
     lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], pyarrow.array([{"a": "b"}] * 3))
     path = tmp_path / "a.arrow"
