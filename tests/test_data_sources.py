@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pyarrow
 import pyarrow.feather
@@ -228,6 +229,18 @@ def test_files_about_a_dataset_are_no_rows(tmp_path: Path, name: str):
         ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"),
         ("data/train.jsonl.gz", "data/Validation.jsonl"),
         ("train/0000.jsonl", "dev/0000.jsonl"),
+        ("data/train_sft-00000-of-00001-ab12.jsonl", "data/test_sft-00000-of-00001-cd34.jsonl"),
+        ("train_prefs.jsonl", "test_prefs.jsonl"),
+        ("gsm_train.jsonl", "gsm_test.jsonl"),
+        ("alpaca-train.jsonl", "alpaca-eval.jsonl"),
+        ("train.jsonl", "eval_set.jsonl"),
+        ("my_train_data.jsonl", "my_val_data.jsonl"),
+        ("training_set.jsonl", "held_out.jsonl"),
+        ("train1.jsonl", "validation1.jsonl"),
+        ("train.en.jsonl", "test.en.jsonl"),
+        ("TRAINSET.jsonl", "testset.jsonl"),
+        ("qaTrain.jsonl", "qaDevSet.jsonl"),
+        ("my train/0.jsonl", "my holdout/0.jsonl"),
     ],
 )
 def test_data_for_evaluation_is_not_learned_by_naming_a_folder(tmp_path: Path, names: Any):
@@ -235,12 +248,40 @@ def test_data_for_evaluation_is_not_learned_by_naming_a_folder(tmp_path: Path, n
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         compressed(write(path.with_suffix(""), ROWS)) if path.suffix == ".gz" else write(path, ROWS)
-    with pytest.raises(ValueError, match=f"{tmp_path / 'd'}, of `source`, has the splits"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'd'}, of `source`, .*{names[1]}"):
         load(tmp_path / "d")
     assert load(str(tmp_path / "d/**/*.*")).num_documents == 2 * len(ROWS)
     assert load([tmp_path / "d" / name for name in names]).num_documents == 2 * len(ROWS)
     (tmp_path / "d" / names[1]).unlink()
     assert load(tmp_path / "d").num_documents == len(ROWS)
+
+
+def test_words_within_words_name_no_data_for_evaluation(tmp_path: Path):
+    names = ("train", "trainer", "contest", "testimony", "values", "devices", "medieval", "latest")
+    for name in names:
+        write(tmp_path / f"{name}-00000-of-00001.jsonl", ROWS[:1])
+    assert load(tmp_path).num_documents == len(names)
+    # There is nothing beside a file that is alone.
+    (tmp_path / "alone").mkdir()
+    write(tmp_path / "alone" / "train_and_test.jsonl", ROWS)
+    assert load(tmp_path / "alone").num_documents == len(ROWS)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metadata.json", "tokenizer.json", "package.json"])
+def test_settings_beside_data_of_another_kind_are_named(tmp_path: Path, name: str):
+    path = tmp_path / "d" / "data"
+    path.mkdir(parents=True)
+    datasets.Dataset.from_list(ROWS).to_parquet(path / "0.parquet")
+    for content in ({}, {"license": "mit", "files": [1]}):
+        (tmp_path / "d" / name).write_text(json.dumps(content, indent=1))
+        for invalid in ("error", "drop"):
+            with pytest.raises(ValueError, match=f"{tmp_path / 'd' / name}, .*`source`"):
+                load(tmp_path / "d", invalid=invalid)
+    # Rows may be in files of several kinds.
+    for rows in (ROWS[0], ROWS):
+        (tmp_path / "d" / name).write_text(json.dumps(rows))
+        count = len(ROWS) if rows is ROWS else 1
+        assert load(tmp_path / "d").num_documents == len(ROWS) + count
 
 
 def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
@@ -259,6 +300,70 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
     assert_same_batches(load(parts), reference)
     twice = (path for path in (tmp_path / "d", tmp_path / "d" / "a.json"))
     assert_same_batches(load(twice), load([*ROWS, *ROWS[:8]]))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("kind", ["bz2", "gz", "xz", "zst"])
+def test_damage_after_the_first_stream_of_a_compressed_file_is_an_error(tmp_path: Path, kind: str):
+    path, plain = tmp_path / f"a.jsonl.{kind}", write(tmp_path / "a.jsonl", ROWS)
+    compress: Any = {
+        "bz2": bz2.compress,
+        "gz": gzip.compress,
+        "xz": lzma.compress,
+        "zst": lambda text: pyarrow.compress(text, "zstd", asbytes=True),
+    }[kind]
+    one, reference = compress(plain.read_bytes()), load([plain, plain])
+    whole = [one + one] + [one + bytes(8) + one, one + one + bytes(4)] * (kind == "xz")
+    for content in whole:
+        path.write_bytes(content)
+        assert_same_batches(load(path), reference)
+    flipped = bytes([one[0] ^ 0x20]) + one[1:]
+    for damaged in (one + flipped, one + b"garbage, garbage", one + one[: len(one) // 2]):
+        path.write_bytes(damaged)
+        for invalid in ("error", "drop"):
+            with pytest.raises(data.DataError, match=str(path)):
+                load(path, invalid=invalid)
+    if kind == "xz":
+        path.write_bytes(one + bytes(3))
+        with pytest.raises(data.DataError, match=str(path)):
+            load(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_whose_values_point_elsewhere_is_an_error(tmp_path: Path, kind: str):
+    texts = pyarrow.array([b"good", b"bad \xe9", b"fine"], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])
+    offsets = pyarrow.py_buffer(np.array([0, 20, 5, 9], np.int32))
+    astray = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"x" * 9))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], pyarrow.array([{"a": "b"}] * 3))
+    path = tmp_path / "a.arrow"
+
+    def read(**columns: pyarrow.Array) -> list[Any]:
+        made = pyarrow.table(columns)
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(path), "wb") as file, new(file, made.schema) as writer:
+            writer.write_table(made)
+        return [row for _, row in reading.rows(str(path), Report(), False)]
+
+    # A text that is not UTF-8 is the fault of its row alone.
+    assert [row["text"] for row in read(text=texts, more=lists)] == ["good", "fine"]
+    inner = pyarrow.StructArray.from_arrays([astray], ["content"])
+    nested = pyarrow.ListArray.from_arrays([0, 1, 2, 3], inner)
+    for columns in ({"text": astray}, {"text": texts, "messages": nested}):
+        with pytest.raises(data.DataError, match=f"{path} can't be read as Arrow"):
+            read(**columns)
+
+
+def test_a_page_of_parquet_with_another_checksum_is_an_error(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    made = pyarrow.table({"text": [f"answer {i}" for i in range(9)]})
+    plain: Any = {"compression": "NONE", "use_dictionary": False}
+    pyarrow.parquet.write_table(made, path, write_page_checksum=True, **plain)
+    path.write_bytes(path.read_bytes().replace(b"answer 5", b"answer 9"))
+    with pytest.raises(data.DataError, match=f"{path} can't be read as Parquet"):
+        list(reading.rows(str(path), Report(), False))
 
 
 # Columns

@@ -239,6 +239,55 @@ def test_a_turn_with_a_weight_of_zero_is_not_learned(tmp_path: Path):
         assert learned_text(line) == f"{messages[3]['content']}<|im_end|>"
 
 
+@pytest.mark.parametrize("mark", ["end", "question", "both", "call"])
+def test_marks_around_other_text_than_the_answer_are_refused(tmp_path: Path, mark: str):
+    inside, outside = "{% generation %}", "{% endgeneration %}"
+    said = "{{ m.content }}"
+    whole = inside + said + "<|im_end|>" + outside
+    template = {
+        "end": chats.CHATML_MARKED.replace(inside + said, said + inside),
+        "question": chats.CHATML_MARKED.replace("== 'assistant'", "== 'user'"),
+        "both": chats.CHATML_MARKED.replace(
+            "{% else %}" + said + "<|im_end|>", "{% else %}" + whole
+        ),
+        "call": chats.CHATML_MARKED + "{% if tools %}{% endif %}",
+    }[mark]
+    (messages,) = conversations(1, turns=2, system=False)
+    row: dict[str, Any] = openai(messages)
+    if mark == "call":
+        call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+        row["messages"] = [messages[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(data.DataError, match="line 1: .* message 2"):
+        single(tmp_path, row, template)
+
+
+def test_an_answer_may_have_several_marks(tmp_path: Path):
+    """Such as one around the end of the text, and one of its thoughts, which are left out later."""
+    end = (
+        "{% if loop.last %}{% generation %}<|endoftext|>{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    template = chats.CHATML_MARKED.replace("{% endfor %}", end)
+    said = [" while then", "sat on", "<think>so</think>rain"]
+    for weights in ((1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        messages = [
+            message
+            for text, weight in zip(said, weights, strict=True)
+            for message in (
+                {"role": "user", "content": "the"},
+                {"role": "assistant", "content": text, "weight": weight},
+            )
+        ]
+        line = single(tmp_path, openai(messages), template)
+        learned = [
+            f"{text}<|im_end|>" for text, weight in zip(said, weights, strict=True) if weight
+        ]
+        assert learned_text(line) == "".join(learned) + "<|endoftext|>" * weights[2]
+    template = template.replace("{{ m.content }}<|im", "{{ m.content.split('>')[-1] }}<|im", 1)
+    thinking = [messages[0], {"role": "assistant", "content": said[2]}]
+    line = single(tmp_path, openai(thinking), template)
+    assert learned_text(line) == "rain<|im_end|><|endoftext|>"
+
+
 def test_tools_are_called_and_answer(tmp_path: Path):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + chats.CHATML.replace(
         "{{ m.content }}",
@@ -378,6 +427,8 @@ def test_answers_that_join_the_prompt_are_warned_of_or_refused(tmp_path: Path, k
         with pytest.warns(UserWarning, match="1 of 1 rows"):
             kept = read(rows, invalid="drop")
         assert sum(kept.summary.left_out.values()) == 2
+        # Rows that are left out have no answers.
+        assert kept.summary.num_blurred == (2 if kind == "preferences" else 1)
 
 
 def test_answers_after_the_prompts_last_word_are_learned_whole():

@@ -29,7 +29,7 @@ PROMPTS = {
     "cohere": "",
     "deepseekv3": "<｜Assistant｜>",
 }
-_SPECIAL = re.compile(r"<\|[^|<>\s']*\|>|<｜[^｜]*｜>|\[gMASK\]|<sop>")
+_SPECIAL = re.compile(r"<\|[^|<>\s']*\|>|<｜[^｜]*｜>|\[gMASK\]|<sop>|<\|turn>|<turn\|>")
 CALL = {"type": "function", "id": "a1", "function": {"name": "f", "arguments": {"x": "1"}}}
 TOOL = {
     "type": "function",
@@ -123,3 +123,32 @@ def test_a_models_own_template_learns_what_trls_training_template_marks(name):
         if name == "glm4moe":  # the mark of the next turn is in the text, too
             size = int((batch["segments"] > 0).sum())
             assert batch["tokens"][0, :size].tolist() == theirs["input_ids"], kind
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_5", "diffusion_gemma"])
+def test_turns_of_no_weight_are_left_out_of_trls_marks(name):
+    own = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    training = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
+    learned = []
+    for unlearned in (1, 3):
+        messages = [dict(message) for message in CONVERSATIONS["two turns"]]
+        messages[unlearned]["weight"] = 0
+        for template in (own, training):
+            made = tokenizer_of(template)
+            (batch,) = data.chat(
+                [{"messages": messages}], made, length=2048, batch_size=1, progress=False
+            )
+            text = str(made.decode(batch["labels"][batch["mask"]].tolist()))
+            learned.append(text.replace("\n", ""))
+    assert "sat on" not in learned[1] and "rain fell" not in learned[3]
+    assert learned[0::2] == learned[1::2]
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "lfm2"])
+def test_trls_marks_of_text_without_the_answer_are_refused(name):
+    training = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
+    row: dict[str, Any] = {"messages": CONVERSATIONS["one turn"]}
+    if name == "lfm2":
+        row = {"messages": CONVERSATIONS["result"], "tools": [TOOL]}
+    with pytest.raises(data.DataError, match="row 1: .* message 2"):
+        data.chat([row], tokenizer_of(training), length=2048, batch_size=1, progress=False)

@@ -152,6 +152,32 @@ def test_damaged_data_is_made_anew(name, chats, tmp_path):
         assert not made.summary.is_reused and both(made) == wanted and read().summary.is_reused
 
 
+@pytest.mark.parametrize("name", ["corpus.json", "tokens.npy"])
+def test_what_is_no_regular_file_is_not_opened(name, chats, tmp_path):
+    def read() -> data.Dataset:
+        return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)
+
+    wanted = both(read())
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    os.link(folder / name, tmp_path / "pipe")
+    opened: list[int] = []
+
+    def write() -> None:
+        with (tmp_path / "pipe").open("wb"):  # waits for one that reads
+            opened.append(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(write)
+        with pytest.warns(UserWarning, match="is damaged and is made anew"):
+            made = read()
+        before = len(opened)
+        reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.close(reader)
+    assert before == 0 and both(made) == wanted
+
+
 def test_whatever_has_the_name_of_a_folder_is_replaced(chats, tmp_path):
     def read() -> data.Dataset:
         return data.chat(chats, tokenizer(), cache=tmp_path / "cache", **OPTIONS)

@@ -68,6 +68,37 @@ def restored_row(
         return to_fault(error)
 
 
+def check_batch(batch: pyarrow.RecordBatch) -> None:
+    """Checks a batch whose buffers come from a file as they are; invalid UTF-8 is left to rows.
+
+    Raises:
+        pyarrow.ArrowInvalid: If values point outside of the buffers: reading them would end the
+            process.
+    """
+    try:
+        batch.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        whole = batch.to_struct_array()
+        whole.view(_without_text(whole.type)).validate(full=True)
+
+
+def _without_text(kind: Any) -> Any:
+    """A type in Arrow with bytes in place of texts."""
+    if pyarrow.types.is_string(kind):
+        return pyarrow.binary()
+    if pyarrow.types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_without_text(field.type)) for field in kind])
+    for is_kind, make in (
+        (pyarrow.types.is_list, pyarrow.list_),
+        (pyarrow.types.is_large_list, pyarrow.large_list),
+    ):
+        if is_kind(kind):
+            return make(kind.value_field.with_type(_without_text(kind.value_type)))
+    return kind
+
+
 def batch_rows(batch: pyarrow.RecordBatch) -> Iterator[Any]:
     """Yields the rows of a batch, restored, and faults in place of those that can't be read."""
     kind = pyarrow.struct(batch.schema)

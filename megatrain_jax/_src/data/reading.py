@@ -4,14 +4,13 @@ JSON Lines are read line by line, a JSON array value by value, CSV row by row, P
 a time, and so is Arrow. All but Parquet and Arrow may be compressed.
 """
 
-import bz2
 import csv
 import gzip
 import io
 import json
 import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -19,7 +18,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from megatrain_jax._src.data.columnar import batch_rows
+from megatrain_jax._src.data.columnar import batch_rows, check_batch
 from megatrain_jax._src.data.json_values import (
     NO_JSON,
     Scanner,
@@ -134,8 +133,59 @@ def _bytes(path: str) -> BinaryIO:
     return open(path, "rb") if opener is None else opener(path)
 
 
-def _zstandard(path: str) -> BinaryIO:
-    return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))  # type: ignore[arg-type]
+def _by_arrow(compression: str) -> Callable[[str], BinaryIO]:
+    def open_stream(path: str) -> BinaryIO:
+        return io.BufferedReader(pyarrow.input_stream(path, compression=compression))  # type: ignore[arg-type]
+
+    return open_stream
+
+
+class _Xz(io.RawIOBase):
+    """The bytes of a file of one or more streams of xz.
+
+    `lzma.open` takes damage at the start of a later stream for the end of the file.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self._parts, self._rest = self._decompressed(path), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            part = next(self._parts, None)
+            if part is None:
+                return 0
+            self._rest = memoryview(part)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+    def close(self) -> None:
+        self._parts.close()
+        super().close()
+
+    def _decompressed(self, path: str) -> Generator[bytes]:
+        with open(path, "rb") as file:
+            given = file.read(_CHUNK)
+            while given:
+                stream = lzma.LZMADecompressor()
+                while not stream.eof:
+                    if stream.needs_input and not given and not (given := file.read(_CHUNK)):
+                        raise EOFError("the file ends within a stream")
+                    yield stream.decompress(given, _CHUNK)
+                    given = b""
+                given = stream.unused_data or file.read(_CHUNK)
+                # Zeros may follow a stream, in groups of four.
+                padding = 0
+                while given and not (rest := given.lstrip(b"\0")):
+                    padding, given = padding + len(given), file.read(_CHUNK)
+                if given:
+                    padding, given = padding + len(given) - len(rest), rest
+                if padding % 4:
+                    raise lzma.LZMAError(f"{padding} bytes of zeros after a stream")
 
 
 def _characters(path: str) -> TextIO:
@@ -264,7 +314,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
             for row in batch_rows(batch):
@@ -296,6 +346,7 @@ def _arrow(path: str) -> Iterator[tuple[RowOrigin, Any]]:
             batches = pyarrow.ipc.open_stream(mapped)
         number = 0
         for batch in batches:
+            check_batch(batch)
             size = _limited(batch.nbytes // max(1, batch.num_rows))
             for at in range(0, batch.num_rows, size):
                 for row in batch_rows(batch.slice(at, size)):
@@ -364,9 +415,9 @@ _FORMS = {
 _COLUMNAR = (".parquet", ".arrow", ".feather")
 _COMPRESSIONS: dict[str, Callable[[str], Any]] = {
     ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstandard,
+    ".bz2": _by_arrow("bz2"),
+    ".xz": lambda path: io.BufferedReader(_Xz(path)),
+    ".zst": _by_arrow("zstd"),
 }
 # Suffixes of files with rows, and of files with one text.
 KINDS = tuple(_READERS)

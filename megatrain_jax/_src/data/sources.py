@@ -32,9 +32,17 @@ _METADATA = (
     "dataset-metadata.json",
     "croissant.json",
 )
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(-\w+)?$")
-_TRAIN = ("train", "training")
-_HELD_OUT = ("test", "testing", "validation", "valid", "val", "dev", "eval")
+# Tokenizers with 250,000 tokens have files of about 30 MB.
+_MOST_OF_SETTINGS = 2**26
+# Words in the paths of files, with the separators that end words; digits are separators, too.
+_SPLIT_WORD = r"(?<![a-z])({})(s|sets?|data|splits?)?(?![a-z])"
+_TRAIN = re.compile(_SPLIT_WORD.format(r"(pre)?train(ing)?"))
+_HELD_OUT = re.compile(
+    _SPLIT_WORD.format(
+        r"test(ing)?|val(id|idate|idation)?|dev(el|elopment)?|eval(uate|uation)?"
+        r"|(held|hold)[\W_]?out"
+    )
+)
 
 
 class GivenRows(NamedTuple):
@@ -84,7 +92,8 @@ def resolve(source: Source, texts: bool, columns: Any = None) -> Parts:
     Raises:
         TypeError: If it is none of these.
         ValueError: If it is empty, a file is not regular or of an unknown kind, a folder has data
-            for training and for evaluation, or a name in `columns` is unknown.
+            for training and for evaluation or an object that is no row, or a name in `columns` is
+            unknown.
         FileNotFoundError: If a file does not exist, a pattern has no match, or a dataset can't be
             downloaded.
     """
@@ -185,6 +194,7 @@ def _files(given: Any, texts: bool) -> list[str]:
             known = ", ".join(KINDS + TEXT_KINDS * texts)
             raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
         _check_splits(path, files)
+        _check_objects(path, files)
         return sorted(map(str, files))
     # A file with brackets in its name is a file, not a pattern.
     if not os.path.exists(path) and glob.has_magic(path):
@@ -223,21 +233,42 @@ def _is_about_data(file: Path) -> bool:
         ) from error
 
 
-def _check_splits(folder: str, files: Iterable[Path]) -> None:
+def _check_objects(folder: str, files: Sequence[Path]) -> None:
+    """Checks that beside data of other kinds there are no settings, such as config.json."""
+    singles = [file for file in files if file.suffix.lower() == ".json"]
+    if len(singles) == len(files):
+        return
+    for file in singles:
+        if file.stat().st_size > _MOST_OF_SETTINGS:
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):  # such as JSON Lines; readers name what is wrong
+            continue
+        if isinstance(content, dict) and not set(content) & set(FIELDS):
+            raise ValueError(
+                f"{file}, in the folder {folder} of `source`, is one object that is no row, beside "
+                "data of other kinds: move it elsewhere, or name the files of data, such as by a "
+                "pattern with *"
+            )
+
+
+def _check_splits(folder: str, files: Sequence[Path]) -> None:
     """Checks that a folder doesn't have data for training beside data for evaluation."""
     found: dict[str, str] = {}
     for file in files:
-        path = file.relative_to(folder)
-        # As in train-00000-of-00002.parquet, data/test.jsonl.gz or validation/0000.parquet.
-        stem = _SHARD.sub("", path.name.partition(".")[0])
-        for name in (*path.parts[:-1], stem):
-            if name.lower() in _TRAIN + _HELD_OUT:
-                found.setdefault(name.lower(), str(path))
-    if set(_TRAIN) & set(found) and set(_HELD_OUT) & set(found):
+        # As in train-00000-of-00002.parquet, data/gsm_test.jsonl.gz, myTrain1 or validation/0.csv.
+        path = str(file.relative_to(folder))
+        words = re.sub("(?<=[a-z])(?=[A-Z])", "_", path).lower()
+        for kind, pattern in (("training", _TRAIN), ("evaluation", _HELD_OUT)):
+            if pattern.search(words):
+                found.setdefault(kind, path)
+    if len(found) > 1 and len(files) > 1:
         raise ValueError(
-            f"the folder {folder}, of `source`, has the splits {', '.join(sorted(found))}, such as "
-            f"{', '.join(found[name] for name in sorted(found))}: name the folder or the files of "
-            "one, also by a pattern with *, or list all of them to read them all"
+            f"the folder {folder}, of `source`, has data for training beside data for evaluation, "
+            f"by their names, such as {found['training']} and {found['evaluation']}: name the "
+            "folder or the files of one, also by a pattern with *, or list all of them to read "
+            "them all"
         )
 
 

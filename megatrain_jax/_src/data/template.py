@@ -123,19 +123,45 @@ class Template:
         turns = [index for index, message in enumerate(messages) if _answers(message)]
         if not spans:
             raise self._unclear("it marks nothing as the assistant's", text)
+        parts = [[span] for span in spans]
         if len(spans) != len(turns):
-            # Only turns that are not learned must be matched to marks.
-            if not all(learned[index] for index in turns):
+            parts = self._by_turns(conversation, text, turns, spans)
+        kept: list[tuple[int, int]] = []
+        stops: list[bool] = []
+        for index, some in zip(turns, parts, strict=True):
+            if not learned[index] or not some:
+                continue
+            said = "".join(text[start:end] for start, end in some)
+            if not _says(said, messages[index]):
                 raise self._unclear(
-                    f"it has {len(spans)} marked parts for {len(turns)} turns, of which some "
-                    "are not learned (`weight` 0 or `train` false)",
+                    f"message {index + 1}: the marked part should have the answer, but is "
+                    f"{said[:60]!r}",
                     text,
                 )
-            last = _answers(messages[-1])
-            return Rendered(text, spans, [False] * (len(spans) - 1) + [last])
-        kept = [pair for pair in zip(spans, turns, strict=True) if learned[pair[1]]]
-        stops = [_stops(messages, index) for _, index in kept]
-        return Rendered(text, [span for span, _ in kept], stops)
+            kept += some
+            stops += [False] * (len(some) - 1) + [_stops(messages, index)]
+        return Rendered(text, kept, stops)
+
+    def _by_turns(
+        self,
+        conversation: Conversation,
+        text: str,
+        turns: list[int],
+        spans: list[tuple[int, int]],
+    ) -> list[list[tuple[int, int]]]:
+        """The marked parts of each turn, by their places in the text."""
+        messages, tools, end = conversation.messages, conversation.tools, 0
+        parts: list[list[tuple[int, int]]] = []
+        for index in turns:
+            start = self._end(messages, tools, index - 1, text, end) if index else 0
+            before, end = end, self._end(messages, tools, index, text, start)
+            for place, _ in spans:
+                if before <= place < start:
+                    raise self._unclear(
+                        f"it marks {text[place:][:60]!r}, before message {index + 1}", text
+                    )
+            parts.append([span for span in spans if start <= span[0] < end])
+        return parts
 
     def _by_prefixes(self, conversation: Conversation) -> Rendered:
         messages, learned, tools = conversation[:3]
@@ -147,7 +173,7 @@ class Template:
                 continue
             start = self._start(messages, tools, index, text)
             end = self._end(messages, tools, index, text, start)
-            if not self._says(text[start:end], message):
+            if not _says(text[start:end], message) or self._has_header(text[start:end], message):
                 raise self._unclear(
                     f"message {index + 1}: the text after the prompt should be the answer, but is "
                     f"{text[start:end][:60]!r}",
@@ -278,20 +304,23 @@ class Template:
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
-    def _says(self, part: str, message: Message) -> bool:
-        visible = _visible(message)
-        calls = [call["function"].get("name", "") for call in message.get("tool_calls") or ()]
-        if visible not in part or not all(name in part for name in calls):
+    def _has_header(self, part: str, message: Message) -> bool:
+        """Whether a part begins with a header that the model need not learn."""
+        if self._has_prompt or message.get("tool_calls"):
             return False
-        # Without a generation prompt there may be a header, which the model need not learn.
-        header = "" if self._has_prompt or calls else part.partition(visible)[0]
-        return not header.strip()
+        return bool(part.partition(_visible(message))[0].strip())
 
     def _unclear(self, why: str, text: str) -> AssistantTextNotFound:
         return AssistantTextNotFound(
             f"{self.name} doesn't mark the assistant's words",
             f"{why}. The conversation is {text[:200]!r}{'...' if len(text) > 200 else ''}",
         )
+
+
+def _says(part: str, message: Message) -> bool:
+    """Whether a part of the text has the words of a message, and the tools that it calls."""
+    calls = [call["function"].get("name", "") for call in message.get("tool_calls") or ()]
+    return _visible(message) in part and all(name in part for name in calls)
 
 
 def _visible(message: Message) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import check_regular
 from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.data.corpus import Corpus
@@ -168,6 +169,7 @@ class TokenCache:
         return made
 
     def _read(self) -> Cached:
+        check_regular(self.path / _ABOUT)
         written = json.loads((self.path / _ABOUT).read_text(encoding="utf-8"))
         about = written["content"]
         if written["checksum"] != _hash(about):
@@ -273,6 +275,7 @@ def _write_header(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> No
 
 def _checksum(path: Path) -> str:
     """A checksum of a file's bytes, read a part at a time."""
+    check_regular(path)
     found = xxhash.xxh3_128()
     with path.open("rb") as stream:
         while part := stream.read(_CHUNK):

@@ -107,13 +107,16 @@ def add_conversations(
             except Exception as error:
                 report.leave_out(document.origin, to_fault(error), errors)
                 continue
-            for number, ((_, encoding), (mask, _)) in enumerate(zip(mine, learned, strict=True), 1):
+            for number, ((_, encoding), (mask, *_)) in enumerate(
+                zip(mine, learned, strict=True), 1
+            ):
                 ids = np.array(encoding.ids, np.int32)
                 builder.extend(ids, mask & ~np.isin(ids, list(unlearned)) if unlearned else mask)
                 if number < len(mine):
                     builder.end_part()
             is_kept = builder.end(document.origin, document.values, document.images)
-            report.num_joined += is_kept and any(joined for _, joined in learned)
+            report.num_blurred += is_kept and sum(blurred for _, blurred, _ in learned)
+            report.num_joined += is_kept and any(joined for *_, joined in learned)
 
 
 def _render(
@@ -168,11 +171,12 @@ def _learned(
     train_on: TrainOn,
     template: Template,
     report: Report,
-) -> tuple[Bool[np.ndarray, " n"], bool]:
+) -> tuple[Bool[np.ndarray, " n"], int, bool]:
     """Finds the assistant's tokens: the tokens within its turns, and the ones that end them.
 
     Returns:
-        A mask of the tokens that are learned, and whether a turn's first token is not among them
+        A mask of the tokens that are learned, the number of turns whose first or last token also
+        contains text outside of them, and whether a turn's first token is not among them
         because it also contains characters of the prompt: a model that answers the prompt never
         generates it.
 
@@ -185,7 +189,7 @@ def _learned(
     ids = np.array(encoding.ids, np.int32)
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     learned = np.full(len(ids), train_on == "all", np.bool_)
-    any_joined, has_words = False, not rendered.spans
+    num_blurred, any_joined, has_words = 0, False, not rendered.spans
     for (start, stop), stops in zip(rendered.spans, rendered.stops, strict=True):
         # `first` is the first token of the turn, and `last` the one after its last token.
         # Whitespace tokens may be empty here, because some tokenizers trim their offsets.
@@ -198,7 +202,7 @@ def _learned(
             report.end_tokens.add(int(ids[end - 1]))
         if train_on == "all":
             continue
-        report.num_blurred += joined or crosses
+        num_blurred += joined or crosses
         if end is None and (start, stop) == rendered.spans[-1]:
             shown = tokens.tokenizer.convert_ids_to_tokens(ids[first:last][-4:].tolist())
             raise AssistantTextNotFound(
@@ -212,7 +216,7 @@ def _learned(
         has_words = has_words or not joined or tokens.has_words(ids[first:last])
     if any_joined and not has_words:
         raise _lost(rendered.text[slice(*rendered.spans[-1])])
-    return learned, any_joined
+    return learned, num_blurred, any_joined
 
 
 def _lost(answer: str) -> AnswerLost:
@@ -278,7 +282,7 @@ def add_texts(
             builder.extend(last, np.ones(len(last), np.bool_))
             lost = _lost(part.text[part.start :]) if joined and not has_words else None
             is_kept = builder.end(part.origin, fault=lost)
-            report.num_blurred += joined
+            report.num_blurred += is_kept and joined
             report.num_joined += is_kept and joined
             joined = has_words = False
 
