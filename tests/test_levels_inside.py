@@ -275,10 +275,14 @@ def test_layers_of_a_recurrence_in_one_loop_are_told_to_have_their_own():
     together = cut_tree(shapes, lambda p, b: recurrence(p, b, [range(5)]), SEQUENCE)[0]
     (warning,) = together.warnings
     assert "cells.0 + cells.1" in warning and "in a loop of its own" in warning
-    # As it says.
-    apart, read = cut_tree(shapes, lambda p, b: recurrence(p, b, [[k] for k in range(5)]), SEQUENCE)
-    assert blocks(apart) == [f"cells.{k}" for k in range(5)] and not apart.warnings
-    assert set(read.values()) == {nested.count(GATES)}
+    # As it says, with few layers, too, each of which is a large part of the model.
+    for number in (2, 3, 5):
+        alone = [[k] for k in range(number)]
+        apart, read = cut_tree(
+            {"cells": [GATES] * number}, lambda p, b, at=alone: recurrence(p, b, at), SEQUENCE
+        )
+        assert blocks(apart) == [f"cells.{k}" for k in range(number)] and not apart.warnings
+        assert set(read.values()) == {nested.count(GATES)}
 
 
 def test_gates_of_a_recurrence_are_not_told_to_run_one_after_another():

@@ -106,6 +106,8 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
         why = f"are read together by one operation ({', '.join(sorted(guilty))})"
         remedy = "call them one after another outside of it"
         if _in_one_loop(flow, row, owner):
+            if stretch.keys and not any(part in lists.list_of for part in parts):
+                return []  # the gates of one layer of a list, which has a loop of its own
             remedy, becomes = f"every pass of this loop needs all of them. {_OWN_LOOPS}", ""
     elif all(part in lists.list_of for part in parts):
         why = "hold less than three quarters of what is around them"
