@@ -430,6 +430,10 @@ def error_of(call: Callable[[], Any]) -> str:
         (mt.History.plot, "metric", "did you mean `metrics`?"),
         (mt.fit, "logger", "pass logs in `callbacks`"),
         (mt.fit, "gpu", "did you mean `hardware`?"),
+        (mt.fit, "freeze", "`trainable` chooses the parameters that are trained"),
+        (mt.fit, "validation_split", "pass them as `eval_data`"),
+        (mt.fit, "initial_epoch", "`checkpoint_dir`"),
+        (mt.fit, "accelerator", "the trainer brings them to the GPU"),
     ],
 )
 def test_names_of_other_libraries_say_the_ones_that_were_meant(function: Any, name: str, hint: str):

@@ -163,3 +163,23 @@ def test_certain_and_impossible_tokens_have_the_gradients_of_float64(tail, scale
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for gradient, other in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(gradient, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_ids_below_the_vocabulary_are_nan_if_they_count_and_change_nothing_otherwise(tail):
+    hidden, head, labels, _ = arrays((3, 5))
+    place = (2, 4)
+    labels = labels.at[place].set(1)
+    ids, logs = teacher(labels)
+    mask = jnp.ones(labels.shape).at[place].set(0)
+
+    def loss(hidden, ids, logs, mask):
+        return losses.distillation(hidden, head, labels, ids, logs, mask=mask, tail=tail)
+
+    one = jax.jit(jax.value_and_grad(loss))
+    wrong = ids.at[(*place, 0)].set(-1)
+    assert np.isnan(one(hidden, wrong, logs, None)[0])
+    expected = one(hidden, ids, logs, mask)
+    for spoiled in (logs, logs.at[(*place, 1)].set(jnp.nan)):
+        found = one(hidden, wrong, spoiled, mask)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)

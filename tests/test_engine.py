@@ -8,8 +8,10 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import megatrain_jax as mt
 from inside import engine_of, pinned_arrays, spec_of, steps_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.runtime.engine import Engine
@@ -155,6 +157,37 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
         alone = number == 1 and microbatches == 1
         assert gradient.dtype == (jnp.bfloat16 if alone else jnp.float32)
         assert gradient.nbytes == spec.first.workload.size(key)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("masters", "least"), [("float64", 0.0), ("float32", 1e-10)])
+def test_gradients_in_float64_of_masters_in_float64_are_not_rounded(masters, least, microbatches):
+    """`first` is read twice, so its gradient is a sum in any case."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+
+    def loss(p, batch):
+        x = jnp.tanh((batch["x"] * p["first"]) @ p["k"])
+        return ((x @ p["first"] - batch["y"]) ** 2).mean()
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {"first": rng.normal(size=8), "k": rng.normal(size=(8, 8))}
+        params = jax.tree.map(lambda x: x.astype(np.float32).astype(np.float64), params)
+        batch = {"x": rng.normal(size=(4, 8)), "y": rng.normal(size=4)}
+        gradients = jax.grad(loss)(params, batch)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        expected = optax.apply_updates(params, updates)
+        precision = mt.Precision(master=masters, compute="float64")
+        options = {"microbatches": microbatches, "precision": precision, "progress": False}
+        trainer = mt.Trainer(params, loss, optimizer, batch, **options)
+        trainer.step(batch)
+        found = jax.tree.map(np.asarray, trainer.params)
+        expected = jax.tree.map(np.asarray, expected)
+        size = 8 if masters == "float64" else 4
+        assert spec_of(trainer).first.workload.size(Key(Kind.GRADIENT, 0)) == size * 128  # padded
+    for name, x in expected.items():
+        error = np.abs(found[name].astype(np.float64) - x).max()
+        assert least <= error < (1e-14 if masters == "float64" else 1e-5)
 
 
 @pytest.mark.parametrize(("optimizer", "budget"), AT_ONCE_AND_DEFERRED)

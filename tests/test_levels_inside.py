@@ -275,10 +275,69 @@ def test_layers_of_a_recurrence_in_one_loop_are_told_to_have_their_own():
     together = cut_tree(shapes, lambda p, b: recurrence(p, b, [range(5)]), SEQUENCE)[0]
     (warning,) = together.warnings
     assert "cells.0 + cells.1" in warning and "in a loop of its own" in warning
-    # As it says.
-    apart, read = cut_tree(shapes, lambda p, b: recurrence(p, b, [[k] for k in range(5)]), SEQUENCE)
-    assert blocks(apart) == [f"cells.{k}" for k in range(5)] and not apart.warnings
-    assert set(read.values()) == {nested.count(GATES)}
+    # As it says, with few layers, too, each of which is a large part of the model.
+    for number in (2, 3, 5):
+        alone = [[k] for k in range(number)]
+        apart, read = cut_tree(
+            {"cells": [GATES] * number}, lambda p, b, at=alone: recurrence(p, b, at), SEQUENCE
+        )
+        assert blocks(apart) == [f"cells.{k}" for k in range(number)] and not apart.warnings
+        assert set(read.values()) == {nested.count(GATES)}
+
+
+def stacked_in_time(read):
+    """A recurrence with stacked layers, each of them computed in every pass over time."""
+
+    def forward(p, batch):
+        def step(states, x):
+            return read(p["w"], states, x)
+
+        x = batch["x"].astype(jnp.bfloat16)
+        zeros = jnp.zeros((p["w"].shape[0], *x.shape[1:]), x.dtype)
+        return lax.scan(step, zeros, x)[1]
+
+    return forward
+
+
+def scanned(w, states, x):
+    def layer(x, of_layer):
+        x = jnp.tanh(x @ of_layer[0] + of_layer[1])
+        return x, x
+
+    x, states = lax.scan(layer, x, (w, states))
+    return states, x
+
+
+def one_by_one(w, states, x):
+    rows = []
+    for k in range(len(states)):
+        x = jnp.tanh(x @ w[k] + states[k])
+        rows.append(x)
+    return jnp.stack(rows), x
+
+
+STACKED_IN_TIME = {
+    "scanned": scanned,
+    "one by one": one_by_one,
+    "in a call": lambda *given: jax.jit(jax.checkpoint(scanned))(*given),
+}
+
+
+@pytest.mark.parametrize("kind", STACKED_IN_TIME)
+def test_stacked_layers_in_a_loop_over_time_are_told_to_have_their_own(kind):
+    shapes, batch = {"w": (5, 2000, 2000)}, {"x": np.zeros((3, 2, 2000), np.float32)}
+    program, _ = cut_tree(shapes, stacked_in_time(STACKED_IN_TIME[kind]), batch)
+    (warning,) = program.warnings
+    assert "layers stacked in w" in warning and "in a loop of its own" in warning
+
+    def apart(p, batch):
+        def layer(x, w):
+            return lax.scan(lambda h, x: (jnp.tanh(x @ w + h),) * 2, x[0], x)[1], None
+
+        return lax.scan(layer, batch["x"].astype(jnp.bfloat16), p["w"])[0]
+
+    program, _ = cut_tree(shapes, apart, batch)
+    assert len(blocks(program)) == 5 and not program.warnings
 
 
 def test_gates_of_a_recurrence_are_not_told_to_run_one_after_another():

@@ -184,3 +184,41 @@ def test_policies_that_find_tokens_certain_or_impossible_have_exact_gradients(be
         assert finite.sum() > 20
         np.testing.assert_allclose(found[finite], value[finite], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(gradient[finite], wanted[finite], rtol=1e-4, atol=1e-6)
+
+
+THERE = np.arange(4) < 2
+TOKENS = np.arange(1, 5, dtype=np.float32)
+MASKED = {
+    "dpo": lambda a, b, c, d: losses.dpo(a, b, c, d, mask=THERE),
+    "ipo": lambda a, b, c, d: losses.ipo(a, b, c, d, TOKENS, TOKENS, mask=THERE),
+    "simpo": lambda a, b, c, d: losses.simpo(a, b, c + 4, d + 4, 0.5, mask=THERE),
+    "orpo": lambda a, b, c, d: losses.orpo(a, b, TOKENS, TOKENS, 0.5, mask=THERE),
+    "kto": lambda a, b, c, d: losses.kto(a, b, c, 0.1, mask=THERE),
+    "kto_baseline": lambda a, b, c, d: losses.kto_baseline(a, b - 3, mask=THERE),
+    "reward": lambda a, b, c, d: losses.reward(a, b, c, center_rewards_coefficient=0.1, mask=THERE),
+    "grpo": lambda a, b, c, d: losses.grpo(
+        a[None], b[None], c[None], reference=d[None], beta=0.1, mask=THERE[None]
+    ),
+    "dr_grpo": lambda a, b, c, d: losses.grpo(
+        *(a[None], b[None], c[None]),
+        loss_type="dr_grpo",
+        max_completion_length=4,
+        mask=THERE[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_numbers_without_weight_change_neither_the_loss_nor_gradients(name):
+    given = -np.random.default_rng(0).uniform(1, 2, (4, 4)).astype(np.float32)
+    function = jax.jit(jax.value_and_grad(MASKED[name], (0, 1, 2, 3)))
+    expected, wanted = function(*given)
+    assert np.isfinite(expected)
+    for bad in (np.nan, np.inf, -np.inf):
+        for argument in range(4):
+            rows = given.copy()
+            rows[argument, ~THERE] = bad
+            found, gradients = function(*rows)
+            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(np.stack(gradients)[:, THERE], np.stack(wanted)[:, THERE])
+            np.testing.assert_array_equal(np.stack(gradients[:2])[:, ~THERE], 0)

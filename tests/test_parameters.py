@@ -225,6 +225,40 @@ def test_what_does_not_fit_is_listed_before_anything_is_read():
         start(case, params=empty)
 
 
+def summed(params, batch):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(params)) * batch["x"].mean()
+
+
+def trained_from(model, params):
+    batch = {"x": np.ones((2, 4), np.float32)}
+    model = jax.tree.map(np.zeros_like, model)
+    return mt.Trainer(model, summed, optax.sgd(0.0), batch, params=params, progress=False).params
+
+
+def test_flat_and_nested_dicts_match_by_their_joined_paths():
+    rows = [np.full((2, 3), i, np.float32) for i in range(3)]
+    nested = {"layers": [{"k": row} for row in rows]}
+    kinds = {
+        "nested": nested,
+        "flat": {f"layers/{i}/k": row for i, row in enumerate(rows)},
+        "dotted": {f"layers.{i}.k": row for i, row in enumerate(rows)},
+        "under another name": {"params": {"layers": {f"{i}/k": r for i, r in enumerate(rows)}}},
+    }
+    for model in list(kinds.values())[:3]:
+        for given in kinds.values():
+            found = jax.tree.leaves(trained_from(model, given))
+            for x, expected in zip(found, rows, strict=True):
+                np.testing.assert_array_equal(x, expected)
+    # Two parameters with one joined path match only as they are.
+    both = {"a/k": rows[1], "a": {"k": rows[2]}}
+    found = trained_from(both, both)
+    np.testing.assert_array_equal(found["a/k"], rows[1])
+    with pytest.raises(ValueError, match=r"\('a/k',\) is missing"):
+        trained_from(both, {"a": {"k": rows[2]}})
+    with pytest.raises(ValueError, match="layers/1/k is missing\n.*layers/odd is not part"):
+        trained_from(nested, {"layers/0/k": rows[0], "layers/2/k": rows[2], "layers/odd": rows[1]})
+
+
 @pytest.mark.parametrize("name", ["batchnorm_linen", "batchnorm_nnx", "dropout_nnx"])
 def test_the_model_s_other_variables_may_lie_beside_the_parameters(name):
     case = CASES[name]

@@ -63,6 +63,30 @@ def test_nothing_is_said_of_what_was_asked_for():
     assert not caught
 
 
+PRODUCTS_WITH_WEIGHTS = {
+    "narrow weights": lambda x, w: x @ w,
+    "einsum": lambda x, w: jnp.einsum("bi,ij->bj", x, w),
+    "narrow weights on the left": lambda x, w: (w.T @ x.T).T,
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS_WITH_WEIGHTS.values(), ids=list(PRODUCTS_WITH_WEIGHTS))
+@pytest.mark.parametrize("precision", ["auto", mt.Precision(products={"*": "float8"})])
+def test_products_of_wide_and_narrow_operands_are_wide(product, precision):
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(product(x, layer["w"]))
+        return jnp.mean(x**2)
+
+    params = [{"w": np.ones((512, 512), np.float32)} for _ in range(2)]
+    batch = {"x": jax.ShapeDtypeStruct((2**18, 512), jnp.float32)}
+    (said,) = mt.plan(params, loss_fn, optax.sgd(0.1), batch, precision=precision).warnings
+    assert "100% of the matrix products" in said and "an array of the batch is float32" in said
+    narrow = {"x": jax.ShapeDtypeStruct((2**18, 512), jnp.bfloat16)}
+    assert not mt.plan(params, loss_fn, optax.sgd(0.1), narrow, precision=precision).warnings
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_wide_products_are_warned_of_where_they_cost_time(microbatches):
     """The threshold is 1e12 operations; each layer of this model takes 4 · 2 · 2¹⁸ per row."""

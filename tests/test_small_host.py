@@ -169,6 +169,16 @@ def test_a_run_that_no_host_budget_of_a_size_suffices_for_says_what_would():
         assert found and 0.97 * mib / 1024 < float(found[1]) <= mib / 1024 + 0.01
 
 
+def test_on_a_cpu_the_host_budget_that_would_suffice_is_accepted():
+    spec = dataclasses.replace(spec_of_deep_layers(6), base_bytes=GIB, temporary_bytes=0)
+    asked = dataclasses.replace(with_host_budget(spec, GIB), fits_host=False)
+    assert fit_to_host(with_host_budget(spec, GIB)) is None
+    with pytest.raises(MemoryError, match="If blocks are computed again") as caught:
+        check_host(asked, 1, 1)
+    found = re.search(r"computed again, it needs ([\d.]+) GiB", str(caught.value))
+    assert found and fit_to_host(with_host_budget(spec, int(float(found[1]) * GIB)))
+
+
 def test_a_run_that_exceeds_its_host_budget_is_refused_in_words():
     with pytest.raises(MemoryError, match="may take 64.00 MiB .`host_budget`") as caught:
         mt.Trainer(make_params(), layers, optax.adam(1e-3), BATCH, host_budget="64MiB")

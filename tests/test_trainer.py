@@ -387,19 +387,19 @@ def test_a_model_without_blocks_is_named():
 class Graphs(NamedTuple):
     """Padded graphs in one, as jraph has them: the leading axes are nodes, edges and graphs."""
 
-    nodes: np.ndarray
     edges: np.ndarray
+    nodes: np.ndarray
     senders: np.ndarray
     receivers: np.ndarray
     n_node: np.ndarray
 
 
-def graphs(seed, num_nodes=12):
+def graphs(seed, num_nodes=12, num_edges=20):
     rng = np.random.default_rng(seed)
     nodes = rng.normal(size=(num_nodes, 4)).astype(np.float32)
-    edges = rng.normal(size=(20, 2)).astype(np.float32)
-    ends = rng.integers(0, num_nodes, (2, 20), np.int32)
-    return Graphs(nodes, edges, ends[0], ends[1], np.full(3, num_nodes // 3, np.int32))
+    edges = rng.normal(size=(num_edges, 2)).astype(np.float32)
+    ends = rng.integers(0, num_nodes, (2, num_edges), np.int32)
+    return Graphs(edges, nodes, ends[0], ends[1], np.full(3, num_nodes // 3, np.int32))
 
 
 def graph_loss(params, batch):
@@ -427,13 +427,12 @@ def graph_trainer(**settings):
 
 
 def test_graphs_are_trained_and_evaluated_as_in_plain_jax():
+    """The second batch has no edges."""
     trainer, params = graph_trainer(microbatches="auto"), graph_params()
-    for seed in range(2):
-        loss, grads = jax.value_and_grad(graph_loss)(params, graphs(seed))
+    for batch in (graphs(0), graphs(1, num_edges=0)):
+        loss, grads = jax.value_and_grad(graph_loss)(params, batch)
         params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
-        np.testing.assert_allclose(
-            trainer.read(trainer.step(graphs(seed)))["loss"], loss, rtol=2e-6
-        )
+        np.testing.assert_allclose(trainer.read(trainer.step(batch))["loss"], loss, rtol=2e-6)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), trainer.params, params
     )
@@ -456,6 +455,10 @@ def test_graphs_can_t_be_divided():
     for settings in ({"microbatches": 2}, {"mesh": mesh}):
         with pytest.raises(ValueError, match="edges has shape"):
             graph_trainer(**settings)
+        with pytest.raises(ValueError, match="x'.* has shape .* no examples"):
+            mt.Trainer(
+                graph_params(), graph_loss, optax.sgd(0.1), {"x": np.ones((0, 4))}, **settings
+            )
     # A run with rows of examples evaluates none without.
     rows = {"x": np.ones((4, 4), np.float32)}
 

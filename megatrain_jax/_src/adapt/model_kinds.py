@@ -103,7 +103,17 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
         found = [trainable(name) for name in names]
     else:
         given: Any = trainable
-        found = [nnx.filterlib.to_predicate(given)(*item) for item in items]
+        choose = nnx.filterlib.to_predicate(given)
+        found = []
+        for path, value in items:
+            try:
+                found.append(choose(path, value))
+            except Exception as error:
+                raise TypeError(
+                    f"`trainable`={trainable!r} failed for {path_name(path)}: {error}. It gets "
+                    "shapes and dtypes (`value.shape`, `value.dtype`), as parameters are chosen "
+                    "before they have values"
+                ) from error
     for name, is_chosen in zip(names, found, strict=True):
         if not isinstance(is_chosen, bool | np.bool_):
             raise TypeError(
@@ -115,6 +125,11 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         types = {type(v).__name__ for _, v in items if isinstance(v, nnx.Variable)}
         of_types = f", of type {', '.join(sorted(types))}" if types else ""
+        if not types and isinstance(trainable, type):
+            of_types = (
+                ". These have no types of variables, as only modules of flax.nnx do: choose by "
+                "path, as in trainable='head'"
+            )
         raise ValueError(
             f"`trainable`={trainable!r} chooses no parameter; the model has {shown}{of_types}"
         )

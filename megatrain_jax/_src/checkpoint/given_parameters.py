@@ -18,6 +18,7 @@ from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.checkpoint.saved_arrays import saved_arrays
+from megatrain_jax._src.common.model_path import module_path
 from megatrain_jax._src.common.trees import described, listed
 
 _Names = tuple[str, ...]
@@ -40,14 +41,25 @@ def with_given_parameters(
         CheckpointError: If Orbax can't read the folder.
     """
     is_folder = isinstance(params, str | PathLike)
-    given = saved_arrays(params) if is_folder else _arrays(params)
-    wanted = {_names(p): s for p, s in zip(adapted.paths, adapted.shapes, strict=True)}
+    saved = saved_arrays(params) if is_folder else _arrays(params)
+    saved = {_without_value(name): array for name, array in saved.items()}
+    own = [*map(_names, adapted.paths)]
+    # Flat dicts match nested ones, unless two paths differ only in where they are split.
+    is_clear = all(len(set(map(module_path, rows))) == len(rows) for rows in (own, saved))
+    text = _text if is_clear else repr
+
+    def named(name: _Names) -> _Names:
+        return _names(module_path(name)) if is_clear else name
+
+    given = {named(name): array for name, array in saved.items()}
+    origin_of = dict(zip(given, saved, strict=True))
+    wanted = {named(name): s for name, s in zip(own, adapted.shapes, strict=True)}
+    text_of = {name: text(path) for name, path in zip(wanted, own, strict=True)}
     dtype_of = dict(zip(wanted, dtypes, strict=True))
-    known = {_names(path) for path in adapted.variable_paths}
-    given = {_without_value(name): array for name, array in given.items()}
+    known = {named(_names(path)) for path in adapted.variable_paths}
     prefix = _prefix(given, wanted)
     found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
-    unknown_names = [n for n in found if n not in wanted and n not in known]
+    unknown_names = [(*prefix, *n) for n in found if n not in wanted and n not in known]
     # A checkpoint may hold more than parameters, such as an optimizer's state.
     if not is_folder:
         unknown_names += [n for n in given if n[: len(prefix)] != prefix and n not in known]
@@ -55,13 +67,13 @@ def with_given_parameters(
         empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
         found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
-        *(f"{_text(name)} is missing" for name in wanted if name not in found),
-        *(f"{_text(name)} is not part of the model" for name in unknown_names),
+        *(f"{text_of[name]} is missing" for name in wanted if name not in found),
+        *(f"{text(origin_of[name])} is not part of the model" for name in unknown_names),
         *(
             line
             for name, shape in wanted.items()
             if name in found
-            and (line := _difference(name, found[name], shape.shape, dtype_of[name]))
+            and (line := _difference(text_of[name], found[name], shape.shape, dtype_of[name]))
         ),
     ]
     if lines:
@@ -103,16 +115,16 @@ def _without_value(name: _Names) -> _Names:
 
 
 def _difference(
-    name: _Names, array: Any, shape: tuple[int, ...], kept: DTypeLike | None
+    name: str, array: Any, shape: tuple[int, ...], kept: DTypeLike | None
 ) -> str | None:
     there, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     if there != shape:
-        return f"{_text(name)} is {described(there, dtype)} there, but has shape {list(shape)} here"
+        return f"{name} is {described(there, dtype)} there, but has shape {list(shape)} here"
     if not jnp.issubdtype(dtype, jnp.floating):
-        return f"{_text(name)} is {dtype.name} there, but parameters are real floating numbers"
+        return f"{name} is {dtype.name} there, but parameters are real floating numbers"
     if kept is not None and jnp.promote_types(dtype, kept) != kept:
         narrow = jnp.dtype(kept).name
-        return f"{_text(name)} is {dtype.name} there, which masters in {narrow} can't hold exactly"
+        return f"{name} is {dtype.name} there, which masters in {narrow} can't hold exactly"
     return None
 
 

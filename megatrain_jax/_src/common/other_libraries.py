@@ -263,6 +263,7 @@ _SCHEDULE = (
 _PLACES = "parameters are in host memory, and the trainer brings them to the GPU"
 _REMAT = "the plan decides what is computed again, so that a run fits"
 _PACKED = "rows are always packed"
+_BEST = "use callbacks.KeepBest(folder), and then trainer.restore(keep.path)"
 _COMPILED = "everything is compiled when a trainer is made"
 _EXPORT = (
     "call megatrain_jax.models.save_pretrained(trainer, folder) for a Hugging Face checkpoint, or "
@@ -283,7 +284,9 @@ SENTENCES = _by_name(
         "pass logs in `callbacks`, such as callbacks.CSVLog, TensorBoard or WandB": "report_to "
         "logger loggers logging_steps log_every_n_steps run_name",
         _REMAT: "gradient_checkpointing remat use_remat activation_checkpointing",
-        _PLACES: "device_map device cuda low_cpu_mem_usage offload_folder",
+        _PLACES: "device_map device cuda low_cpu_mem_usage offload_folder accelerator",
+        "set rows aside yourself, and pass them as `eval_data`": "validation_split",
+        "a run goes on from the last checkpoint in its `checkpoint_dir`": "initial_epoch",
         "`megatrain_jax.data` makes batches of texts, as in data.chat(rows, tokenizer, ...)": (
             "data_collator collate_fn processing_class dataset_text_field formatting_func"
         ),
@@ -299,9 +302,10 @@ SENTENCES = _by_name(
         "the reference is the model without its adapters, or a stored copy": "ref_model "
         "reference_model",
         "the trained model itself writes the completions": "use_vllm vllm_mode",
-        "use callbacks.KeepBest(folder), and then trainer.restore(keep.path)": (
-            "restore_best_weights load_best_model_at_end save_best_only save_weights_only"
+        "`trainable` chooses the parameters that are trained, and all others are frozen": (
+            "freeze frozen_params freeze_layers"
         ),
+        _BEST: ("restore_best_weights load_best_model_at_end save_best_only save_weights_only"),
         "losses are means; `mask` and `count` say over what": "reduction",
         "negative labels don't count": "ignore_index",
         "it takes hidden states and the head, and never stores the logits": "logits from_logits",
@@ -334,9 +338,10 @@ ATTRIBUTES = _by_name(
         _PLACES: "to cuda cpu half bfloat16 float device",
         _COMPILED: "compile",
         "the optimizer is an argument of `Trainer` and `fit`, and its state is `opt_state`": (
-            "optimizer lr_scheduler optimizers"
+            "optimizer lr_scheduler optimizers lr learning_rate"
         ),
         "`trainer` of a result has it": "evaluate step restore save opt_state",
+        _BEST: "best_model best_model_checkpoint best_checkpoint best_params",
         _REMAT: "gradient_checkpointing_enable enable_input_require_grads",
     }
 )

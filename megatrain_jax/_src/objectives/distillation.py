@@ -105,11 +105,15 @@ def distillation(
     parts = num_parts(labels.size)
     options = LossOptions(chunk, 0.0, cap, parts, head.dtype.name, temperature)
     flat, size = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    logs: Array = _logs(options, flat, head, ids.reshape(-1, size))
-    gaps = _divergence(logs.reshape(ids.shape), teacher / temperature, tail)
+    # A negative id is none: it would be counted from the end of the vocabulary.
+    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+    ids = jnp.where(ids < 0, head.shape[0], ids)
+    logs: Array = _logs(options, flat, head, ids.reshape(-1, size)).reshape(ids.shape)
     counts = labels >= 0
     weights = counts if mask is None else counts * array_of("mask", mask, "real numbers", *REAL)
-    far = mean(gaps, weights, count, "labels")
+    # Tokens that don't count may have any numbers, and must not make gradients NaN.
+    logs = jnp.where((weights != 0)[..., None], logs, 0)
+    far = mean(_divergence(logs, teacher / temperature, tail), weights, count, "labels")
     near = next_token(
         hidden, head, labels, mask=mask, count=count, softcap=softcap, chunk=options.chunk
     )

@@ -13,11 +13,14 @@ from jaxtyping import Array, Float
 from megatrain_jax._src.cross_entropy import REAL, array_of
 
 
-def columns(given: Mapping[str, Any]) -> list[Float[Array, "*examples"]]:
+def columns(given: Mapping[str, Any], mask: Any) -> list[Float[Array, "*examples"]]:
     """Returns arguments with one number per example as arrays in fp32.
+
+    Examples without weight have 0 in all of them: zeros alone don't make gradients NaN.
 
     Args:
         given: The arguments by name; all have the shape of the first, which is an array of floats.
+        mask: See `mean`.
 
     Raises:
         TypeError: If one has a wrong kind of numbers.
@@ -33,14 +36,17 @@ def columns(given: Mapping[str, Any]) -> list[Float[Array, "*examples"]]:
         if found and array.shape != found[0].shape:
             raise ValueError(f"`{name}` has shape {array.shape}, but `{first}` {found[0].shape}")
         found.append(array.astype(jnp.float32))
-    return found
+    if mask is None:
+        return found
+    there = _weights(mask, found[0].shape, first) != 0
+    return [jnp.where(there, array, 0) for array in found]
 
 
 def mean(values: Float[Array, "*examples"], mask: Any, count: Any, first: str) -> Float[Array, ""]:
     """Returns the weighted mean of each example's loss; 0 if nothing counts.
 
     Args:
-        values: The loss of each example.
+        values: The loss of each example, from numbers of `columns`.
         mask: Weights of examples, or whether they count; None counts all.
         count: Divisor; None takes the sum of the weights.
         first: Name of the argument with the same shape as `mask`, for errors.
@@ -49,13 +55,15 @@ def mean(values: Float[Array, "*examples"], mask: Any, count: Any, first: str) -
         TypeError: If `mask` has a wrong kind of numbers.
         ValueError: If its shape is wrong.
     """
-    weights = (
-        jnp.ones(values.shape) if mask is None else array_of("mask", mask, "real numbers", *REAL)
-    )
-    if weights.shape != values.shape:
-        raise ValueError(f"`mask` has shape {weights.shape}, but `{first}` {values.shape}")
-    weights = weights.astype(jnp.float32)
+    weights = _weights(mask, values.shape, first)
     divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
-    # Values of examples that don't exist may be anything, even NaN.
-    values = jnp.where(weights != 0, values, 0)
     return jnp.sum(values * weights) / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
+
+
+def _weights(mask: Any, shape: tuple[int, ...], first: str) -> Float[Array, "*examples"]:
+    if mask is None:
+        return jnp.ones(shape)
+    weights = array_of("mask", mask, "real numbers", *REAL)
+    if weights.shape != shape:
+        raise ValueError(f"`mask` has shape {weights.shape}, but `{first}` {shape}")
+    return weights.astype(jnp.float32)

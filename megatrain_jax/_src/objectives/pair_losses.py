@@ -66,7 +66,8 @@ def dpo(
             "rejected": rejected,
             "reference_chosen": reference_chosen,
             "reference_rejected": reference_rejected,
-        }
+        },
+        mask,
     )
     margin = (ours - wrong) - jax.lax.stop_gradient(before - before_wrong)
     return mean(-jax.nn.log_sigmoid(beta * margin), mask, count, "chosen")
@@ -124,7 +125,8 @@ def ipo(
             "reference_rejected": reference_rejected,
             "chosen_tokens": chosen_tokens,
             "rejected_tokens": rejected_tokens,
-        }
+        },
+        mask,
     )
     gained = (ours - jax.lax.stop_gradient(before)) / jnp.maximum(sizes, 1)
     lost = (wrong - jax.lax.stop_gradient(before_wrong)) / jnp.maximum(wrong_sizes, 1)
@@ -178,7 +180,7 @@ def simpo(
     beta = checks.number("beta", beta, above=0)
     margin = checks.number("simpo_gamma", simpo_gamma, least=0)
     alpha = checks.number("cpo_alpha", cpo_alpha, least=0)
-    ours, wrong = _means(chosen, rejected, chosen_tokens, rejected_tokens)
+    ours, wrong = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
     values = -jax.nn.log_sigmoid(beta * (ours - wrong) - margin)
     return mean(values, mask, count, "chosen") + alpha * jnp.asarray(nll, jnp.float32)
 
@@ -226,7 +228,7 @@ def orpo(
         2.069...
     """
     beta = checks.number("beta", beta, above=0)
-    both = _means(chosen, rejected, chosen_tokens, rejected_tokens)
+    both = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
     ours, wrong = map(_below_zero, both)
     log_odds = (ours - wrong) - (_log_complement(ours) - _log_complement(wrong))
     odds = mean(-jax.nn.log_sigmoid(log_odds), mask, count, "chosen")
@@ -234,7 +236,7 @@ def orpo(
 
 
 def _means(
-    chosen: Column, rejected: Column, chosen_tokens: Column, rejected_tokens: Column
+    chosen: Column, rejected: Column, chosen_tokens: Column, rejected_tokens: Column, mask: Mask
 ) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
     """Returns the mean log-probability per token of both answers."""
     ours, wrong, sizes, wrong_sizes = columns(
@@ -243,7 +245,8 @@ def _means(
             "rejected": rejected,
             "chosen_tokens": chosen_tokens,
             "rejected_tokens": rejected_tokens,
-        }
+        },
+        mask,
     )
     return ours / jnp.maximum(sizes, 1), wrong / jnp.maximum(wrong_sizes, 1)
 

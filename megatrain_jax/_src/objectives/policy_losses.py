@@ -138,20 +138,12 @@ def policy_tokens(
     given: dict[str, Any] = {"logs": logs, "old_logs": old_logs, "advantages": gains}
     if beta:
         given["reference"] = reference
-    if mask is not None:
-        given["mask"] = mask
-    found = dict(zip(given, columns(given), strict=True))
+    found = dict(zip(given, columns(given, mask), strict=True))
     ours = found["logs"]
     if ours.ndim != 2:
         raise ValueError(f"`logs` must have shape (rows, tokens), but has {ours.shape}")
     gains = jax.lax.stop_gradient(found["advantages"])
-    there = found["mask"] != 0 if mask is not None else jnp.ones(ours.shape, bool)
-
-    # Tokens that don't count may have any numbers, and must not make gradients NaN.
-    def beyond(name: str) -> Array:
-        return jnp.where(there, ours - jax.lax.stop_gradient(found[name]), 0)
-
-    gained = beyond("old_logs")
+    gained = ours - jax.lax.stop_gradient(found["old_logs"])
     # Such a ratio is clipped. In float32 it may be infinite, and its gradient, 0, would be NaN.
     gained = jnp.where((gains >= 0) & (gained > _MOST_GAINED), _MOST_GAINED, gained)
     ratio = jnp.exp(gained)
@@ -159,10 +151,10 @@ def policy_tokens(
     clipped = ((ratio < 1 - low) & (gains < 0)) | ((ratio > 1 + high) & (gains > 0))
     divergences = jnp.zeros_like(values)
     if beta:
-        gap = -beyond("reference")
+        gap = jax.lax.stop_gradient(found["reference"]) - ours
         if checks.boolean("use_bias_correction_kl", use_bias_correction_kl):
             # `ratio * exp(gap)`, whose factors may be 0 and infinite in float32.
-            drift = jnp.where(there, found["reference"] - found["old_logs"], 0)
+            drift = found["reference"] - found["old_logs"]
             divergences = jnp.exp(jax.lax.stop_gradient(drift)) - ratio * (gap + 1)
         else:
             divergences = jnp.exp(gap) - gap - 1
@@ -188,7 +180,7 @@ def policy_mean(
         if mask is None
         else array_of("mask", mask, "real numbers", *REAL).astype(jnp.float32)
     )
-    sums = jnp.where(weights != 0, values * weights, 0).sum(axis=1)
+    sums = (values * weights).sum(axis=1)
     if loss_type == "grpo":
         sums /= jnp.maximum(weights.sum(axis=1), 1)
     elif max_completion_length is None:

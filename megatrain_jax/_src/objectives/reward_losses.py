@@ -49,7 +49,8 @@ def reward(
             "chosen": chosen,
             "rejected": rejected,
             "margins": jnp.zeros(jnp.shape(chosen)) if margins is None else margins,
-        }
+        },
+        mask,
     )
     values = -jax.nn.log_sigmoid(good - bad - least)
     if center_rewards_coefficient is not None:

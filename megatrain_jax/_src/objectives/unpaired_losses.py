@@ -1,7 +1,5 @@
 """The loss of single answers that are labelled desirable or undesirable: KTO."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
@@ -59,7 +57,9 @@ def kto(
     beta = checks.number("beta", beta, above=0)
     desirable_weight = checks.number("desirable_weight", desirable_weight, least=0)
     undesirable_weight = checks.number("undesirable_weight", undesirable_weight, least=0)
-    ours, before, good = columns({"logs": logs, "reference": reference, "desirable": desirable})
+    ours, before, good = columns(
+        {"logs": logs, "reference": reference, "desirable": desirable}, mask
+    )
     gained = ours - jax.lax.stop_gradient(before)
     above = gained - jax.lax.stop_gradient(jnp.asarray(baseline, jnp.float32))
     # 1 - sigmoid(x) is sigmoid(-x).
@@ -98,6 +98,5 @@ def kto_baseline(
         >>> float(kto_baseline(jnp.array([-20.0, -31.0]), jnp.array([-22.0, -30.0])))
         0.5
     """
-    given: dict[str, Any] = {"logs": logs, "reference": reference}
-    ours, before = columns(given)
+    ours, before = columns({"logs": logs, "reference": reference}, mask)
     return jax.lax.stop_gradient(jnp.maximum(mean(ours - before, mask, None, "logs"), 0))

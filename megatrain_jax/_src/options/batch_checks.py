@@ -57,10 +57,16 @@ def check_batch(
         )
     for path, leaf in leaves:
         _check_leaf(_name(path, name), leaf, or_shapes)
+    is_divided = microbatches > 1 or num_devices > 1 or needs_rows
+    for path, leaf in leaves:
+        # A graph may have nodes, but no edges.
+        if not leaf.shape[0] and (is_divided or not any(x.shape[0] for _, x in leaves)):
+            raise ValueError(
+                f"{_name(path, name)} has shape {leaf.shape}: there are no examples in it"
+            )
     (first_path, first), *others = leaves
     examples = first.shape[0]
     for path, leaf in others:
-        is_divided = microbatches > 1 or num_devices > 1 or needs_rows
         if leaf.shape[0] != examples and (is_divided or 1 in (examples, leaf.shape[0])):
             raise ValueError(
                 f"the arrays of a batch must agree in their leading axis (the examples), but "
@@ -220,7 +226,7 @@ def batch_size(batch: Any) -> tuple[int, str]:
         for leaf in leaves
         if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
-    if tokens:
+    if any(tokens):
         return max(tokens), "tokens"
     rows = num_rows(batch)
     return (1, "batches") if rows is None else (rows, "examples")
@@ -255,8 +261,6 @@ def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
             f"{name} is a scalar, but every array of a batch needs a leading axis of examples; "
             f"{_SCALAR}"
         )
-    if not leaf.shape[0]:
-        raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")
     if isinstance(leaf, np.ndarray):
         _check_range(name, leaf)
 

@@ -57,10 +57,13 @@ def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) ->
 
 
 def is_product(eqn: Any, itemsize: int = 0) -> bool:
-    """Whether an equation is a matrix product or convolution of operands wider than `itemsize`."""
+    """Whether an equation is a matrix product or convolution that computes wider than `itemsize`.
+
+    It computes in the dtype that its operands promote to: float32 times bfloat16 in float32.
+    """
     if eqn.primitive.name not in PRODUCTS:
         return False
-    return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
+    return jnp.promote_types(*(v.aval.dtype for v in eqn.invars[:2])).itemsize > itemsize
 
 
 class FlopsByKind(NamedTuple):

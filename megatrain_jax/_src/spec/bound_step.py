@@ -183,7 +183,9 @@ def bind_step(
         program = dataclasses.replace(program, examples=program.examples.undivided())
     # If the last stage makes the loss, its backward follows at once and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
-    gradients = _gradient_dtypes(stages, grouping, microbatches)
+    gradients = _gradient_dtypes(
+        stages, grouping, [x.master.dtype for x in layouts], microbatches, narrow_sums
+    )
     updating = update_seconds(cut.optimizer, layouts, hardware)
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
@@ -251,12 +253,17 @@ def _residual_bytes(
 
 
 def _gradient_dtypes(
-    stages: Sequence[Stage], grouping: Grouping, microbatches: int
+    stages: Sequence[Stage],
+    grouping: Grouping,
+    masters: Sequence[str],
+    microbatches: int,
+    narrow_sums: Rounding | None,
 ) -> tuple[str | None, ...]:
     """The dtype of each group's gradient: fp32 for sums, else the backward's own dtype.
 
     A gradient that is complete after one backward is as exact in that dtype as in fp32, and half as
-    large in bf16. Frozen groups have no gradient.
+    large in bf16. Frozen groups have no gradient. Where the backward and the masters are in
+    float64, so are gradients; sums to be rounded to bf16 are added up in fp32.
     """
     group_of = grouping.group_of
     dtypes: list[set[str]] = [set() for _ in grouping.leaves]
@@ -268,14 +275,14 @@ def _gradient_dtypes(
             dtypes[group_of[leaf]].add(v.aval.dtype.name)
         for group in {group_of[leaf] for leaf in stage.leaves}:
             readers[group] += 1
-    return tuple(
-        None
-        if g in grouping.frozen
-        else min([*rows, "float32"], key=lambda name: np.dtype(name).itemsize)
-        if microbatches == 1 and number == 1 and len(rows) == 1
-        else "float32"
-        for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True))
-    )
+    found: list[str | None] = []
+    for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True)):
+        is_sum = microbatches > 1 or number != 1 or len(rows) != 1
+        is_wide = rows == {"float64"} and masters[g] == "float64"
+        wide = "float64" if is_wide and not (is_sum and narrow_sums) else "float32"
+        own = min([wide, *rows], key=lambda name: np.dtype(name).itemsize)
+        found.append(None if g in grouping.frozen else wide if is_sum else own)
+    return tuple(found)
 
 
 def _summed(stages: Sequence[BoundStage]) -> frozenset[int]:

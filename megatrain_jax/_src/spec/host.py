@@ -20,6 +20,7 @@ All candidate blocks of a span run again only if fewer don't free enough. The la
 because its backward follows its forward at once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -268,10 +269,22 @@ def _with_spans(process: HostProcess, spec: RunSpec, num_processes: int, needed:
         return ""
     again = (workload_with_recomputed_spans(spec.first, span) for span in _SPANS)
     peak = min(_least_peak_bytes(spec, workload) for workload in again)
-    least = process.needed(peak // num_processes)
+    least, more = process.needed(peak // num_processes), " or somewhat more"
+    if spec.base_bytes is not None:  # a CPU computes in this memory, too
+        # A little more, because it is shown rounded.
+        least, more = round(1.01 * min(_needed_by_spans(spec, num_processes), default=needed)), ""
     if least >= needed:
         return ""
-    return f"If blocks are computed again, it needs {sized(least)} or somewhat more. "
+    return f"If blocks are computed again, it needs {sized(least)}{more}. "
+
+
+def _needed_by_spans(spec: RunSpec, num_processes: int) -> Iterator[int]:
+    """What a process needs with spans of each length, by the schedules of these steps."""
+    for span in _SPANS:
+        with contextlib.suppress(BudgetError):
+            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
+            process = host_process(dataclasses.replace(spec, first=first), num_processes, 1)
+            yield process.needed(peak_bytes(first) // num_processes)
 
 
 def _advice(fixed: int, most: int) -> str:

@@ -47,7 +47,7 @@ def find_examples(jaxpr: Any, batch: Sequence[Any], ids: Iterable[tuple[Any, int
     """
     of_batch = jx.dependent(jaxpr, batch)
     # All arrays of a batch have the same leading axis; this was checked before.
-    number = batch[0].aval.shape[0]
+    number = max(batch[0].aval.shape[0], 1)  # 0 if a graph has no edges
     found = Examples(number=number, values=frozenset())
     values = frozenset(i for v, i in ids if v in of_batch and found.along(v.aval))
     return dataclasses.replace(found, values=values)

@@ -42,9 +42,12 @@ def find_warnings(
         _together(flow, stretch, rows[s], read[s])
         for s, stretch in enumerate(stretches) if len(stretch.keys) > 1
     ]  # fmt: skip
+    sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
+    if sum(sizes) >= WORTH_CUTTING:
+        for stretch, row, of_stage in zip(stretches, rows, read, strict=True):
+            found += _stacks_in_loops(flow, stretch, row, of_stage)
     # The largest leaf is left out, because no list would divide it: an embedding may be half a
     # model.
-    sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
     large = [
         s for s, stretch in enumerate(stretches)
         if len(stretch.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
@@ -106,6 +109,8 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
         why = f"are read together by one operation ({', '.join(sorted(guilty))})"
         remedy = "call them one after another outside of it"
         if _in_one_loop(flow, row, owner):
+            if stretch.keys and not any(part in lists.list_of for part in parts):
+                return []  # the gates of one layer of a list, which has a loop of its own
             remedy, becomes = f"every pass of this loop needs all of them. {_OWN_LOOPS}", ""
     elif all(part in lists.list_of for part in parts):
         why = "hold less than three quarters of what is around them"
@@ -139,6 +144,51 @@ def _in_one_loop(flow, row: Sequence[int], owners: Mapping[int, object]) -> bool
         if len({owners[j] for j in read if j in owners}) > 1:
             return True
     return False
+
+
+def _stacks_in_loops(flow, stretch: Stretch, row: Sequence[int], read) -> list[str]:
+    """The warning about layers stacked in arrays that each pass of a loop reads one by one."""
+    leaves: set[int] = set()
+    for i in row:
+        eqn = flow.jaxpr.eqns[i]
+        if eqn.primitive.name == "scan":
+            body = jx.loop_body(eqn).jaxpr
+            whole = range(sum(jx.scan_parts(eqn)))
+            for k in _sliced(body, {body.invars[k]: k for k in whole}):
+                leaves |= flow.reads.get(eqn.invars[k], frozenset())
+    # A matrix has rows to look up, not layers.
+    stacks = [j for j in sorted(leaves) if len(flow.leaves[j].shape) > 2]
+    if 2 * sum(math.prod(flow.leaves[j].shape) for j in stacks) <= sum(
+        math.prod(flow.leaves[j].shape) for j in read
+    ):
+        return []
+    names = ", ".join("/".join(map(str, flow.leaves[j].path)) for j in stacks[:3])
+    return [
+        f"the stage {stretch.name} holds {_memory(flow, read)} of fp32 parameters, because the "
+        f"layers stacked in {names} are read together by one operation (scan): every pass of this "
+        f"loop needs all of them. {_OWN_LOOPS}"
+    ]
+
+
+def _sliced(jaxpr, of: Mapping[object, int]) -> set[int]:
+    """The numbers of variables of a jaxpr that it reads slice by slice, in inner loops, too."""
+    of, found = dict(of), set()
+    for eqn in jaxpr.eqns:
+        name, mine = eqn.primitive.name, [of.get(v) for v in eqn.invars if not jx.is_literal(v)]
+        if all(k is None for k in mine):
+            continue
+        body = jx.loop_body(eqn) if name == "scan" else jx.called(eqn)
+        if name in ("slice", "dynamic_slice", "gather"):
+            found |= {k for k in mine[:1] if k is not None}
+        elif name == "convert_element_type" and mine[0] is not None:
+            of[eqn.outvars[0]] = mine[0]
+        elif body is not None:
+            whole = sum(jx.scan_parts(eqn)) if name == "scan" else len(eqn.invars)
+            ins = [None if jx.is_literal(v) else of.get(v) for v in eqn.invars]
+            found |= {k for k in ins[whole:] if k is not None}
+            pairs = zip(body.jaxpr.invars, ins[:whole], strict=False)
+            found |= _sliced(body.jaxpr, {v: k for v, k in pairs if k is not None})
+    return found
 
 
 def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[ModelPath, list[int]]:
