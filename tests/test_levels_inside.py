@@ -332,7 +332,10 @@ def test_stacked_layers_in_a_loop_over_time_are_told_to_have_their_own(kind):
 
     def apart(p, batch):
         def layer(x, w):
-            return lax.scan(lambda h, x: (jnp.tanh(x @ w + h),) * 2, x[0], x)[1], None
+            def cell(h, x):
+                return (new := jnp.tanh(x @ w + h)), new
+
+            return lax.scan(cell, x[0], x)[1], None
 
         return lax.scan(layer, batch["x"].astype(jnp.bfloat16), p["w"])[0]
 

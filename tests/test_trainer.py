@@ -452,7 +452,8 @@ def test_graphs_are_trained_and_evaluated_as_in_plain_jax():
 
 def test_graphs_can_t_be_divided():
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
-    for settings in ({"microbatches": 2}, {"mesh": mesh}):
+    choices: list[dict[str, Any]] = [{"microbatches": 2}, {"mesh": mesh}]
+    for settings in choices:
         with pytest.raises(ValueError, match="edges has shape"):
             graph_trainer(**settings)
         with pytest.raises(ValueError, match="x'.* has shape .* no examples"):

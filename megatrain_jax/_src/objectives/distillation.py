@@ -108,7 +108,8 @@ def distillation(
     # A negative id is none: it would be counted from the end of the vocabulary.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
     ids = jnp.where(ids < 0, head.shape[0], ids)
-    logs: Array = _logs(options, flat, head, ids.reshape(-1, size)).reshape(ids.shape)
+    logs: Array = _logs(options, flat, head, ids.reshape(-1, size))
+    logs = logs.reshape(ids.shape)
     counts = labels >= 0
     weights = counts if mask is None else counts * array_of("mask", mask, "real numbers", *REAL)
     # Tokens that don't count may have any numbers, and must not make gradients NaN.
