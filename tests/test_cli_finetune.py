@@ -293,7 +293,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
         (["--trainable", "a", "--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
         (["--chat-template", "/no/such.jinja"], "`chat_template` must be a Jinja template"),
-        (["--learning-rate", "fast"], "--learning-rate takes a number, but is fast"),
+        (["--learning-rate", "fast"], "--learning-rate takes a number or null, but is fast"),
         (["--compute", "fp16"], "float32 or null, but is fp16; did you mean `float16`?"),
         (["--clip", "none"], "--clip takes a number or null, but is none; did you mean `null`?"),
         (["--logs", "[csv, foo]"], "mlflow, a list of them such as [a, b] or null, but is ['csv"),

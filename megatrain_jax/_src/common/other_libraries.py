@@ -74,7 +74,7 @@ _SAME = {
     # Models.
     "folder": "path model_path model_name pretrained_model_name_or_path model_name_or_path "
     "model_id name repo_id save_directory output_dir filepath dirpath log_dir logdir save_dir "
-    "adapter_path model",
+    "adapter_path model output",
     "model": "model_name_or_path base_model model_name pretrained_model_name_or_path policy module",
     "dtype": "torch_dtype export_dtype save_dtype",
     "pretrained": "model base_model",
@@ -173,7 +173,7 @@ _SAME = {
     # Public names.
     "fit": "fine_tune SFTTrainer SFTConfig TrainingArguments",
     "Trainer": "Seq2SeqTrainer LightningModule Model",
-    "CSVLog": "CSVLogger",
+    "CSVLog": "CSVLogger CSV",
     "JSONLog": "JSONLogger",
     "TensorBoard": "TensorBoardLogger TensorBoardCallback",
     "WandB": "WandbLogger WandbCallback WandbMetricsLogger wandb",

@@ -250,7 +250,7 @@ def _two_sizes(name: str, given: Any) -> tuple[int, int]:
         rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sizes)
         if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
             return min(rows, _WHOLE), min(columns, _WHOLE)
-    allowed = "integers above 0, rows and columns that share a scale,"
+    allowed = "two integers above 0 (rows and columns that share a scale)"
     raise ValueError(checks.refused(f"{name}` of `quantization_config", allowed, given))
 
 
