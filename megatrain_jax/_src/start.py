@@ -339,9 +339,12 @@ def fit_and_compile(
 def _on_cpu(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpec:
     """The run with the host memory of computation on a CPU, where nothing is compiled ahead."""
     ahead = spec.first, spec.layouts, spec.optimizer, placement
+    base = spec.base_bytes
+    if base is None:  # all processes have to make the same schedule
+        base = max(placement.processes.gather("asking for host memory", process_base_bytes()))
     return replace(
         spec,
-        base_bytes=spec.base_bytes or process_base_bytes(),
+        base_bytes=base,
         temporary_bytes=kernels.estimate(step_kernels(*ahead)),
         temporary_estimated=True,
     )
