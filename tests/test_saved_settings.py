@@ -55,8 +55,8 @@ def fit(
 
 
 def line(warned) -> str:
-    """The text of the one warning."""
-    (warning,) = warned
+    """The text of the one warning besides the plan's."""
+    (warning,) = (one for one in warned if not issubclass(one.category, mt.PlanWarning))
     return str(warning.message)
 
 
