@@ -185,8 +185,8 @@ RUN = {
 }
 MACHINE = {
     "host_gib": Argument(
-        (None, 64, 0.5, np.float32(8), np.int64(2), "64GiB", "70 GB"),
-        ("64", 0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64 gigs", ""),
+        (None, 64, 0.5, np.float32(8), np.int64(2), "64", "64GiB", "70 GB"),
+        (0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64 gigs", ""),
     ),
     "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
     "measure": Argument((False, np.bool_(False)), (*NO_FLAGS, True)),

@@ -186,7 +186,7 @@ def test_a_checkpoint_that_could_not_be_read_is_tried_again_and_keeps_its_name(
         if name != "read" or owner is not manifest:
             raise error
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(error))
+            patch.setattr(Path, "read_bytes", lambda *_, **__: (_ for _ in ()).throw(error))
             return read(*args)
 
     monkeypatch.setattr(owner, name, fails)
