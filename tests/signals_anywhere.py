@@ -140,7 +140,7 @@ def watched(
 def train(lines: dict[int, int]) -> tuple[FitResult, int, int]:
     """Trains nothing, with signals before some lines."""
     trainer: Any = WatchedLog()
-    source: Any = SimpleNamespace(position=lambda batches: {}, length=None)
+    source: Any = SimpleNamespace(position=lambda batches: {}, length=None, end_tokens=())
     slots: Any = Slots()
     driver = run.Run(trainer=trainer, source=source, first=0, counted_from=0)
     data = (batch_of(i) for i in range(1, 8))
