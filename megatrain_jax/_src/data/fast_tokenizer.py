@@ -150,5 +150,5 @@ def load_fast_tokenizer(tokenizer: Any) -> FastTokenizer:
         ValueError: See `load_tokenizer`.
     """
     tokens = FastTokenizer(tokenizer)
-    tokens.vocabulary.warn(stacklevel=3)
+    tokens.vocabulary.warn()
     return tokens

@@ -1,7 +1,6 @@
 """Code of all calls that make a dataset: option checks, then the cache, or else a build."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -10,6 +9,7 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.data.batches import DatasetOptions
 from megatrain_jax._src.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.data.dataset import Dataset
@@ -250,18 +250,16 @@ def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Datase
     if progress:
         print(made.summary, file=sys.stderr, flush=True)
     if joined := made.summary.num_joined:
-        warnings.warn(
+        warn_user(
             f"{joined:,} of {made.summary.num_documents:,} rows have an answer whose first token "
             f"also contains the end of the prompt, so that it is not learned. {_ADVICE_JOINED}.",
-            stacklevel=2,
         )
     for name, labels in made.corpus.unit_values.items():
         if labels.dtype == np.bool_ and (labels == labels[0]).all():
             kind = name if labels[0] else f"not {name}"
-            warnings.warn(
+            warn_user(
                 f"all {len(labels):,} answers of a dataset are labelled {kind}: alone it has no "
                 "difference between answers that can be learned",
-                stacklevel=2,
             )
     return Dataset(made.corpus, made.summary, options, made.chat_template)
 

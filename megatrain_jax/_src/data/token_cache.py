@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import check_regular
 from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.common.unfinished import UnfinishedFolder
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.data.corpus import Corpus
 from megatrain_jax._src.data.fast_tokenizer import FastTokenizer
 from megatrain_jax._src.data.report import Summary
@@ -115,10 +115,9 @@ class TokenCache:
         try:
             return self._read()
         except Exception as error:  # damaged files fail in any way
-            warnings.warn(
+            warn_user(
                 f"the tokenised data in {self.path} is damaged and is made anew: "
                 f"{type(error).__name__}: {error}",
-                stacklevel=2,
             )
             if self.path.is_dir() and not self.path.is_symlink():
                 shutil.rmtree(self.path, ignore_errors=True)

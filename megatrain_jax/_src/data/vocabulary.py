@@ -1,6 +1,5 @@
 """Checks that the model beside a tokenizer has an embedding row for each of its ids."""
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from megatrain_jax._src.common.hf_folder import read_json
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.data.report import InvalidRow
 
 _TOKENS_SHOWN = 3
@@ -39,7 +39,7 @@ class Vocabulary:
         size = _size(config) if tokenizer.name_or_path else None
         return cls(tokenizer=tokenizer, size=size, config=config)
 
-    def warn(self, stacklevel: int) -> None:
+    def warn(self) -> None:
         """Warns of tokens beyond the vocabulary; the data may or may not contain them.
 
         Models with more rows than the tokenizer has tokens are common and fine.
@@ -51,11 +51,10 @@ class Vocabulary:
         # Only a warning, because the data may contain none of them.
         if beyond:
             shown = ", ".join(map(repr, beyond[:_TOKENS_SHOWN]))
-            warnings.warn(
+            warn_user(
                 f"the tokenizer has {len(beyond):,} tokens ({shown}"
                 f"{', ...' if len(beyond) > _TOKENS_SHOWN else ''}) beyond the {self.size:,} of "
                 f"{self.config}; rows that have one can't be used",
-                stacklevel=stacklevel + 1,
             )
 
     def fault(self, ids: Int32[np.ndarray, " n"]) -> BeyondVocabulary | None:

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import math
-import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.user_warnings import warn_user
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 # Arguments of reward functions in addition to the rows' columns.
@@ -126,11 +126,10 @@ class Rewards:
                 found = "gave all completions of a prompt the same reward, for every prompt"
             else:
                 continue
-            warnings.warn(
+            warn_user(
                 f"the reward function {name} {found}: nothing is learned from it in such a step. "
                 "See that it reads completions as they are; more `num_generations` or a higher "
                 "`temperature` make them differ more",
-                stacklevel=2,
             )
 
     def total(self, rewards: np.ndarray) -> np.ndarray:

@@ -1,11 +1,11 @@
 """Reads the rotary embeddings of a Hugging Face configuration, in its older and newer form."""
 
 import math
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.models.hf_fields import shown
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.tensors import some
@@ -122,10 +122,9 @@ def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]
     }
     unknown -= set(ignore)
     if not_read := unknown & _NOT_READ.get(kind, frozenset()):
-        warnings.warn(
+        warn_user(
             f"{some(sorted(not_read))} of rotary embeddings of type {kind!r} is not read, as by "
             "Transformers",
-            stacklevel=5,
         )
         unknown -= not_read
     if unknown:

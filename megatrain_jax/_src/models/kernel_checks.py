@@ -6,7 +6,6 @@ seconds for experts and a quarter of a minute for the delta rule, mostly for com
 differ, or the kernels fail, a warning says so and the plain operations are used instead.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common import hopper_kernels
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.models import delta_kernel
 from megatrain_jax._src.models.delta_rule import one_token
 from megatrain_jax._src.models.grouped_products import grouped_outer, grouped_product
@@ -65,10 +65,9 @@ def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bo
         reason = f"give other results than JAX's operations (relative errors {errors})"
     version, tested = hopper_kernels.untested_version(), hopper_kernels.TESTED_VERSION
     hint = f". Version {version} is installed; {tested} is the one to install" if version else ""
-    warnings.warn(
+    warn_user(
         f"The kernels for {purpose} of jax-linear-attention {reason}, so JAX's own operations "
         f"compute instead, more slowly{hint}",
-        stacklevel=2,
     )
     return False
 
