@@ -211,6 +211,16 @@ def test_a_plan_and_a_trainer_on_a_cpu_agree_on_a_host_budget(monkeypatch):
     assert mt.Trainer(*of_deep(), progress=False, **fp32).plan.host_process_bytes == (
         pytest.approx(whole.host_process_bytes, rel=0.05)
     )
+    # Large arrays leave the C library no memory to keep.
+    batch = {"x": jax.ShapeDtypeStruct((2**12, 4096), np.float32)}
+    wide = mt.plan(
+        lambda: {"layers": [{"w": jnp.zeros((4096, 4096))} for _ in range(3)]},
+        *(deep, optax.sgd(0.1), batch),
+        **fp32,
+    )
+    assert (temporaries := wide.device_temporary_bytes or 0) > 2**24
+    needed = wide.host_peak_bytes + wide.device_state_bytes + temporaries
+    assert wide.host_process_bytes == pytest.approx(2**29 + needed, rel=0.001)
     small: Any = {"host_budget": "64MiB", **fp32}
     plan = mt.plan(*of_deep(), **small)
     assert plan.fits_host is False and plan.fits is False
