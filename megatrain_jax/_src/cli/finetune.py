@@ -84,7 +84,9 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
-    if settings.has_adapters and not settings.has_dropout:
+    # Fresh adapters have dropout only if it is asked for; tracing a large model takes seconds.
+    may_drop = settings.adapter is not None or bool(settings.lora_dropout)
+    if settings.has_adapters and may_drop and not settings.has_dropout:
         model = _without_dropout(settings, model)
     check_new_rows(settings, trainable)
     if (alpha := settings.neftune_noise_alpha) is not None:
