@@ -292,13 +292,17 @@ class _PassSearch:
 
 
 def _grouped(jaxpr: Any, every: Iterable[_Codes]) -> list[list[_Codes]]:
-    """Codes of one shape that are computed from common arrays, in groups."""
+    """Codes of one shape that are computed from common arrays, in groups.
+
+    Args:
+        jaxpr: The jaxpr.
+        every: The codes, in the order of their equations.
+    """
     groups: list[list[_Codes]] = []
     after: dict[int, set[Any]] = {}  # the variables that depend on codes
 
-    def may_share(one: _Codes, other: _Codes) -> bool:
-        read = {*one.arrays, *one.scalars}, {*other.arrays, *other.scalars}
-        return read[0].isdisjoint(after[id(other)]) and read[1].isdisjoint(after[id(one)])
+    def may_share(codes: _Codes, earlier: _Codes) -> bool:
+        return after[id(earlier)].isdisjoint([*codes.arrays, *codes.scalars])
 
     for codes in every:
         after[id(codes)] = jx.dependent(jaxpr, codes.made)

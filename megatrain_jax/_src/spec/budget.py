@@ -45,7 +45,8 @@ LARGE = 0.2
 _SHARES = (0.5, 0.25)
 # Fraction of a step's estimated time that smaller tiles must save.
 _WORTH = 0.05
-# An estimate may be this factor larger than the compiler's figure; see tests/test_gpu_memory.py.
+# An estimate may be this factor larger than the compiler's figure; see
+# tests/kernels/test_gpu_memory.py.
 _MOST_ESTIMATED = 1.5
 # A function with a shorter estimate, in seconds, compiles quickly.
 _QUICK = 0.5
