@@ -1,6 +1,6 @@
 """Draws the gallery's pictures by the code of the examples and of the pages.
 
-    PYTHONPATH=tests python experiments/gallery_pictures.py [NAME ...]
+    PYTHONPATH=tests/helpers python experiments/gallery_pictures.py [NAME ...]
 
 Each runs in a folder of its own, as the tests run it. Names are those of pictures; without any, all
 are drawn, which takes some minutes.
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from pages import ROOT, blocks, cells, execute
+from pages import blocks, cells, execute
+from places import ROOT
 
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "experiments" / "examples"
 CHECKPOINT = DOCS / "notebooks" / "finetune.ipynb"

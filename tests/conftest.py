@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -15,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from drawn import drawn
+from drawn import digest, drawn
+
+# For the test of what this file itself does.
+pytest_plugins = ["pytester"]
 
 # Concern the CPU's code generator only; a GPU's programs are compiled as ever.
 FLAGS = [
@@ -130,7 +132,8 @@ def pretending_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--draw", default="", metavar="SEED", help="of combinations that are drawn")
+    drawn_by = "of a random order, a sixteenth of the exhaustive tests, and combinations in waves"
+    parser.addoption("--draw", default="", metavar="SEED", help=drawn_by)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -142,20 +145,41 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::megatrain_jax.PlanWarning")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Any:
+    """Marks the cases of a test that its mark `by_default` doesn't name as exhaustive.
+
+    What is long is nothing else.
+    """
+    made = yield
+    items = made if isinstance(made, list) else []
+    if items and (mark := items[0].get_closest_marker("by_default")):
+        cases = {item.name.partition("[")[2][:-1]: item for item in items}
+        if unknown := set(mark.args) - cases.keys():
+            raise collector.CollectError(
+                f"{name} has no cases {sorted(unknown)}, but {sorted(cases)}"
+            )
+        for case in cases.keys() - set(mark.args):
+            cases[case].add_marker("exhaustive")
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
+    return made
+
+
 @pytest.hookimpl(trylast=True)  # after tests were deselected by -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with tests marked slow come first, so that all workers end with short tests.
+    """With `--draw`, runs a sixteenth of the exhaustive tests, and all tests in a random order.
 
-    With `--draw`, a test marked drawn runs some of its combinations only.
+    Files stay together, since their tests share fixtures, and so do the cases of a test.
     """
-    seed, by_test = str(config.getoption("--draw")), defaultdict(list)
-    for item in items:
-        if seed and (mark := item.get_closest_marker("drawn")):
-            by_test[item.nodeid.split("[")[0], mark.args[0]].append(item.nodeid)
-    kept = {i for (_, number), ids in by_test.items() for i in drawn(seed, ids, number)}
-    left_out = {i for ids in by_test.values() for i in ids} - kept
-    if left_out:
-        config.hook.pytest_deselected(items=[x for x in items if x.nodeid in left_out])
-        items[:] = [x for x in items if x.nodeid not in left_out]
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    if seed := str(config.getoption("--draw")):
+        exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
+        kept = drawn(seed, [item.nodeid for item in exhaustive], -(-len(exhaustive) // 16))
+        left_out = {item for item in exhaustive if item.nodeid not in kept}
+        if left_out:
+            config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+        items.sort(
+            key=lambda item: [digest(seed, str(item.path)), digest(seed, item.nodeid.split("[")[0])]
+        )

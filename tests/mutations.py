@@ -1,28 +1,27 @@
-"""Bugs put in by hand, one at a time: the tests nearest to each have to fail, and only with it.
+"""Bugs put in by hand, one at a time: a test nearest to each has to fail, and only with it.
 
     python tests/mutations.py --sample 10 --seed "$(git rev-parse HEAD)"
     python tests/mutations.py learning softcap
 
 The first command tries ten entries of mutations.txt, chosen by the seed: other ones for another
-commit. The second one tries the entries whose first line contains one of the words.
+commit. The second one tries the entries whose first line contains one of the words; without words,
+all are tried, which takes an hour on two cores.
 """
 
 import argparse
+import json
+import multiprocessing
 import os
 import random
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,11 @@ ROOT = TESTS.parent
 PACKAGE = "megatrain_jax"
 SOURCES = f"{PACKAGE}/_src"
 SECONDS = 900  # for the tests of one entry, on a busy machine
-_PASSED, _FAILED = 0, 1  # the exit codes of pytest
+# What tests import takes longer than most of them do, so it is imported once, in a process that
+# the others are forked from.
+_IMPORTED = ["flax.linen", "flax.nnx", "optax", "orbax.checkpoint", "pytest", "scipy", "tqdm"]
+_IMPORTED += ["matplotlib.figure", "torch", "transformers.modeling_utils"]
+_PASSED, _FAILED, _NONE = 0, 1, 5  # exit codes of pytest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,102 +80,147 @@ class Outcome:
 
     Attributes:
         status: Its exit code, None if it was stopped after `SECONDS`.
-        ran: Number of tests that were neither skipped nor stopped by an error around them.
-        failed: Whether a test itself failed; an error in collecting, in a fixture or of time is
-            no failure of a test.
+        failed: Ids of the tests that failed by themselves; an error in collecting, in a fixture or
+            of time is no failure of a test.
+        is_skipped: Whether tests were skipped and none ran.
         printed: The output.
     """
 
     status: int | None
-    ran: int
-    failed: bool
+    failed: tuple[str, ...]
+    is_skipped: bool
     printed: str
 
-
-class Trial:
-    """Tries mutations, several at once.
-
-    Mutations with equal tests share the run without a bug, and all runs share compiled programs.
-    """
-
-    def __init__(self, scratch: Path):
-        """Copies packages to folders in `scratch`."""
-        self._scratch = scratch
-        self._healthy: dict[tuple[str, ...], Outcome] = {}
-        self._locks: defaultdict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
-
-    def complaint(self, mutation: Mutation) -> str | None:
-        """Returns why a mutation can't be said to be noticed, None if it is.
-
-        Raises:
-            ModuleNotFoundError: If all of its tests are skipped for want of a package.
-        """
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        # With compiled files: to compile the package takes longer than many a test.
-        shutil.copytree(ROOT / PACKAGE, folder / PACKAGE)
-        with self._locks[mutation.tests]:
-            healthy = self._healthy.get(mutation.tests)
-            if healthy is None:
-                healthy = self._healthy[mutation.tests] = self._run(folder, mutation.tests)
-        if healthy.status == _PASSED and not healthy.ran:
-            raise ModuleNotFoundError(f"its tests need a package:\n{healthy.printed}")
-        if healthy.status != _PASSED:
-            return f"its tests do not pass without the bug:\n{healthy.printed}"
-        source = folder / SOURCES / mutation.file
-        source.write_text(mutation.apply(folder / SOURCES))
-        for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*"):
-            compiled.unlink()
-        with_bug = self._run(folder, mutation.tests)
-        shutil.rmtree(folder)
-        if with_bug.status == _PASSED:
+    def complaint(self) -> str | None:
+        """Returns why this doesn't show that tests notice a bug, None if it does."""
+        if self.is_skipped:
+            return f"its tests need a package:\n{self.printed}"
+        if self.status == _NONE:
+            return f"its tests do not exist, or are not run by default:\n{self.printed}"
+        if self.status == _PASSED:
             return "nothing has noticed it"
         # A signal, hence a status below zero, may end a process whose test has failed: the bug has
         # left a thread behind.
-        if with_bug.status is None or with_bug.status > _FAILED or not with_bug.failed:
-            return f"no test has failed by itself:\n{with_bug.printed}"
+        if self.status is None or self.status > _FAILED or not self.failed:
+            return f"no test has failed by itself:\n{self.printed}"
         return None
 
-    def _run(self, folder: Path, tests: tuple[str, ...]) -> Outcome:
-        """Runs tests on the package in a folder, up to the first failure."""
-        arguments = [str(TESTS / name) if name.startswith("test_") else name for name in tests]
-        report = folder / "report.xml"
-        report.unlink(missing_ok=True)
-        options = ["-x", "-n", "0", "-p", "no:cacheprovider", "--tb", "short"]
-        options += ["--timeout", "300", "--junit-xml", str(report)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", *options, *arguments],
-            cwd=folder,  # first in the path of `python -m`
-            env={
-                **os.environ,
-                "PYTHONPATH": str(folder),
-                "JAX_COMPILATION_CACHE_DIR": str(self._scratch / "programs"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+
+class Recorder:
+    """A plugin of pytest that writes down how tests end, when they do."""
+
+    def __init__(self, report: Path):
+        """Writes to the file `report`, a line for each test."""
+        self._report = report
+
+    def _write(self, *line: str) -> None:
+        with self._report.open("a") as file:
+            print(json.dumps(line), file=file)
+
+    def pytest_collectreport(self, report) -> None:
+        """A file was collected, or skipped as a whole."""
+        if report.skipped:
+            self._write("skipped", report.nodeid)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """A phase of a test has ended."""
+        if report.skipped:
+            self._write("skipped", report.nodeid)
+        elif report.when == "call":
+            timed_out = "from pytest-timeout" in report.longreprtext
+            self._write("failed" if report.failed and not timed_out else "ran", report.nodeid)
+
+
+def run_pytest(folder: Path, programs: Path, options: list[str]) -> None:
+    """Runs pytest in this process on the package in a folder, and ends the process."""
+    os.setsid()
+    printed = os.open(folder / "printed", os.O_CREAT | os.O_WRONLY)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    settings = {
+        "jax_compilation_cache_dir": str(programs),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    # Processes that tests start read the same from the environment.
+    os.environ |= {name.upper(): str(value) for name, value in settings.items()}
+    os.environ |= {"PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    import jax
+    import pytest
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    sys.exit(pytest.main(options, plugins=[Recorder(folder / "report")]))
+
+
+class Trial:
+    """Tries bugs, several at once; all runs share compiled programs."""
+
+    def __init__(self, scratch: Path):
+        """Copies the package, without and with bugs, to folders in `scratch`."""
+        self._scratch = scratch
+        # With compiled files: to compile the package takes longer than many a test.
+        shutil.copytree(ROOT / PACKAGE, scratch / "healthy" / PACKAGE)
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(_IMPORTED)
+
+    def with_bug(self, mutation: Mutation) -> Outcome:
+        """Returns how a mutation's tests end with the bug, up to the first failure."""
+        return self._run(mutation.tests, mutation)
+
+    def without_bugs(self, tests: list[str]) -> Outcome:
+        """Returns how tests, by their ids, end without a bug."""
+        return self._run(tuple(str(ROOT / test) for test in tests), None)
+
+    def _run(self, tests: tuple[str, ...], mutation: Mutation | None) -> Outcome:
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        healthy = self._scratch / "healthy" / PACKAGE
+        shutil.copytree(healthy, folder / PACKAGE, copy_function=os.link)
+        options = ["-c", str(ROOT / "pyproject.toml"), "-n", "0", "-p", "no:cacheprovider"]
+        options += ["--tb", "short", "--timeout", "300"]
+        # Some of what is imported belongs to plugins of pytest.
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        if mutation:
+            options += ["-x"]
+            source = folder / SOURCES / mutation.file
+            bug = mutation.apply(folder / SOURCES)
+            source.unlink()  # the file is a link
+            source.write_text(bug)
+            for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*"):
+                compiled.unlink()
+        process = self._processes.Process(
+            target=run_pytest,
+            args=(folder, self._scratch / "programs", [*options, *map(located, tests)]),
         )
-        status: int | None = None
-        try:
-            printed, _ = process.communicate(timeout=SECONDS)
-            status = process.returncode
-        except subprocess.TimeoutExpired:
-            printed = f"stopped after {SECONDS} seconds"
-        finally:
-            if process.poll() is None:
-                # Tests may have started processes, which hold the output open.
+        process.start()
+        process.join(SECONDS if mutation else None)
+        status = process.exitcode
+        if process.pid:
+            # Tests may have started processes.
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-        failures = [failure.get("message", "") for x in cases for failure in x.iter("failure")]
-        return Outcome(
+            process.join()
+        report = folder / "report"
+        lines = [json.loads(x) for x in report.read_text().splitlines()] if report.exists() else []
+        outcome = Outcome(
             status=status,
-            ran=sum(x.find("skipped") is None and x.find("error") is None for x in cases),
-            failed=any("from pytest-timeout" not in message for message in failures),
-            printed=printed,
+            failed=tuple(name for how, name in lines if how == "failed"),
+            is_skipped={how for how, _ in lines} == {"skipped"},
+            printed=(folder / "printed").read_text(errors="replace"),
         )
+        shutil.rmtree(folder)
+        return outcome
+
+
+def located(argument: str) -> str:
+    """Returns an argument of pytest with the path of the test file that it names, if it does."""
+    if not argument.startswith("test_"):
+        return argument
+    name, *rest = argument.split("::")
+    (path,) = TESTS.rglob(name)
+    return "::".join([str(path), *rest])
 
 
 @contextmanager
@@ -202,20 +250,24 @@ def main() -> None:
     if not chosen:
         parser.error(f"no entry of mutations.txt contains {' or '.join(options.words)}")
 
-    def judge(mutation: Mutation) -> bool:
+    def judge(mutation: Mutation) -> Outcome:
         start = time.monotonic()
-        try:
-            complaint = tried.complaint(mutation)
-        except ModuleNotFoundError as error:
-            complaint = str(error)
+        outcome = tried.with_bug(mutation)
         seconds = f"{time.monotonic() - start:.0f} s"
-        print(f"{mutation.file}: {mutation.what} ({seconds}): {complaint or 'noticed'}", flush=True)
-        return complaint is None
+        said = outcome.complaint() or f"noticed by {outcome.failed[0]}"
+        print(f"{mutation.file}: {mutation.what} ({seconds}): {said}", flush=True)
+        return outcome
 
     with trial() as tried, ThreadPoolExecutor(options.at_once) as pool:
-        noticed = list(pool.map(judge, chosen))
+        outcomes = list(pool.map(judge, chosen))
+        # One run for all: these tests have to pass without a bug.
+        noticing = sorted({name for outcome in outcomes for name in outcome.failed})
+        healthy = tried.without_bugs(noticing) if noticing else None
+    noticed = [outcome.complaint() is None for outcome in outcomes]
     print(f"{sum(noticed)} of {len(chosen)} bugs are noticed")
-    sys.exit(not all(noticed))
+    if healthy and healthy.status != _PASSED:
+        print(f"the tests that noticed bugs do not all pass without them:\n{healthy.printed}")
+    sys.exit(not all(noticed) or bool(healthy and healthy.status != _PASSED))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import transformers
 
-from test_cli_finetune import conversation, make_checkpoint
+sys.path.append(str(Path(__file__).with_name("helpers")))
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT  # noqa: E402
+from tiny_chats import conversation, make_checkpoint  # noqa: E402
+
 EXTRAS = "finetune,tensorboard"
 NUMBERS = range(20)
 SETTINGS: dict[str, Any] = {

@@ -10,12 +10,16 @@ and the number of entries in the site's navigation.
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pages import PAGES, ROOT, code_lines
+sys.path.append(str(Path(__file__).with_name("helpers")))
+
+from pages import PAGES, code_lines  # noqa: E402
+from places import ROOT  # noqa: E402
 
 SOURCES = ROOT / "megatrain_jax"
 PRONOUNS = frozenset({"what", "those", "other", "others", "whose", "which"})

@@ -2,13 +2,15 @@
 
     pip install --target /tmp/cuda jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2 \
         nvidia-cuda-nvcc-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-cupti-cu12
-    JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=$PWD:$PWD/tests:/tmp/cuda \
+    JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 \
+        PYTHONPATH=$PWD:$PWD/tests/helpers:/tmp/cuda \
         python experiments/throughput/temporaries.py --cuda /tmp/cuda/nvidia/cuda_nvcc
 
 XLA compiles for an H100 without having one, by the CUDA plugin of the installed JAX and its version
 of CUDA; attention is a kernel that does nothing. Products are compiled by Triton and by cuBLAS,
 because only a GPU can tell which is faster, and the larger figure counts. The figures go to
-`tests/gpu_temporaries.json`; `tests/test_gpu_memory.py` compares them with the estimates.
+`tests/helpers/gpu_temporaries.json`; `tests/kernels/test_gpu_memory.py` compares them with the
+estimates.
 """
 
 import argparse
@@ -41,7 +43,7 @@ from megatrain_jax._src.spec.make_spec import make_run_spec
 from megatrain_jax._src.spec.step_kernels import step_kernels
 from megatrain_jax._src.state.placement import Placement, placed_on
 
-FILE = Path(__file__).parents[2] / "tests" / "gpu_temporaries.json"
+FILE = Path(__file__).parents[2] / "tests" / "helpers" / "gpu_temporaries.json"
 MIB = 2**20
 
 _H100 = """

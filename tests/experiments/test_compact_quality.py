@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import sysconfig
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,8 @@ import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.encodings import coding_of
+from messages import refuses, tells
 
-ROOT = Path(__file__).parents[2]
 ORIGIN = Origin(commit=None, commit_from=None, clean=False, run="x")
 SIZES = dataclasses.replace(
     settings.TINY, steps=6, eval_every=3, loss_every=2, seq_len=16, final_batches=3
@@ -70,6 +69,7 @@ def test_whole_files_are_held_out_and_equal_ones_count_once(files, monkeypatch):
     assert sources.read(True)[2] == figures
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", ["fp32", "muon"])
 def test_a_run_is_that_of_plain_jax(row, files, tmp_path):
     setting, seed = settings.SETTINGS[row], 3
@@ -106,6 +106,7 @@ def test_a_run_is_that_of_plain_jax(row, files, tmp_path):
     assert len(found["start_seconds"]) == 1 and len(found["evaluation_seconds"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_waves_with_wide_sums_are_one_batch_and_narrow_sums_are_rounded(files, tmp_path):
     text = sources.read(False)
     rows = ["bf16 masters, int8 state" + end for end in ("", ", 4 waves", ", 4 waves, bf16 sums")]
@@ -118,6 +119,7 @@ def test_waves_with_wide_sums_are_one_batch_and_narrow_sums_are_rounded(files, t
     assert narrow != wide
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_stopped_keeps_its_seconds(files, tmp_path, monkeypatch):
     class Stops(one_run._Watch):
         def __call__(self, trainer, record):
@@ -131,7 +133,7 @@ def test_a_run_that_was_stopped_keeps_its_seconds(files, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(one_run, "_Watch", Stops)
-        with pytest.raises(SystemExit, match=r"stopped after step [45], \d+ ms a step"):
+        with pytest.raises(SystemExit, match=r"step [45]\b.*\d+ ms"):
             run()
     found = run()
     assert list(found["curve"]) == ["3", "6"]
@@ -172,6 +174,7 @@ def test_tokens_are_made_once_and_stand_for_whole_files(files, tmp_path, monkeyp
     assert fewer["held_out_files"] == arrays[2]["held_out_files"]
 
 
+@pytest.mark.exhaustive
 def test_the_last_row_of_a_vocabulary_codes_embeddings_and_no_norms():
     names = ("bf16 masters, int8 state", "bf16 masters, int8 state, embeddings too")
     batch = {name: np.zeros((2, 4), np.int32) for name in ("inputs", "targets")}
@@ -226,8 +229,8 @@ def test_runs_that_are_done_stay_and_others_go_on(tmp_path, monkeypatch, capsys)
     found = workers.run_all(jobs, SIZES, ORIGIN, out, workers=2, seconds=60)
     assert found == {"done": [names[0], *names[2:]], "failed": [names[1]], "left": []}
     said = capsys.readouterr().out
-    assert "fp32-seed-1: held out 2.0000, 100 ms a step" in said
-    assert "int8-state-seed-0 failed:" in said and "ValueError: no such state" in said
+    assert tells(said, "fp32-seed-1", "2.0000", "100 ms")
+    assert tells(said, "int8-state-seed-0", "ValueError: no such state")
     written = json.loads((out / names[0]).read_text())
     assert float(written["fraction"]) == pytest.approx(0.425)
     assert dataclasses.replace(settings.FULL, **written["sizes"]) == SIZES
@@ -246,7 +249,7 @@ def test_runs_that_are_done_stay_and_others_go_on(tmp_path, monkeypatch, capsys)
     found = workers.run_all(jobs, SIZES, ORIGIN, out, workers=2, seconds=1)
     assert found == {"done": names[:1], "failed": [], "left": ["bf16-masters-seed-0.json"]}
     assert (out / names[0]).read_text() == "{}"
-    assert "bf16-masters-seed-0: stopped after step 7, 100 ms" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "bf16-masters-seed-0", "step 7", "100 ms")
 
 
 def made_up(name, seed, over, run="x"):
@@ -275,6 +278,7 @@ def save(folder, *runs):
         (folder / settings.file_name(run["name"], run["seed"])).write_text(json.dumps(run))
 
 
+@pytest.mark.exhaustive
 def test_a_row_is_compared_with_its_yardstick_seed_by_seed(tmp_path, capsys):
     rng = np.random.default_rng(0)
     over = {(name, s): rng.uniform(1, 1.02) for name in settings.SETTINGS for s in range(3)}
@@ -308,6 +312,7 @@ def test_a_row_is_compared_with_its_yardstick_seed_by_seed(tmp_path, capsys):
     assert "% over fp32" not in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.exhaustive
 def test_seeds_are_added_to_an_earlier_summary(tmp_path):
     rng = np.random.default_rng(0)
     runs = [made_up(n, s, rng.uniform(1, 1.02)) for n in settings.SETTINGS for s in range(3)]
@@ -321,11 +326,11 @@ def test_seeds_are_added_to_an_earlier_summary(tmp_path):
     summary.main([tmp_path / "new"], *added, earlier=of["old"][0])
     expected, found = (json.loads(file.read_text()) for file in (of["all"][0], added[0]))
     assert found["rows"] == expected["rows"] and not added[1].exists()
-    with pytest.raises(SystemExit, match="'fp32' with seed 0 is in the earlier summary"):
+    with refuses(SystemExit, "'fp32'", 0):
         summary.main([tmp_path / "all"], *added, earlier=of["old"][0])
     other = {**json.loads(of["old"][0].read_text()), "text": {"train_bytes": 2}}
     of["old"][0].write_text(json.dumps(other))
-    with pytest.raises(SystemExit, match="of another text"):
+    with refuses(SystemExit, "text"):
         summary.main([tmp_path / "new"], *added, earlier=of["old"][0])
 
 
@@ -340,22 +345,23 @@ def test_what_is_not_alike_is_not_mixed(tmp_path):
     sizes = settings.FULL
     workers.check_folder(tmp_path / "a", "x", sizes)
     for run, others in (("y", sizes), ("x", dataclasses.replace(sizes, steps=5))):
-        with pytest.raises(SystemExit, match="another run or of other sizes"):
+        with refuses(SystemExit, "run", "sizes"):
             workers.check_folder(tmp_path / "a", run, others)
     save(tmp_path / "b", made_up("fp32", 0, 1.0))
-    with pytest.raises(SystemExit, match="another run of 'fp32' with this seed"):
+    with refuses(SystemExit, "'fp32'", "run"):
         summary.read([tmp_path / "a", tmp_path / "b"])
     save(tmp_path / "c", {**made_up("muon", 0, 1.0), "text": {"train_bytes": 2}})
     small = made_up("fp32", 0, 1.0)
     del small["sizes"]["vocab"]  # as files had it before there was another
     save(tmp_path / "old", small)
     workers.check_folder(tmp_path / "old", "x", sizes)
-    with pytest.raises(SystemExit, match="of another text"):
+    with refuses(SystemExit, "text"):
         summary.read([tmp_path / "a", tmp_path / "c"])
-    with pytest.raises(SystemExit, match="no JSON file"):
+    with refuses(SystemExit, "JSON"):
         summary.read([tmp_path / "none"])
 
 
+@pytest.mark.by_default("256--byte")
 @pytest.mark.parametrize(
     ("vocab", "name", "unit"), [(256, "", "byte"), (16384, "_16384_tokens", "token")]
 )
@@ -367,9 +373,9 @@ def test_a_vocabulary_has_files_and_a_unit_of_its_own(tmp_path, monkeypatch, voc
     summary.main([tmp_path / "a"], None, None)
     assert (tmp_path / f"results/pictures/compact_quality{name}.png").exists()
     found = json.loads((tmp_path / f"results/h200/compact_quality{name}.json").read_text())
-    assert found["loss_unit"] == f"nats per {unit}"
+    assert unit in found["loss_unit"]
     axes = summary.draw(summary.read([tmp_path / "a"])).axes
-    assert axes[1].get_title() == f"held-out loss, nats per {unit}"
+    assert unit in axes[1].get_title()
 
 
 def test_every_row_has_a_name_of_its_own_and_a_yardstick():
@@ -381,6 +387,7 @@ def test_every_row_has_a_name_of_its_own_and_a_yardstick():
         assert sizes.steps % sizes.eval_every == 0 == sizes.steps % sizes.loss_every
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("vocab", "unit"), [(256, "nats per byte"), (300, "nats per token")])
 def test_the_script_runs_from_end_to_end(tmp_path, monkeypatch, files, vocab, unit):
     """One run in this process, which has imported all that it needs."""

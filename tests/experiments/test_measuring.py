@@ -30,8 +30,9 @@ from timing import MIN_STEPS, Work, time_from_rest, time_long_steps, time_steps
 
 from inside import engine_of, store_of
 from megatrain_jax import models
+from messages import refuses
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -111,7 +112,7 @@ def test_steps_of_minutes_are_timed_with_the_update_of_the_step_before(seed):
     assert len(times.losses) == num_steps + 1
     spread = times.figures()["stdev_seconds_per_step"]
     assert spread is None if num_steps == 1 else spread == pytest.approx(0, abs=1e-9)
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with refuses(ValueError, 1, 0):
         time_long_steps(machine.work(), 0)
 
 
@@ -126,10 +127,11 @@ def test_a_step_from_rest_is_timed_with_all_that_it_owes(seed):
 
 
 def test_too_few_steps_are_no_mean():
-    with pytest.raises(ValueError, match="at least 8, not 7"):
+    with refuses(ValueError, 8, 7):
         time_steps(Machine(random.Random(0), ahead=True).work(), 7)
 
 
+@pytest.mark.exhaustive
 def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
     import measure
     from shapes import SHAPES
@@ -170,6 +172,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
     assert found["num_measured_steps"] == MIN_STEPS == len(found["seconds_of_steps"])
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_is_measured():
     import experts
 
@@ -194,6 +197,7 @@ def size_of(kind, config):
     return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+@pytest.mark.exhaustive
 def test_the_plain_step_trains_as_the_library_does():
     import plain_measure
     from shapes import SHAPES
@@ -345,28 +349,28 @@ def test_a_file_says_where_it_comes_from(tmp_path):
 def test_a_tree_that_no_commit_has_is_refused(tmp_path):
     commit = checkout(tmp_path)
     (tmp_path / "a").write_text("2")
-    with pytest.raises(SystemExit, match="differ from the commit.*--unclean yes"):
+    with refuses(SystemExit, "commit", "--unclean yes"):
         record.find_origin(options(), tmp_path)
     origin = record.find_origin(options("--unclean", "yes"), tmp_path)
     assert (origin.commit, origin.clean) == (commit, False)
     (tmp_path / "a").write_text("1")
     (tmp_path / "new.py").write_text("it may be what is measured")
-    with pytest.raises(SystemExit, match="differ from the commit"):
+    with refuses(SystemExit, "commit", "--unclean yes"):
         record.find_origin(options(), tmp_path)
     (tmp_path / "new.py").unlink()
-    with pytest.raises(SystemExit, match="this tree is at"):
+    with refuses(SystemExit, commit):
         record.find_origin(options("--commit", COMMIT), tmp_path)
 
 
 def test_a_copy_without_git_names_its_commit(tmp_path):
-    with pytest.raises(SystemExit, match="give --commit"):
+    with refuses(SystemExit, "--commit"):
         record.find_origin(options(), tmp_path)
     origin = record.find_origin(options("--commit", COMMIT, "--run", "x"), tmp_path)
     assert (origin.commit, origin.commit_from, origin.clean) == (COMMIT, "argument", None)
     assert origin.run == "x" and origin.options() == {"run": "x", "commit": COMMIT}
     origin = record.find_origin(options("--unclean", "yes"), tmp_path)
     assert (origin.commit, origin.commit_from, origin.clean) == (None, None, False)
-    with pytest.raises(SystemExit, match="40 hexadecimal digits"):
+    with refuses(SystemExit, 40):
         record.find_origin(options("--commit", "main"), tmp_path)
 
 
@@ -416,12 +420,12 @@ def test_a_run_goes_on_where_its_last_call_ended(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*words, "--parts", "updates:", "large: 32"])
     all_rows.main()  # 7 of 80 s fit into 570 s
     assert len(begun) == 7 and "large: 32 layers, auto" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="failed: large: 32 layers, auto"):
+    with refuses(SystemExit, "large: 32 layers, auto"):
         all_rows.main()
     assert len(begun) == 10  # two that were left, and the one that fails
     assert all(words[words.index("--run") + 1] == "x" for words in begun)
     record.save(tmp_path / "updates/a.json", {"record": {"run": "x", "host": "another"}})
-    with pytest.raises(SystemExit, match="another run or machine"):
+    with refuses(SystemExit, "run", "machine"):
         all_rows.main()
 
 

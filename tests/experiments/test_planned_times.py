@@ -6,6 +6,7 @@ import planned_times
 import pytest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["t5", pytest.param("unet", marks=pytest.mark.long)])
 def test_models_of_others_are_planned_trained_and_recorded(model, tmp_path):
     out = tmp_path / "times.json"

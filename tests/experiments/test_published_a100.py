@@ -4,6 +4,7 @@ import pytest
 from published_a100 import ROWS, planned_tokens_per_second
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "row", ROWS, ids=lambda row: f"{row.name} with {row.length} tokens per sequence"
 )

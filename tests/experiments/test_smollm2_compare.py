@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pages import ROOT
+from places import ROOT
 
 SCRIPT = ROOT / "experiments" / "smollm2" / "compare.py"
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "form", [["--layers", "2"], ["--layers", "6", "--device-budget", "320KiB"]]
 )

@@ -1,0 +1,32 @@
+"""The numbers of a text with their units, which stay when its words change."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+_SCALES = {
+    **{unit: 2 ** (10 * n) for n, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))},
+    **{"s": 1, "ms": 1e-3, "µs": 1e-6, "%": 1e-2, "GB/s": 1e9},
+    **{f"{unit}FLOP{of}": 1e3**n for n, unit in enumerate(["", *"KMGTPE"]) for of in ("", "/s")},
+}
+_COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_UNITS = "|".join(sorted(map(re.escape, _SCALES), key=len, reverse=True))
+# Not of a name, as in "layers/3" or "H200".
+_NUMBER = r"(?<![\w./])(\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
+_QUANTITY = re.compile(rf"{_NUMBER}(?: +({_UNITS})(?![\w/])|(%)|([KMBT]?)(?![\w/]))")
+
+
+def quantities(text: str) -> list[float]:
+    """The numbers in the order of the text, as bytes, seconds, operations, shares or counts."""
+    return [
+        float(number.rstrip(",").replace(",", ""))
+        * (_SCALES.get(unit or share, _COUNTS.get(count, 1)))
+        for number, unit, share, count in _QUANTITY.findall(text)
+    ]
+
+
+def has_row(text: str, expected: Sequence[float | None]) -> bool:
+    """Whether a line of a text has these numbers and no others, as far as they are printed."""
+    wanted = pytest.approx(list(expected), rel=1.1e-2)
+    return any(quantities(line) == wanted for line in text.splitlines())

@@ -1,0 +1,137 @@
+"""The structure that a reader relies on: imports between rooms, and questions with one place."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import megatrain_jax
+from places import ROOT, TESTS
+
+SOURCES = ROOT / "megatrain_jax" / "_src"
+# From the ground up: a room imports from those in the lines above its own, and from itself.
+FLOORS = (
+    "common startup",
+    "schedule program",
+    "program/layers",
+    "program/optimizer program/loss program/tiling",
+    "state adapt",
+    "kernels",
+    "options",
+    "spec",
+    "report runtime",
+    "checkpoint",
+    "history",
+    "start",
+    "run_state",
+    "run_steps",
+    "trainer",
+    "train planning",
+    "fit cross_entropy comparing",
+    "log_probabilities",
+    "objectives",
+    "data models callbacks",
+    "grpo",
+    "cli",
+)
+FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}
+FILES = sorted(SOURCES.rglob("*.py"))
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(SOURCES))
+
+
+def room_of(file: str) -> str:
+    """The room a file is in; the files beside the rooms are rooms of their own."""
+    parts = Path(file).with_suffix("").parts
+    return max(("/".join(parts[:n]) for n in (1, 2) if "/".join(parts[:n]) in FLOOR_OF), key=len)
+
+
+def imported(path: Path) -> set[str]:
+    """The files of the library that a file imports from."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{path} imports by a relative path"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    inside = {n.removeprefix("megatrain_jax._src.") for n in names if n.startswith("megatrain_jax")}
+    return {f for name in inside if (SOURCES / (f := name.replace(".", "/") + ".py")).exists()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_a_room_imports_from_rooms_below_it(path: Path):
+    if path.name == "__init__.py":
+        assert not imported(path)
+        return
+    mine = room_of(short(path))
+    others = {f for f in imported(path) if room_of(f) != mine}
+    assert not {f for f in others if FLOOR_OF[room_of(f)] >= FLOOR_OF[mine]}
+
+
+def test_schedules_need_nothing_but_the_standard_library():
+    for path in (SOURCES / "schedule").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "import jax" not in text and "import numpy" not in text, path
+
+
+@pytest.mark.parametrize("room", ["data", "models", "callbacks", "cli"])
+def test_what_is_built_on_the_library_uses_its_public_names(room: str):
+    for path in (SOURCES / room).rglob("*.py"):
+        rooms = {room_of(file) for file in imported(path)}
+        assert rooms <= {room, "common"}, path
+
+
+@pytest.mark.exhaustive
+def test_where_arrays_live_is_asked_in_one_place():
+    """Built on the library, models choose what computes them, and the command line counts GPUs."""
+    asking = {"devices", "local_devices", "device_count", "default_backend"}
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in asking:
+                if isinstance(node.value, ast.Name) and node.value.id == "jax":
+                    found.add(short(path))
+    assert found == {"state/placement.py", "common/capability.py", "cli/devices.py"}
+
+
+def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():
+    # A key stands for the body itself, and is kept as long as it.
+    allowed = {"program/jaxpr.py", "program/structural_key.py"}
+    names = re.compile(r"""["'](call_jaxpr|body_jaxpr|cond_jaxpr|branches)["']""")
+    found = {short(path) for path in FILES if names.search(path.read_text(encoding="utf-8"))}
+    assert found <= allowed, "use called, loop_body, loop_condition and branches of jaxpr.py"
+
+
+def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
+    """The others read public views, or test a part by itself."""
+    parts = {"_state", "_steps", "run_state"}
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in parts:
+                found.add(path.name)
+    assert found == {"inside.py"}
+
+
+def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are():
+    tree = ast.parse((SOURCES.parent / "__init__.py").read_text(encoding="utf-8"))
+    typed = [
+        (alias.name, node.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    modules = {name for name, place in typed if place == "megatrain_jax"}
+    assert modules == {*megatrain_jax._SUBMODULES} <= set(dir(megatrain_jax))
+    typed = [(name, place) for name, place in typed if place != "megatrain_jax"]
+    known = {name: f"megatrain_jax._src.{place}" for name, place in megatrain_jax._MODULES.items()}
+    assert dict(typed) == known and set(known) == set(megatrain_jax.__all__) <= set(
+        dir(megatrain_jax)
+    )
+    assert all(getattr(megatrain_jax, name) is not None for name in known)
