@@ -16,9 +16,6 @@ import pytest
 
 from drawn import digest, drawn
 
-# For the test of what this file itself does.
-pytest_plugins = ["pytester"]
-
 # Concern the CPU's code generator only; a GPU's programs are compiled as ever.
 FLAGS = [
     "--xla_backend_optimization_level=0",

@@ -9,6 +9,7 @@ all are tried, which takes an hour on two cores.
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -93,6 +94,8 @@ class Outcome:
 
     def complaint(self) -> str | None:
         """Returns why this doesn't show that tests notice a bug, None if it does."""
+        if self.status is None:
+            return f"its tests took more than {SECONDS} s:\n{self.printed}"
         if self.is_skipped:
             return f"its tests need a package:\n{self.printed}"
         if self.status == _NONE:
@@ -101,7 +104,7 @@ class Outcome:
             return "nothing has noticed it"
         # A signal, hence a status below zero, may end a process whose test has failed: the bug has
         # left a thread behind.
-        if self.status is None or self.status > _FAILED or not self.failed:
+        if self.status > _FAILED or not self.failed:
             return f"no test has failed by itself:\n{self.printed}"
         return None
 
@@ -196,12 +199,12 @@ class Trial:
         )
         process.start()
         process.join(SECONDS if mutation else None)
+        assert process.pid, "a process that was started has a number"
         status = process.exitcode
-        if process.pid:
-            # Tests may have started processes.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+        # Tests may have started processes.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
         report = folder / "report"
         lines = [json.loads(x) for x in report.read_text().splitlines()] if report.exists() else []
         outcome = Outcome(
@@ -214,13 +217,21 @@ class Trial:
         return outcome
 
 
+@functools.cache
+def test_files() -> dict[str, Path]:
+    """Returns the path of each test file by its name, which no other one has."""
+    paths = list(TESTS.rglob("test_*.py"))
+    found = {path.name: path for path in paths}
+    assert len(found) == len(paths), "two test files have one name"
+    return found
+
+
 def located(argument: str) -> str:
     """Returns an argument of pytest with the path of the test file that it names, if it does."""
     if not argument.startswith("test_"):
         return argument
     name, *rest = argument.split("::")
-    (path,) = TESTS.rglob(name)
-    return "::".join([str(path), *rest])
+    return "::".join([str(test_files()[name]), *rest])
 
 
 @contextmanager
@@ -265,9 +276,10 @@ def main() -> None:
         healthy = tried.without_bugs(noticing) if noticing else None
     noticed = [outcome.complaint() is None for outcome in outcomes]
     print(f"{sum(noticed)} of {len(chosen)} bugs are noticed")
-    if healthy and healthy.status != _PASSED:
+    fails = healthy is not None and healthy.status != _PASSED
+    if healthy and fails:
         print(f"the tests that noticed bugs do not all pass without them:\n{healthy.printed}")
-    sys.exit(not all(noticed) or bool(healthy and healthy.status != _PASSED))
+    sys.exit(fails or not all(noticed))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import transformers
 
 sys.path.append(str(Path(__file__).with_name("helpers")))
 
-from places import ROOT  # noqa: E402
-from tiny_chats import conversation, make_checkpoint  # noqa: E402
+from places import ROOT
+from tiny_chats import conversation, make_checkpoint
 
 EXTRAS = "finetune,tensorboard"
 NUMBERS = range(20)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).with_name("helpers")))
 
-from pages import PAGES, code_lines  # noqa: E402
-from places import ROOT  # noqa: E402
+from pages import PAGES, code_lines
+from places import ROOT
 
 SOURCES = ROOT / "megatrain_jax"
 PRONOUNS = frozenset({"what", "those", "other", "others", "whose", "which"})

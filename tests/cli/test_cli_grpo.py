@@ -17,8 +17,8 @@ from messages import tells
 
 pytest.importorskip("torch", reason='checkpoints made by Transformers: pip install -e ".[torch]"')
 
-from places import ROOT  # noqa: E402
-from tiny_chats import make_checkpoint  # noqa: E402
+from places import ROOT
+from tiny_chats import make_checkpoint
 
 PLAIN = ("--reward-weights", "null")
 REWARDS = """

@@ -15,7 +15,7 @@ from messages import refuses, tells
 
 pytest.importorskip("torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"')
 
-from cli_runs import make_given, trained  # noqa: E402
+from cli_runs import make_given, trained
 
 
 @pytest.fixture(scope="module")

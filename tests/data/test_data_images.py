@@ -14,7 +14,7 @@ from messages import refuses, tells
 
 pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture  # noqa: E402
+from tiny_images import IMAGE, TEMPLATE, VECTORS, make_processor, picture
 
 LENGTH = 64
 

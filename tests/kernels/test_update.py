@@ -137,7 +137,6 @@ def test_an_update_is_done_in_place(name):
         assert memory.temp_size_in_bytes < layout.state.num_bytes + 128
 
 
-@pytest.mark.by_default("added to", "as codes", "with residuals")
 @pytest.mark.parametrize(
     ("case", "optimizer", "options", "names"),
     [

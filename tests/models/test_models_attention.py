@@ -171,7 +171,6 @@ def sigmoid_of_exact(x, w):
     return jax.nn.sigmoid(x.astype(jnp.float32) @ w.T.astype(jnp.float32))
 
 
-@pytest.mark.by_default("BiasedMixture-sigmoid_of_exact", "MixtureOfExperts-softmax_of_rounded")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [(MixtureOfExperts, softmax_of_rounded), (BiasedMixture, sigmoid_of_exact)],

@@ -13,7 +13,7 @@ from messages import refuses
 
 pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from families import FAMILIES, make_torch, save  # noqa: E402
+from families import FAMILIES, make_torch, save
 
 NESTED = "[" * 10_000 + "]" * 10_000
 DEEP = "a string that stands for lists in lists"

@@ -236,7 +236,6 @@ def test_codes_take_time_in_memory():
     assert work.seconds(slow) - work.seconds(fast) == pytest.approx(work.coded)
 
 
-@pytest.mark.by_default("None-True", "/[ab]$-False")
 @pytest.mark.parametrize(("trainable", "keeps"), [(None, True), ("/[ab]$", False)])
 def test_no_codes_of_inputs_are_kept_for_frozen_weights(trainable, keeps):
     stage = spec_with(layers(), "float8", trainable=trainable).first.stages[1].stage

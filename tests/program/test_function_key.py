@@ -207,7 +207,7 @@ class Log:
         with_an_attribute,
         lambda: Log().write,
         lambda: functools.partial(print, []),
-        lambda: lambda value, rows=[]: rows,  # noqa: B006
+        lambda: lambda value, rows=[]: rows,
     ],
 )
 def test_functions_with_something_of_their_own_differ(make):

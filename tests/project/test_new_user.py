@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason='needed for checkpoints: pip install -e ".[torch]"')
 
-import new_user  # noqa: E402
+import new_user
 
 
 @pytest.mark.long

@@ -5,6 +5,8 @@ import pytest
 
 from drawn import drawn
 
+pytest_plugins = ["pytester"]
+
 IDS = [f"test_one[{n}]" for n in range(12)]
 
 TESTS = """

@@ -173,7 +173,6 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
     assert all(num_late.values()), "a device that isn't slow shows nothing"
 
 
-@pytest.mark.by_default("1", "2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_device_is_through_with_the_stage_before_large_temporaries(microbatches, monkeypatch):
     case, stages = CASES["nnx_tied"], ("forward", "backward")

@@ -134,7 +134,6 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     check_same_bits(trainer.params, expected)
 
 
-@pytest.mark.by_default("False", "True")
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatch):
     case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
