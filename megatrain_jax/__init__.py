@@ -67,7 +67,7 @@ _pool_limit.set_limit()
 _compilation_cache.enable()
 
 # The only place of the version; the package build reads it, and it works without installing.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "A10G",
