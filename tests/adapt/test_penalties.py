@@ -107,8 +107,9 @@ def test_what_is_made_of_parameters_alone_trains_as_in_plain_jax(loss_fn, seed):
         assert len({len(stage.stage.jaxpr.eqns) for stage in trainer.stages[1:-1]}) == 1
     losses = [trainer.read(trainer.step(batch))["loss"] for batch in batches]
     expected, state = jax.tree.map(jnp.asarray, params), OPTIMIZER.init(params)
+    differentiate = jax.jit(jax.value_and_grad(loss_fn))
     for loss, batch in zip(losses, batches, strict=True):
-        value, gradient = jax.jit(jax.value_and_grad(loss_fn))(expected, batch)
+        value, gradient = differentiate(expected, batch)
         np.testing.assert_allclose(loss, value, rtol=5e-7)
         updates, state = OPTIMIZER.update(gradient, state, expected)
         expected = optax.apply_updates(expected, updates)

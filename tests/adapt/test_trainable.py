@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+import small
 from inside import spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.adapt.model_kinds import trainable_mask
@@ -22,11 +23,28 @@ from oracle import train_plain
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train
 from workloads import all_resident_bytes
 from zoo import CASES
+from zoo_case import Case
 
 pytestmark = pytest.mark.usefixtures("started_once")
 TOLERANCE = 1e-6
 
+
+def tied_loss(params, batch):
+    """The small model's loss between two products with one matrix."""
+    embed = params["embed"]
+    return small.loss_fn([{"w": embed}, *params["layers"], {"w": embed.T}], batch)
+
+
+TIED = Case(
+    name="tied",
+    build=lambda: {"embed": small.params()[0]["w"], "layers": small.params()},
+    loss_fn=tied_loss,
+    blocks=2,
+    templates=1,
+    batch=small.batch,
+)
 RUNS = [
+    ("tied", r"embed", "clip_adamw", 2),
     ("nnx_tied", r"attention|attn|mlp/up", "clip_adamw", 1),
     ("nnx_tied", r"blocks/[12]/", "adamw_schedule", 2),
     ("nnx_tied", r"embed", "clip_adamw", 2),
@@ -59,10 +77,10 @@ def masked(optimizer, pattern, names):
     return make
 
 
-@pytest.mark.by_default("nnx_tied-embed-clip_adamw-2")
+@pytest.mark.by_default("tied-embed-clip_adamw-2")
 @pytest.mark.parametrize(("name", "pattern", "optimizer", "microbatches"), RUNS)
 def test_training_a_part_agrees_with_masked_optax(name, pattern, optimizer, microbatches):
-    case = CASES[name]
+    case = {**CASES, TIED.name: TIED}[name]
     names = names_of(case)
     trained = [re.search(pattern, n) is not None for n in names]
     assert any(trained) and not all(trained), names
@@ -177,21 +195,21 @@ def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):
         np.testing.assert_array_equal(wide, kept.astype(wide.dtype))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_function_chooses_and_mistakes_are_named():
-    case = CASES["nnx_tied"]
     seen = []
 
     def choose(path):
         seen.append(path)
         return path.endswith("bias")
 
-    chosen = make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=choose)
-    assert seen == names_of(case)
-    assert chosen.plan.num_frozen
+    chosen = plan_of(choose)
+    adapted, _ = adapt(build_adapted, adapted_loss, ADAPTED_BATCH, 0)
+    assert seen == [path_name(path) for path in adapted.paths]
+    assert chosen.num_frozen
     # A list chooses what its patterns choose, joined as alternatives.
-    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     tree = adapted.params_tree(adapted.shapes)
-    assert trainable_mask(("bias", "norm"), tree) == trainable_mask("bias|norm", tree)
+    assert trainable_mask(("bias", "pair"), tree) == trainable_mask("bias|pair", tree)
     for bad, error, *named in [
         ("layers/q_proj", ValueError, "layers/q_proj", "model"),
         ("(", ValueError, "(", "regular"),
@@ -199,9 +217,12 @@ def test_a_function_chooses_and_mistakes_are_named():
         (3, TypeError, "`trainable`", "regular"),
     ]:
         with refuses(error, *named):
-            make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=bad)
+            plan_of(bad)
+    params = {"w": jnp.ones((4, 1)), "spare": jnp.ones(1)}
     with refuses(ValueError, "parameter", "`trainable`"):
-        make_trainer(CASES["unused"], OPTIMIZERS["adamw_schedule"], trainable="spare")
+        mt.plan(
+            params, lambda p, b: (b["x"] @ p["w"]).mean(), SGD, ADAPTED_BATCH, trainable="spare"
+        )
 
 
 class Adapted(nnx.Module):
@@ -219,10 +240,15 @@ class Adapted(nnx.Module):
         return self.head(x * self.pair["a"] + self.pair["b"])
 
 
+def build_adapted():
+    return Adapted()
+
+
 def adapted_loss(model, batch):
     return (model(batch["x"]) ** 2).mean()
 
 
+SGD = optax.sgd(0.1)
 ADAPTED_BATCH = {"x": np.ones((2, 4), np.float32)}
 FILTERS = [
     nnx.LoRAParam,
@@ -257,9 +283,7 @@ def test_filters_of_flax_choose_what_flax_chooses(given):
 
 
 def plan_of(trainable):
-    return mt.plan(
-        lambda: Adapted(), adapted_loss, optax.sgd(0.1), ADAPTED_BATCH, trainable=trainable
-    )
+    return mt.plan(build_adapted, adapted_loss, SGD, ADAPTED_BATCH, trainable=trainable)
 
 
 @pytest.mark.exhaustive
@@ -278,6 +302,7 @@ def test_a_plan_counts_the_parameters_that_a_filter_freezes():
     )
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_choice_of_all_parameters_is_said():
     for given, number in ((lambda path: True, 1), (None, 0), (True, 0), (..., 0), (nnx.Param, 0)):
         assert len(plan_of(given).warnings) == number

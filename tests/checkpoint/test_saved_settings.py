@@ -208,7 +208,12 @@ def tied(params, batch):
     return small.loss_fn([*params, params[0]], batch)
 
 
-@pytest.mark.by_default("loss_fn-float32-False", "loss_fn-bfloat16-True")
+def test_no_waves_are_named_where_they_change_nothing(tmp_path):
+    fit(tmp_path, 1, microbatches=4, waves=2)
+    fit(tmp_path, 2, microbatches=4, waves=4)  # warnings are errors in tests
+
+
+@pytest.mark.by_default("loss_fn-bfloat16-True")
 @pytest.mark.parametrize(
     ("loss_fn", "sums", "is_named"),
     [(small.loss_fn, "float32", False), (tied, "float32", True), (small.loss_fn, "bfloat16", True)],

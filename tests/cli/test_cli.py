@@ -184,6 +184,7 @@ def test_patterns_and_bytes_may_be_given_as_in_python(tiny, tmp_path, capsys):
         assert tells(printed, f"`{name}`=200", '"200 GiB"')
 
 
+@pytest.mark.exhaustive
 def test_warnings_advise_options_of_the_command(tiny, capsys):
     plan = ["plan", str(tiny), "--gpu", "H100", "--tokens", "512", "--length=128"]
     assert main([*plan, "--products", "float8"]) == 0

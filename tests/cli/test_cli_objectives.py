@@ -1,6 +1,7 @@
 """The metrics of the command line's losses, of batches that are cut into microbatches."""
 
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -46,14 +47,10 @@ def two_pairs_in_four_rows():
 @pytest.mark.by_default("4")
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_accuracy_and_tokens_are_those_of_the_whole_batch(microbatches):
-    model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    loss_fn = pair_objectives.dpo(LossContext(microbatches=microbatches, is_stored=True), beta=0.1)
-    whole = {name: jnp.asarray(array) for name, array in two_pairs_in_four_rows().items()}
-    cut = {name: jnp.split(array, microbatches) for name, array in whole.items()}
-    metrics = [
-        loss_fn(model, {name: parts[i] for name, parts in cut.items()})[1]
-        for i in range(microbatches)
-    ]
+    compute, params = compiled(EXACT["dpo"], SIZES, microbatches)
+    cut = {n: np.split(array, microbatches) for n, array in two_pairs_in_four_rows().items()}
+    parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
+    metrics = [compute(params, part)[0][1] for part in parts]
     found = {name: np.array([part[name] for part in metrics]) for name in metrics[0]}
     assert found["accuracy"].mean() == 0.5  # as steps have it
     assert np.average(found["accuracy"], weights=found["weight"]) == 0.5  # as evaluations have it
@@ -104,18 +101,23 @@ EXACT: dict[str, Any] = {
 }
 
 
-def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
-    """Loss, metrics and gradients of a step, as means over microbatches."""
-    context = LossContext(microbatches=microbatches, is_stored=True)
+@functools.lru_cache(maxsize=2)  # batches of one shape follow each other
+def compiled(make: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
+    """A loss with its gradients as a function of parameters and a batch; and the parameters."""
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    loss = make(context)
+    loss = make(LossContext(microbatches=microbatches, is_stored=True))
 
     def plain(params, batch):
         return loss(nnx.merge(graph, params), batch)
 
+    return jax.jit(jax.value_and_grad(plain, has_aux=True)), params
+
+
+def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
+    """Loss, metrics and gradients of a step, as means over microbatches."""
+    compute, params = compiled(make, config, microbatches)
     cut = {name: np.split(array, microbatches) for name, array in batch.items()}
     parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
-    compute = jax.jit(jax.value_and_grad(plain, has_aux=True))
     found = [compute(params, part) for part in parts]
     means = jax.tree.map(lambda *each: np.mean(each, axis=0), *found)
     del means[0][1]["weight"]  # steps have its sum
@@ -151,7 +153,7 @@ def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
     assert whole[0][1]["kl"] == 0
     # Each kind of answer has the mean reward of its own number of answers.
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    ours, _ = sides(answers(nnx.merge(graph, params), certain))
+    ours, _ = jax.jit(lambda params: sides(answers(nnx.merge(graph, params), certain)))(params)
     good = batch["desirable"]
     for name, here in (("chosen", good), ("rejected", batch["pairs"] & ~good)):
         mean = 0.3 * np.asarray(ours)[here].mean()

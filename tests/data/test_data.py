@@ -398,6 +398,7 @@ def language_loss(params: Any, batch: dict[str, jax.Array]) -> Any:
     return loss, {"batch": jnp.sum(batch["tokens"] * weights)}
 
 
+@pytest.mark.exhaustive
 def test_fit_resumes_on_the_same_batches(chats_file: Path, tmp_path: Path):
     rng = np.random.default_rng(0)
     shapes = {"embedding": (400, 8), "positions": (LENGTH, 8), "head": (8, 400)}

@@ -210,7 +210,7 @@ def test_a_group_is_estimated_by_its_own_share(monkeypatch):
         assert 0.2 * whole.copied < group.copied < 0.35 * whole.copied
 
 
-@pytest.mark.by_default("6-3", "6-None")
+@pytest.mark.by_default("6-None")
 @pytest.mark.parametrize(("num", "at_once"), [(3, None), (6, None), (6, 3)])
 def test_groups_of_a_mixture_give_the_bits_of_all_experts(num, at_once, monkeypatch):
     """Routing leaves an expert without tokens, and gives another one most of them."""
@@ -243,10 +243,10 @@ def test_groups_of_a_mixture_give_the_bits_of_all_experts(num, at_once, monkeypa
         check_same_bits(found, whole)
     else:  # products of other sizes, and terms of gradients in another order
         check_close(found, whole, 0.01, "result")
-    assert all(jnp.any(a != 0) for a in jax.tree.leaves(whole))
+    assert all(np.any(np.asarray(a) != 0) for a in jax.tree.leaves(whole))
 
 
-@pytest.mark.by_default("False")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_checkpoint_is_restored_by_runs_that_divide_experts_otherwise(
     compact, tmp_path, monkeypatch

@@ -89,9 +89,9 @@ def test_a_streamed_model_writes_the_same():
 
 
 def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch):
-    model = decoder(num_layers=6, intermediate_size=96)
+    model = decoder(num_layers=4, intermediate_size=96)
     room = GenerationMemory(open_source(model), None)
-    budgets = [room.needs(16, 3, resident=False, num_pages=number) for number in (0, 6)]
+    budgets = [room.needs(16, 3, resident=False, num_pages=number) for number in (0, 4)]
     forms = [GenerationMemory(open_source(model), budget).choose(16, 3) for budget in budgets]
     assert forms[0] == (False, 3, frozenset())
     assert forms[1].num_rows == 3 and len(forms[1].pages) > 2
@@ -379,12 +379,12 @@ def test_the_end_of_a_long_text_is_found_in_few_decodings():
 
 
 def test_a_plan_counts_the_bytes_that_are_read():
-    model = decoder(num_layers=4, windows=(None, 5, 5, 5))
+    model = decoder(windows=(None, 5))
     rates: Any = {"flops_per_s": 1e12, "link_bytes_per_s": 1e6, "memory_bytes_per_s": 1e8}
     card = mt.Hardware(name="card", **rates)
     plan = models.Generator(model).plan(32, 10, card)
     weights = sum(4 * x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    caches = 10 * 4 * 2 * 16 * (32 + 3 * 5)  # keys and values in fp32, by two heads of eight
+    caches = 10 * 4 * 2 * 16 * (32 + 5)  # keys and values in fp32, by two heads of eight
     assert (plan.resident, plan.weight_bytes, plan.cache_bytes) == (True, weights, caches)
     assert plan.tokens_per_s == pytest.approx(10 / ((weights + caches) / 1e8))
     run = trainer(model)

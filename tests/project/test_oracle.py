@@ -61,6 +61,7 @@ def test_batches_divide_and_repeat():
             assert not np.array_equal(first[key], other[key])
 
 
+@pytest.mark.exhaustive
 def test_initialisation_repeats():
     for name in ("metrics", "builder", "batchnorm_linen", "equinox"):
         case = CASES[name]
@@ -124,6 +125,7 @@ def test_keys_and_metrics_follow_step_and_microbatch():
     assert run.losses[0] != run.losses[1]
 
 
+@pytest.mark.exhaustive
 def test_linen_dropout_draws_from_the_step_key():
     case = CASES["dropout_linen"]
     run = train_plain(case, optax.set_to_zero(), [case.batch(0)] * 2)

@@ -90,8 +90,11 @@ def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
             assert 0 <= least <= found.transient_bytes
 
 
+@pytest.mark.by_default("3")
 @pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.long)], ids=["12", "60"]
+    "seeds",
+    [range(3), range(12), pytest.param(range(12, 60), marks=pytest.mark.long)],
+    ids=["3", "12", "60"],
 )
 def test_no_step_takes_less_time_than_its_bound(seeds):
     """The bound for the memory that the step needs, whatever it stores there."""
@@ -222,12 +225,15 @@ def test_masters_stay_alone_where_a_step_waits_for_the_link(deferred):
         assert masters == 8 or {key.kind for key in residents} <= {Kind.MASTERS}, budget
 
 
-def test_masters_that_move_are_spread_where_those_in_a_row_would_delay_forwards(monkeypatch):
+@pytest.mark.by_default("2")
+@pytest.mark.parametrize("budgets", [(84, 100), range(68, 124, 8)], ids=["2", "7"])
+def test_masters_that_move_are_spread_where_those_in_a_row_would_delay_forwards(
+    budgets, monkeypatch
+):
     """A forward takes less time than the next group's masters, and a step has time for all."""
     even = dict.fromkeys(OF_GROUPS, 4)
     times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
     workload = chain(24, sizes=(even,) * 24, costs=times)
-    budgets = range(68, 124, 8)
     spread = [find_schedule(workload, budget).seconds for budget in budgets]
     monkeypatch.setattr(choices, "_spread", lambda groups: groups)
     in_a_row = [find_schedule(workload, budget).seconds for budget in budgets]
@@ -235,14 +241,15 @@ def test_masters_that_move_are_spread_where_those_in_a_row_would_delay_forwards(
     assert all(a <= 1.03 * b for a, b in zip(spread, in_a_row, strict=True))
 
 
-def test_masters_are_spread_at_the_start_of_a_timed_run_too():
+@pytest.mark.by_default("84")
+@pytest.mark.parametrize("budget", [84, 92])
+def test_masters_are_spread_at_the_start_of_a_timed_run_too(budget):
     even = dict.fromkeys(OF_GROUPS, 4)
     slow = chain(24, sizes=(even,) * 24, costs=costs(24, 24, backward=(20.0,) * 24))
     times = costs(24, 24, forward=(1.5,) * 24, backward=(6.0,) * 24)
     quick = replace(slow, costs=times)
-    for budget in (84, 92):
-        timed = search.reschedule(quick, find_schedule(slow, budget), budget)
-        assert timed.seconds == find_schedule(quick, budget).seconds
+    timed = search.reschedule(quick, find_schedule(slow, budget), budget)
+    assert timed.seconds == find_schedule(quick, budget).seconds
 
 
 @pytest.mark.by_default("1")

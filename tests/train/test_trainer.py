@@ -169,9 +169,18 @@ def test_the_model_writes_its_own_copies_of_variables():
     assert float(trainer.step(x)["loss"]) == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.by_default("nnx_scan")
+def test_the_model_of_a_trainer_computes_with_the_trained_parameters():
+    trainer = make()
+    for seed in range(2):
+        trainer.step(make_batch(seed))
+    loss = float(loss_fn(trainer.model, make_batch(9)))
+    assert loss != pytest.approx(float(loss_fn(build(), make_batch(9))), rel=1e-3)
+    np.testing.assert_allclose(trainer.evaluate([make_batch(9)])["loss"], loss, rtol=1e-5)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan", "last_axis"])
-def test_the_model_computes_with_the_trained_parameters(name):
+def test_models_of_the_zoo_compute_with_the_trained_parameters(name):
     case = CASES[name]
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
     for seed in range(2):

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+import small
 import started
 from inside import divide, spec_of, steps_of
 from megatrain_jax._src.common.keys import Kind
@@ -38,6 +39,7 @@ from runs import (
 from wave_draws import DIVISIONS, SHARED, Combination, draw, pairs
 from workloads import all_resident_bytes
 from zoo import CASES
+from zoo_case import Case
 
 TOLERANCE = 2e-6
 
@@ -72,7 +74,7 @@ def test_every_value_is_drawn(seed):
     assert draw(str(seed)) != draw(str(seed + 1))
 
 
-@pytest.mark.by_default("lax_scan_pytree", "unet")
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("started_without_residuals")
 @pytest.mark.parametrize("model", [case.name for case in CASES.values() if case.microbatches])
 def test_waves_give_the_results_of_one_wave(model, drawn):
@@ -131,11 +133,27 @@ def within(trainer: mt.Trainer, share: float) -> int:
     return int(least + share * max(0, all_resident_bytes(first.workload) - least))
 
 
-@pytest.mark.by_default("moe")
+def bounded_loss(params: Any, batch: dict[str, Any]) -> jax.Array:
+    """The small model's loss, of inputs that the batch alone determines and two stages read."""
+    x = jnp.tanh(batch["x"])
+    return small.loss_fn(params, {"x": x}) + small.loss_fn(params[-1:], {"x": x})
+
+
+SMALL = Case(
+    name="small",
+    build=lambda: [*small.params(), *small.params()],
+    loss_fn=bounded_loss,
+    blocks=4,
+    templates=1,
+    batch=small.batch,
+)
+
+
+@pytest.mark.by_default("small")
 @pytest.mark.usefixtures("started_once_in_test")
-@pytest.mark.parametrize("name", ["dropout_nnx", "moe"])
+@pytest.mark.parametrize("name", ["small", "dropout_nnx", "moe"])
 def test_residuals_of_a_wave_change_no_more_than_rounding(name):
-    case = CASES[name]
+    case = {**CASES, SMALL.name: SMALL}[name]
     batches = [case.batch(seed) for seed in range(3)]
     given: dict[str, Any] = {"microbatches": MICROBATCHES, "waves": 2, "hardware": SLOW}
     least = make_trainer(case, OPTIMIZERS["clip_adamw"], **given)
@@ -278,9 +296,10 @@ def test_each_wave_has_its_own_rows_activations_and_gradients():
     assert any(i.op is Op.OFFLOAD and i.key.kind is Kind.ACTIVATION for i in moved)  # type: ignore
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_values_of_the_batch_are_dropped_by_wave():
     """A wave's own are gone when its last stage has read them, not at the step's end."""
-    first = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"], microbatches=4, waves=4).first
+    first = make_spec(SMALL, OPTIMIZERS["adam"], microbatches=4, waves=4).first
     prologue = set(first.program.prologue_values) & first.kept - set(first.program.outputs)
     assert prologue
     dropped = Counter(i for ids in first.last_read.values() for i in ids)
@@ -288,11 +307,11 @@ def test_values_of_the_batch_are_dropped_by_wave():
     assert {dropped[i] for i in prologue} == {3}
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_values_of_a_wave_are_counted_once_and_those_of_the_step_for_all():
     """Stage inputs exist for one wave; what the batch alone determines, for all microbatches."""
-    case = CASES["nnx_tied"]
     first, second = (
-        make_spec(case, OPTIMIZERS["adam"], microbatches=4, waves=w).first for w in (1, 4)
+        make_spec(SMALL, OPTIMIZERS["adam"], microbatches=4, waves=w).first for w in (1, 4)
     )
     assert second.workload.activations
     for i, size in second.workload.activations.items():
