@@ -1,12 +1,15 @@
 """The steps of a run on batches: cut and scheduled once per batch shape, then dispatched."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
+from megatrain_jax._src.adapt.loss_function import Prediction
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
 from megatrain_jax._src.options.batch_checks import check_batch, check_like, other_arrays
@@ -25,7 +28,7 @@ from megatrain_jax._src.spec.run_spec import batch_key
 
 
 class RunSteps:
-    """The steps of a run: training and evaluation, one per batch shape.
+    """The steps of a run: training, evaluation and prediction, one per batch shape.
 
     Attributes:
         bound: The steps that were cut and scheduled, by batch shape, kind and loss.
@@ -107,20 +110,39 @@ class RunSteps:
         self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None
     ) -> dict[str, float]:
         """Computes loss and metrics of batches; see `Trainer.evaluate`."""
-        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
         if loss_fn is not None:
             check_loss(loss_fn)
-        state = self._state
-        state.flush()
+        found = list(self._evaluated(batches, loss_fn or self._state.spec.loss_fn))
+        rows, sizes = zip(*found, strict=True)
+        return weighted_means(jax.device_get(rows), sizes)
+
+    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
+        """Computes arrays with a row for each example; see `Trainer.predict`."""
+        check_loss(fn, "fn")
+        here, found = self._state.store.placement.part_here, []
+        for arrays, _ in self._evaluated(batches, Prediction(fn)):
+            if found:
+                found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
+                _check_joinable(found[0], arrays, len(found) + 1)
+            found.append(arrays)
+        found[-1] = jax.tree.map(here, found[-1])
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+    def _evaluated(
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any]
+    ) -> Iterator[tuple[Any, int | None]]:
+        """The results of batches, at least one; see `evaluate_batches`."""
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        self._state.flush()
 
         def bind(batch: Any) -> BoundStep:
             self._check_values(batch)
-            return self._bind(batch, train=False, loss_fn=loss_fn or state.spec.loss_fn)
+            return self._bind(batch, train=False, loss_fn=loss_fn)
 
-        rows, sizes = evaluate_batches(state.engine, batches, bind)
-        if not rows:
+        found = evaluate_batches(self._state.engine, batches, bind)
+        if (first := next(found, None)) is None:
             raise ValueError("`batches` gave no batch to evaluate")
-        return weighted_means(jax.device_get(rows), sizes)
+        return itertools.chain([first], found)
 
     def _check_values(self, batch: Any) -> None:
         """Checks a batch to evaluate, which need not be like the first one to train on."""
@@ -147,6 +169,20 @@ class RunSteps:
                 )
                 self.bound[key] = with_all_waves(step, training=train)
         return self.bound[key]
+
+
+def _check_joinable(first: Any, other: Any, number: int) -> None:
+    """Checks that the arrays of two batches differ in nothing but their number of rows."""
+    before, now = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), arrays)
+        for arrays in (first, other)
+    )
+    if before != now:
+        raise ValueError(
+            f"a row of what fn returned is {before} for the first of `batches` and {now} for batch "
+            f"{number}, but the rows of all batches are joined: return rows of equal shapes, or "
+            "call `predict` with one batch at a time"
+        )
 
 
 def _num_bytes(batch: Any) -> int:

@@ -256,6 +256,45 @@ class Trainer(ExplainedAttributes):
         """
         return self._steps.evaluate(batches, loss_fn)
 
+    @with_memory_advice()
+    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
+        """Computes arrays with a row for each example, such as logits or log-probabilities.
+
+        The model is streamed as in `evaluate`. NNX modules run as after ``.eval()``.
+
+        Args:
+            batches: An iterable of batches; they may differ in size.
+            fn: ``fn(model, batch)`` or ``fn(model, batch, rng)``, returning a pytree of arrays that
+                have the batch's examples as first axis. It is called with one microbatch, if the
+                run has several that divide the batch, so a row shouldn't depend on other rows.
+
+        Returns:
+            The same pytree of NumPy arrays, in the dtypes that `fn` returns, with the rows of all
+            batches in order. Each process gets the rows of the batches that it passes. All rows are
+            kept in host memory; those of two batches also on the device.
+
+        Raises:
+            TypeError: If `batches` is not an iterable, a batch is not a pytree of arrays, or `fn`
+                has another signature.
+            ValueError: If there is no batch, `fn` returns anything but arrays with a row for each
+                example, or the rows of two batches differ in shape.
+            FloatingPointError: See `read`, of steps that were not read.
+
+        Examples:
+            >>> import numpy as np
+            >>> batches = [{"x": np.full((n, 3), n, np.float32)} for n in (2, 1)]
+            >>> trainer = Trainer(
+            ...     {"w": np.ones((3, 1), np.float32)},
+            ...     lambda model, batch: (batch["x"] @ model["w"]).mean(),
+            ...     optax.sgd(0.1),
+            ...     batches[0],
+            ...     progress=False,
+            ... )
+            >>> trainer.predict(batches, lambda model, batch: batch["x"] @ model["w"]).ravel()
+            array([6., 6., 3.], dtype=float32)
+        """
+        return self._steps.predict(batches, fn)
+
     def flush(self) -> None:
         """Applies pending updates and moves all state to pinned host memory.
 

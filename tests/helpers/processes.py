@@ -100,6 +100,28 @@ def training(
     return found
 
 
+def predictions() -> list[list[float]]:
+    """Rows of batches that all devices divide and that none does, in two microbatches and in one.
+
+    Each process passes other numbers.
+    """
+
+    def fn(model: Any, batch: Any) -> Any:
+        return batch["x"] @ model["w"]
+
+    numbers = [np.arange(n, dtype=np.float32) + 10 * jax.process_index() for n in (4, 3, 1)]
+    batches = [{"x": x[:, None]} for x in numbers]
+    trainer = mt.Trainer(
+        {"w": np.full((1, 1), 2, np.float32)},
+        lambda model, batch: fn(model, batch).mean(),
+        optax.sgd(0.1),
+        batches[0],
+        microbatches=2,
+        progress=False,
+    )
+    return trainer.predict(batches, fn).tolist()
+
+
 def at_step_three(action: Callable[[], Any], index: int = 1) -> Callable[..., None]:
     """A callback that does something in one process, once step 3 is known."""
 
@@ -192,7 +214,7 @@ def main() -> None:
     jax.distributed.initialize(
         f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
     )
-    scenarios = (equivalence, endings, completed, signalled, states)
+    scenarios = (equivalence, endings, completed, predictions, signalled, states)
     by_name = {function.__name__: function for function in scenarios}
     found = {}
     with shared_contexts(), Started().replacing():

@@ -123,6 +123,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, tuple[Any, A
         folder,
         ["equivalence", _named(SAMPLE)],
         ["states", str(folder)],
+        ["predictions"],
         ["completed", str(folder / "completed")],
         ["endings", str(folder / "endings")],
     )
@@ -137,6 +138,12 @@ def _named(pairs: list[tuple[str, str]]) -> str:
 @pytest.mark.exhaustive
 def test_two_processes_agree_with_plain_jax(both):
     assert both.results["equivalence"] == [{}, {}]
+
+
+@pytest.mark.exhaustive
+def test_each_process_gets_the_rows_of_its_own_batches(both):
+    own = [[2 * n + 20 * i] for i in range(2) for size in (4, 3, 1) for n in range(size)]
+    assert both.results["predictions"] == [own[:8], own[8:]]
 
 
 @pytest.mark.long

@@ -32,7 +32,9 @@ from megatrain_jax._src.adapt.initial_values import (
     strong_array,
 )
 from megatrain_jax._src.adapt.loss_function import (
+    Prediction,
     checked_result,
+    checked_rows,
     explaining_concretization,
     loss_arguments,
     name_of,
@@ -63,7 +65,8 @@ class AdaptedModel:
         variable_shapes: shape and dtype of each leaf of that state.
         loss: `loss(loss_fn, leaves, variables, batch, rng, train)` calls the user's function and
             returns (loss, metrics, new variables). Pure, so it can be traced and differentiated. A
-            leaf may have a dtype other than declared; variables always come back as declared.
+            leaf may have a dtype other than declared; variables always come back as declared. For
+            a `Prediction` in place of `loss_fn`, it returns (None, arrays, new variables).
         params_tree: `params_tree(leaves)` is the tree that Optax and users see, with its leaves in
             the order of `paths`.
         rebuild: `rebuild(leaves, variables)` is a model of the user's own type with these arrays.
@@ -76,7 +79,7 @@ class AdaptedModel:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     variable_paths: tuple[ModelPath, ...]
     variable_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
+    loss: Callable[..., tuple[jax.Array | None, Any, tuple[jax.Array, ...]]]
     params_tree: Callable[[Sequence[Any]], Any]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     check_batch: Callable[[Any], None]
@@ -237,7 +240,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         batch: Any,
         rng: jax.Array,
         train: bool,
-    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array | None, Any, tuple[jax.Array, ...]]:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
         # A loss that takes a key receives it, and so does a module that draws random numbers.
@@ -245,7 +248,10 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
             result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
-        return *checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
+        variables = tuple(_as_declared(*item) for item in new)
+        if isinstance(loss_fn, Prediction):
+            return None, checked_rows(loss_fn.fn, result, batch), variables
+        return *checked_result(loss_fn, result), variables
 
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
         return shell.rebuild(params_tree(leaves), variables_tree(variables))

@@ -1,13 +1,15 @@
-"""The user's loss function: how it is called, and checks of its result.
+"""The user's loss function, or function that predicts: its call, and checks of its result.
 
-`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` returns a loss or (loss, metrics). Mistakes
-in the signature or the result are reported here, with the name of the user's function.
+`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` returns a loss or (loss, metrics). The `fn`
+of `Trainer.predict` is called alike and returns arrays. Mistakes in the signature or the result are
+reported here, with the name of the user's function.
 """
 
 import contextlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,29 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "equinox", "optax", __name__.par
 _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a step computes instead of a loss: the arrays of `fn`, with a row for each example."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the arrays."""
+        return self.fn(*args)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """A function's name as the user wrote it."""
     return getattr(function, "__name__", repr(function))
 
 
-def takes_rng(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function takes a random key.
+def takes_rng(loss_fn: Callable[..., Any], name: str = "loss_fn") -> bool:
+    """Whether a function, the argument `name` of the user's call, takes a random key.
 
     Raises:
         TypeError: it can't be called with (model, batch) or (model, batch, key).
     """
-    expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
+    expected = f"{name} must be a function {name}(model, batch) or {name}(model, batch, rng)"
     if not callable(loss_fn):
         raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
     try:
@@ -79,7 +92,8 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
 
 def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
     """The arguments of a loss function after the model: the batch, and a key if it takes one."""
-    return (batch, rng) if takes_rng(loss_fn) else (batch,)
+    function = loss_fn.fn if isinstance(loss_fn, Prediction) else loss_fn
+    return (batch, rng) if takes_rng(function) else (batch,)
 
 
 @contextlib.contextmanager
@@ -87,16 +101,20 @@ def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
     """Explains JAX's error for code that asks for the value of an array while it is traced.
 
     Raises:
-        TypeError: The loss, or the model, has such code.
+        TypeError: The function, or the model, has such code.
     """
     try:
         yield
     except _NEEDS_VALUE as error:
+        if isinstance(loss_fn, Prediction):
+            who, advice = f"fn ({name_of(loss_fn.fn)})", ""
+        else:
+            who = f"loss_fn ({name_of(loss_fn)})"
+            advice = 'return a number to look at as a metric, (loss, {"name": number}), '
         raise TypeError(
-            f"loss_fn ({name_of(loss_fn)}) needs the value of an array{_line_of(error)}. It is "
-            "traced once, on shapes, before any array has a value: float(), .item(), NumPy and "
-            "`if` can't be used on one. Return a number to look at as a metric, "
-            '(loss, {"name": number}), print it with jax.debug.print, compute with jax.numpy, and '
+            f"{who} needs the value of an array{_line_of(error)}. It is traced once, on shapes, "
+            "before any array has a value: float(), .item(), NumPy and `if` can't be used on one. "
+            f"To look at one, {advice}print it with jax.debug.print; compute with jax.numpy, and "
             "choose by jnp.where"
         ) from error
 
@@ -158,6 +176,34 @@ def checked_result(
             )
         numbers[key] = number
     return loss, numbers
+
+
+def checked_rows(fn: Callable[..., Any], result: Any, batch: Any) -> Any:
+    """Checks what the `fn` of `Trainer.predict` returned, and returns it with arrays of JAX.
+
+    Args:
+        fn: The user's function.
+        result: Its result.
+        batch: The batch that it was called with.
+
+    Raises:
+        ValueError: It is not a pytree of arrays with rows for the examples of the batch.
+    """
+    # The arrays of a graph have several sizes: of nodes and of edges.
+    sizes = list(dict.fromkeys(x.shape[0] for x in jax.tree.leaves(batch)))
+    rule = (
+        f"fn ({name_of(fn)}) must return a pytree of arrays whose first axis has the "
+        f"{' or '.join(map(str, sizes))} examples of the batch that it is called with"
+    )
+    found = jax.tree_util.tree_leaves_with_path(result)
+    if not found:
+        raise ValueError(f"{rule}, but its result, {_describe(result)}, holds no arrays.")
+    for path, value in found:
+        number = _as_number(value)
+        if number is None or not number.shape or number.shape[0] not in sizes:
+            name = f"result{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{rule}, but its {name} is {_describe(value)}.")
+    return jax.tree.map(jnp.asarray, result)
 
 
 def _as_number(value: Any) -> jax.Array | None:

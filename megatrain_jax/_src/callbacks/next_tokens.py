@@ -1,19 +1,12 @@
-"""Computes the next token of each row by an evaluation, because streamed models return no logits.
-
-`samples.py` calls this. An evaluation returns means of scalar metrics over its microbatches. So
-each row's token is a metric of its own, with the value 0 in microbatches without the row. The
-metric "weight" counts microbatches: a mean times "weight" is the token.
-"""
+"""The next token of each row, for the samples of a streamed model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 
 Logits = Callable[[Any, Mapping[str, Any]], jax.Array]
@@ -55,16 +48,15 @@ def choose(logits: jax.Array, temperatures: ArrayLike, draws: ArrayLike) -> jax.
     return jnp.where(temperatures[:, 0] > 0, drawn, logits.argmax(-1))
 
 
-def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
-    """A `loss_fn` for `Trainer.evaluate` that returns the next token of each row as metrics.
+def next_tokens_by(logits: Logits) -> Callable[..., jax.Array]:
+    """A function for `Trainer.predict` that returns the next token of each row.
 
     Args:
         logits: Function that returns logits of the batch, (rows, length, vocabulary), or only the
             logits at `last`, (rows, vocabulary).
-        num_rows: Number of rows with tokens to return; their numbers, from 0, are in `row`.
     """
 
-    def next_tokens(model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    def next_tokens(model: Any, batch: Mapping[str, Any]) -> jax.Array:
         found = logits(model, batch)
         rows, length = batch["tokens"].shape
         shape = getattr(found, "shape", None)
@@ -74,20 +66,6 @@ def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
             raise ValueError(f"`logits` must return an array of shape {allowed}, but gave {given}")
         if len(shape) == 3:
             found = jnp.take_along_axis(found, batch["last"][:, None, None], axis=1)[:, 0]
-        tokens = choose(found, batch["temperatures"], batch["draws"])
-        # Each row is in one microbatch; only the first process's rows count.
-        each = {f"row {k}": jnp.where(batch["row"] == k, tokens, 0).sum() for k in range(num_rows)}
-        loss = jax.nn.logsumexp(found.astype(jnp.float32), axis=-1).mean()
-        return loss, each | {"weight": jnp.float32(1)}
+        return choose(found, batch["temperatures"], batch["draws"])
 
     return next_tokens
-
-
-def find_next_tokens(
-    trainer: Trainer, loss_fn: Callable[..., Any], batch: dict[str, np.ndarray]
-) -> list[int]:
-    """The next token of each row of a batch, computed by one pass through the streamed model."""
-    rows = len(batch["row"])
-    numbers = batch["row"] + trainer.processes.index * rows
-    means = trainer.evaluate([{**batch, "row": numbers.astype(np.int32)}], loss_fn)
-    return [round(means[f"row {k}"] * means["weight"]) for k in range(rows)]

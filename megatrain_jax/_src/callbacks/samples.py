@@ -7,12 +7,7 @@ import numpy as np
 
 from megatrain_jax import Trainer, models
 from megatrain_jax._src.callbacks.callback import Callback
-from megatrain_jax._src.callbacks.next_tokens import (
-    Logits,
-    decoder_logits,
-    find_next_tokens,
-    next_tokens_loss,
-)
+from megatrain_jax._src.callbacks.next_tokens import Logits, decoder_logits, next_tokens_by
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.prompts import (
@@ -102,7 +97,7 @@ class Samples(Callback):
         self._show = checks.boolean("show", show)
         self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
         self._for_decoders = logits is None
-        self._loss_fn = next_tokens_loss(logits or decoder_logits, self.num_rows)
+        self._next_tokens = next_tokens_by(logits or decoder_logits)
 
     @property
     def num_rows(self) -> int:
@@ -155,9 +150,10 @@ class Samples(Callback):
                 # One draw for each row, even if the row has ended, so that a row's draws don't
                 # depend on the rest.
                 "draws": rng.random(self.num_rows, np.float32),
-                "row": np.arange(self.num_rows),
             }
-            chosen = np.array(find_next_tokens(trainer, self._loss_fn, batch), np.int32)
+            found = trainer.predict([batch], self._next_tokens).tolist()
+            # All processes go on with the first one's tokens; their own may be rounded differently.
+            chosen = np.array(trainer.processes.gather("the next tokens", found)[0], np.int32)
             going &= ~np.isin(chosen, stop)
             if not going.any():
                 break

@@ -70,28 +70,6 @@ def sides(columns: Array) -> tuple[Array, Array]:
     return columns[:, 0::2], columns[:, 1::2]
 
 
-def answers_as_metrics(rows: int, pairs: int) -> Loss:
-    """A loss for evaluations; its metrics are the log-probabilities of all answers in a batch.
-
-    The metric of answer i in row r is named `f"{r} {i}"`; it is 0 in microbatches without the row.
-
-    Args:
-        rows: Rows of the batch; their numbers are in `row`.
-        pairs: The maximum number of pairs in a row.
-    """
-
-    def loss_fn(model: models.Decoder, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        found = answers(model, batch)
-        each = {
-            f"{r} {i}": jnp.where(batch["row"] == r, found[:, i], 0).sum()
-            for r in range(rows)
-            for i in range(2 * pairs)
-        }
-        return found.mean(), each | {"weight": jnp.float32(1)}
-
-    return loss_fn
-
-
 def mean_where(values: Array, counts: Array, count: Array) -> Array:
     """The sum of the values under a mask, divided by a count; not divided if the count is 0.
 

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ import optax
 
 import megatrain_jax as mt
 from megatrain_jax import data
-from megatrain_jax._src.cli.answers import answers_as_metrics
+from megatrain_jax._src.cli.answers import answers
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.common.hf_folder import regular_file
@@ -195,16 +195,9 @@ def _computed(
         progress=_has_bar(),
         **options,
     )
-    losses: dict[tuple[int, ...], Callable[..., Any]] = {}
     try:
         for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
-            shape = batch["pairs"].shape
-            loss_fn = losses.setdefault(shape, answers_as_metrics(*shape))
-            rows = np.arange(shape[0], dtype=np.int32)
-            means = trainer.evaluate([{**batch, "row": rows}], loss_fn)
-            # Each row is in one part of the batch, and 0 in all remaining parts.
-            found = [means[f"{r} {i}"] for r in rows for i in range(2 * shape[1])]
-            yield batch, np.reshape(found, (shape[0], -1)) * means["weight"]
+            yield batch, trainer.predict([batch], answers)
     finally:
         del trainer
         gc.collect()  # frees its host memory for the run

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.kernels.kernel import Kernel
@@ -31,7 +32,7 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
     row = shardings(program, placement, program.prologue_values)
     small = placement.small_on_device
     place = {v: i for i, v in enumerate(program.prologue_values)}
-    new_ids = program.outputs[1 + len(program.metrics) :]
+    new_ids = program.new_variables
     drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 
@@ -55,7 +56,7 @@ def begin(key: Hashable, program: Program, microbatches: int, placement: Placeme
             once = new if once is None else once
             variables = _chosen(drawn, new, variables)
         # The loss is the mean over microbatches, so with these seeds gradients sum to its gradient.
-        seed = jnp.full(loss.shape, scale / microbatches, loss.dtype)
+        seed = jnp.full((), scale / microbatches, loss.dtype)
         return rows, seed, _chosen(drawn, new, once)
 
     out_shardings = [row] * microbatches, small, small
@@ -111,6 +112,16 @@ def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
         return result
 
     return Kernel(name="means", key=(names, weighted), build=lambda: means)
+
+
+def joined(shardings: Sequence[Sharding]) -> Kernel:
+    """The kernel `lists of arrays, one per microbatch -> arrays with the rows of all`."""
+
+    def join(rows):
+        return [jnp.concatenate(parts) for parts in zip(*rows, strict=True)]
+
+    key = tuple(shardings)
+    return Kernel(name="joined", key=key, build=lambda: join, out_shardings=list(shardings))
 
 
 def _mean(column, weights):

@@ -90,18 +90,18 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
         )
 
 
-def check_loss(loss_fn: Any) -> None:
-    """Checks that a loss function takes the right arguments and is hashable.
+def check_loss(loss_fn: Any, name: str = "loss_fn") -> None:
+    """Checks that a function of model and batch takes the right arguments and is hashable.
 
     Raises:
-        TypeError: If it isn't.
+        TypeError: If it isn't; `name` is its argument in the message.
     """
-    takes_rng(loss_fn)
+    takes_rng(loss_fn, name)
     try:
         hash(loss_fn)
     except TypeError as error:
         raise TypeError(
-            refused("loss_fn", "hashable, since compiled steps are kept by it", loss_fn)
+            refused(name, "hashable, since compiled steps are kept by it", loss_fn)
         ) from error
 
 

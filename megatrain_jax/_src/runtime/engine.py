@@ -6,6 +6,7 @@ computations, `Transfers` dispatches copies, and the store holds the state.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,22 +95,26 @@ class Engine:
             self.store.scaling = change(*self.store.scaling, self.store.ok)
         return metrics
 
-    def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Computes the loss and metrics of one batch; changes no state, even if it fails."""
+    def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> Any:
+        """Computes the loss and metrics of one batch, or the arrays of a prediction.
+
+        It changes no state, even if it fails.
+        """
         self.flush()
         self._wake()
         try:
             live, _, _ = self._begin(step, batch)
             for instruction in step.schedule.evaluation:
                 self.obey(instruction, live)
-            means = self._means(live, weighted=True)
+            is_loss = step.program.rows is None
+            found = self._means(live, weighted=True) if is_loss else self._arrays(live)
         except BaseException:
             self._transfers.abandon()
             self.store.forget_step()
             raise
         finally:
             self._rest()
-        return means
+        return found
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
@@ -163,12 +168,21 @@ class Engine:
     def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once per step."""
         if not live.means:
-            names = live.step.program.metrics
-            ids = live.step.program.outputs[: 1 + len(names)]
+            names, ids = live.step.program.metrics, live.step.program.results
             key = "means", names, weighted
             means = self._find(key, lambda: steps.means(names, weighted=weighted))
             live.means = means([[row[i] for i in ids] for row in live.rows])
         return live.means
+
+    def _arrays(self, live: LiveValues) -> Any:
+        """The arrays of a prediction, with the rows of all microbatches in order."""
+        program = live.step.program
+        arrays, *others = [[row[i] for i in program.results] for row in live.rows]
+        if others:
+            sizes = [len(live.rows) * x.shape[0] for x in arrays]
+            join = self.kernels.get(steps.joined(list(map(self.store.placement.batch, sizes))))
+            arrays = join([arrays, *others])
+        return jax.tree.unflatten(program.rows, arrays)
 
     def _numbers(self, live: LiveValues) -> list[jax.Array]:
         """The loss and, if it is scaled, its scale: an optimizer's arguments besides arrays."""

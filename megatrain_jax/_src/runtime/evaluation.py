@@ -1,9 +1,8 @@
-"""Evaluation: the loss and metrics of batches, without training on them."""
+"""Evaluation: the loss and metrics of batches, or predictions, without training on them."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-import jax
 
 from megatrain_jax._src.options.batch_checks import num_rows
 from megatrain_jax._src.runtime.batch import put_batch
@@ -18,7 +17,7 @@ _AGREED_SHAPES = "the shapes of the batches that are evaluated, and their number
 
 def evaluate_batches(
     engine: Engine, batches: Iterable[Any], bind: Callable[[Any], BoundStep]
-) -> tuple[list[dict[str, jax.Array]], list[int]]:
+) -> Iterator[tuple[Any, int | None]]:
     """Evaluates batch by batch; a signal takes effect between two batches.
 
     Args:
@@ -26,25 +25,24 @@ def evaluate_batches(
         batches: Pytrees of arrays on the host, drawn one by one.
         bind: Function that checks a batch and returns its bound step.
 
-    Returns:
-        The metrics of each batch, as device scalars that may not be ready yet, and the number of
-        examples of each; None for unequal leading axes.
+    Yields:
+        What `Engine.evaluate` computes for each batch, on the device and maybe not ready yet, and
+        the number of examples of each; None for unequal leading axes.
     """
-    rows, sizes, iterator = [], [], iter(batches)
-    placement = engine.store.placement
-    while True:
+    iterator, placement = iter(batches), engine.store.placement
+    for number in itertools.count(1):
         # A second signal interrupts an iterator that hangs.
         with deferred_interrupt(second_interrupts=True):
             batch = next(iterator, _END)
         step = None if batch is _END else bind(batch)
         with deferred_interrupt(), placement.outside_meshes():
-            where = f"batch {len(rows) + 1} of an evaluation"
+            where = f"batch {number} of an evaluation"
             # All processes agree on the end too: a process with one more batch would wait for its
             # peers in a collective.
             facts = {_AGREED_SHAPES: None if step is None else batch_key(batch)}
             placement.processes.agree(where, facts.copy)
             if step is None:
-                return rows, sizes
+                return
             arrays = put_batch(batch, step, placement)
-            rows.append(engine.evaluate(step, arrays))
-            sizes.append(num_rows(arrays))
+            found = engine.evaluate(step, arrays), num_rows(arrays)
+        yield found

@@ -136,7 +136,7 @@ class BoundStep:
     def kept_once(self) -> frozenset[int]:
         """Ids of values kept for the first microbatch only: the variables' new values."""
         read, program = {i for bound in self.stages for i in bound.stage.inputs}, self.program
-        return self.kept.difference(read, program.outputs[: 1 + len(program.metrics)])
+        return self.kept.difference(read, program.results)
 
     @functools.cached_property
     def accumulated_cotangents(self) -> frozenset[int]:
@@ -146,9 +146,8 @@ class BoundStep:
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
         """Ids, by variable, of new values of variables that stages compute, not the prologue."""
-        program = self.program
-        new, early = program.outputs[1 + len(program.metrics) :], set(program.prologue_values)
-        return {k: i for k, i in enumerate(new) if i not in early}
+        early = set(self.program.prologue_values)
+        return {k: i for k, i in enumerate(self.program.new_variables) if i not in early}
 
 
 def bind_step(

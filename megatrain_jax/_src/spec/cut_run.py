@@ -222,7 +222,7 @@ def reason_against_microbatches(adapted: AdaptedModel, program: Program) -> str 
     names = [path_name(path) for path in adapted.variable_paths]
     # If the prologue computes the new value of random state, `begin` passes it from microbatch to
     # microbatch. A value from a stage comes too late for the next microbatch.
-    new = program.outputs[len(program.outputs) - len(names) :]
+    new = program.new_variables
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:
         return (

@@ -184,6 +184,16 @@ class Placement:
         with jax.transfer_guard("allow"):
             return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
+    def part_here(self, x: jax.Array) -> np.ndarray:
+        """This process's part of an array with a part per process, in order, on its first axis."""
+        count, index = self.processes.count, self.processes.index
+        if count == 1 or x.is_fully_replicated:
+            rows = jax.device_get(x)
+            size = len(rows) // count
+            return rows[index * size : (index + 1) * size]
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start)
+        return np.concatenate(jax.device_get([shard.data for shard in shards]))
+
     def readable(self, slab: jax.Array) -> jax.Array | np.ndarray:
         """A slab at rest that this process can read whole: itself, or a copy of all shards.
 

@@ -49,18 +49,24 @@ from megatrain_jax._src.program.loss.variable_use import find_state_use
 from megatrain_jax._src.program.structural_key import structural_key, value_key, variable_numbers
 
 
-def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Program:
+def cut(
+    traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int, *, is_loss: bool = True
+) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
+
+    A prediction, which has arrays in place of the loss, has no backward.
 
     Raises:
         ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
     """
     traced = jx.without_dead_code(traced)
     flow = Dataflow(traced, leaves)
-    loss = traced.jaxpr.outvars[0]
-    if jx.is_literal(loss) or flow.kind[loss] in (CONST, DATA):
-        raise ValueError("the loss that loss_fn returns does not depend on any parameter")
-    if loss not in flow.trainable:
+    loss, *arrays = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - num_variables]
+    read = [loss] if is_loss else [loss, *arrays]
+    if all(jx.is_literal(v) or flow.kind[v] in (CONST, DATA) for v in read):
+        found = "the loss that loss_fn returns does" if is_loss else "the arrays that fn returns do"
+        raise ValueError(f"{found} not depend on any parameter")
+    if is_loss and loss not in flow.trainable:
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
@@ -68,7 +74,7 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
     if shared := find_shared(flow):
         leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
         flow = Dataflow(traced, leaves)
-    program = _Builder(flow, find_stretches(flow)).program(num_variables)
+    program = _Builder(flow, find_stretches(flow)).program(num_variables, is_loss)
     return dataclasses.replace(program, shared=shared)
 
 
@@ -114,12 +120,12 @@ class _Builder:
                 uses[v].add(stage)
         return home
 
-    def program(self, num_variables: int) -> Program:
+    def program(self, num_variables: int, is_loss: bool) -> Program:
         bodies = [self._body(s) for s in range(len(self.stretches))]
         self._unify_inputs(bodies)
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
-        stages = self._activate([b.stage() for b in bodies], outputs)
+        stages = self._activate([b.stage() for b in bodies], outputs[: int(is_loss)])
         # Last: by now `ids` has all values that a stage or the caller needs, and the prologue makes
         # the ones that no stage makes.
         prologue, consts, ids = self._prologue()
@@ -234,11 +240,11 @@ class _Builder:
                 by_number = {n: v for v, n in number.items()}
                 body.outputs = [by_number[n] for n in sorted(used)]
 
-    def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
+    def _activate(self, stages: list[Stage], losses: Sequence[int]) -> list[Stage]:
         """Follows the loss's cotangent backwards through the stages to floats that need one."""
         var_of = {n: v for v, n in self.ids.items()}
         # Stages pass values only forwards, so one pass from last to first is enough.
-        with_cotangent = {outputs[0]}
+        with_cotangent = set(losses)
         done = []
         for stage in reversed(stages):
             arriving = tuple(

@@ -1,4 +1,4 @@
-"""Stages and programs: the pure functions that a loss is cut into.
+"""Stages and programs: the pure functions that a loss, or a prediction, is cut into.
 
 Values have ids, which link stages: the first of two layers may have `inputs=(2,), outputs=(3,)` and
 the second `inputs=(3,), outputs=(4,)`, with equal keys.
@@ -84,10 +84,12 @@ class Program:
         prologue_consts: Values of the prologue's constants.
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
-        outputs: Ids of the traced function's outputs; the first is the loss.
+        outputs: Ids of the traced function's outputs: the loss and its metrics, or the arrays of a
+            prediction, and then the variables' new values.
         examples: The values with rows for the batch's examples.
         state: How the model's variables are used.
         metrics: Names of the metrics, which follow the loss in `outputs`.
+        rows: Structure of the arrays that a prediction returns; None for a loss.
         warnings: The parts that could not be cut, in words.
         shared: Leaves that belong to no block, though their path is in one, because further blocks
             read them.
@@ -103,9 +105,20 @@ class Program:
     examples: Examples
     state: StateUse
     metrics: tuple[str, ...] = ()
+    rows: Any = None
     warnings: tuple[str, ...]
     shared: frozenset[int] = frozenset()
     in_float8: frozenset[int] = frozenset()
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Ids of the outputs for the caller: all but the variables' new values."""
+        return self.outputs[: len(self.outputs) - len(self.state.drawn)]
+
+    @property
+    def new_variables(self) -> tuple[int, ...]:
+        """Ids of the variables' new values."""
+        return self.outputs[len(self.results) :]
 
     def num_bytes(self, i: int, num_devices: int) -> int:
         """Bytes of a value on each device."""

@@ -32,17 +32,21 @@ from megatrain_jax._src.program.loss.upstream import find_upstream
 class TracedLoss:
     """A traced loss `(parameters, variables, batch, rng) -> (loss, metrics, variables)`.
 
+    A prediction, `(...) -> (arrays, variables)`, is traced and cut like a loss.
+
     Attributes:
         traced: The loss's jaxpr over flat inputs.
         num_parameters: Number of inputs that are parameters.
         num_variables: Number of inputs that are variables: untrained state.
         metrics: Names of the metrics, in output order.
+        rows: Structure of the arrays that a prediction returns; None for a loss.
     """
 
     traced: jx.Traced
     num_parameters: int
     num_variables: int
     metrics: tuple[str, ...]
+    rows: Any = None
 
     @functools.cached_property
     def stacks(self) -> Stacks:
@@ -62,7 +66,7 @@ def trace_loss(
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
     Args:
-        loss: The loss.
+        loss: The loss; a prediction returns None in its place, and a tree of arrays as metrics.
         parameters: Shapes and dtypes of the parameters.
         variables: Shapes and dtypes of the untrained state.
         batch: Shapes and dtypes of the batch.
@@ -76,14 +80,18 @@ def trace_loss(
             run has several devices; or it reads an array that an earlier trace created.
     """
     names: tuple[str, ...] = ()
+    structure: Any = None
 
     def flat(parameters, variables, batch, rng):
-        nonlocal names
+        nonlocal names, structure
         value, metrics, new = loss(parameters, variables, batch, rng)
         # The metrics' names are known only while tracing; only values can leave the trace.
-        names = tuple(metrics)
+        if value is None:
+            arrays, structure = jax.tree.flatten(metrics)
+        else:
+            names, arrays = tuple(metrics), list(metrics.values())
         # A metric may be a parameter itself; a copy makes it a value of some stage.
-        return value, [jnp.copy(metrics[k]) for k in names], list(new)
+        return value, list(map(jnp.copy, arrays)), list(new)
 
     ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
@@ -141,6 +149,7 @@ def trace_loss(
         num_parameters=len(parameters),
         num_variables=len(variables),
         metrics=names,
+        rows=structure,
     )
 
 
@@ -205,10 +214,11 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         # Outputs must be whole, so stacked results are put together.
         return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
-    program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
+    is_loss = traced.rows is None
+    program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables, is_loss=is_loss)
     found = uncut_stack_warnings(traced.stacks, leaves)
     warnings = *program.warnings, *found
-    return dataclasses.replace(program, metrics=traced.metrics, warnings=warnings)
+    return dataclasses.replace(program, metrics=traced.metrics, rows=traced.rows, warnings=warnings)
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:
