@@ -57,7 +57,6 @@ def test_accuracy_and_tokens_are_those_of_the_whole_batch(microbatches):
     assert found["tokens"].mean() == 12
 
 
-@pytest.mark.exhaustive
 def test_accuracy_of_a_batch_without_pairs_is_0():
     batch = two_pairs_in_four_rows()
     without = {name: jnp.zeros_like(batch[name]) for name in ("pairs", "pairs_per_row")}

@@ -230,7 +230,12 @@ def test_faults_of_an_array_are_named_with_their_lines(tmp_path: Path):
 
 
 @pytest.mark.by_default(
-    "digits-1", "digits-40", "digits-262144", "only digits-40", "only digits-262144"
+    "digits-1",
+    "digits-40",
+    "digits-262144",
+    "only digits-1",
+    "only digits-40",
+    "only digits-262144",
 )
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
 @pytest.mark.parametrize(
@@ -484,7 +489,6 @@ def test_faulty_texts_are_named(tmp_path: Path):
 # Imports
 
 
-@pytest.mark.exhaustive
 def test_the_library_does_not_import_what_only_data_needs():
     code = (
         "import sys, megatrain_jax\n"

@@ -51,7 +51,20 @@ def sections(page: Page) -> list[Page]:
     ]
 
 
-@pytest.mark.by_default("docs/limits.md", "docs/several_gpus.md")
+@pytest.mark.by_default(
+    "docs/adapters.md",
+    "docs/checkpoints.md",
+    "docs/comparison.md",
+    "docs/design.md",
+    "docs/generation.md",
+    "docs/grpo.md",
+    "docs/index.md",
+    "docs/limits.md",
+    "docs/looking.md",
+    "docs/models.md",
+    "docs/several_gpus.md",
+    "docs/what_fits.md",
+)
 @pytest.mark.parametrize("page", [p for p in PAGES if shown_numbers(p.text)], ids=short)
 def test_no_digit_of_a_figure_can_change(page: Page):
     rng = random.Random(0)
@@ -164,7 +177,25 @@ def as_written(text: str, words: str) -> str:
     return found[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.by_default(
+    "README.md-[minimum budget](-<->-[24 GiB budget](",
+    "README.md-[exact updates](-<->-[ZeRO-3 offload](",
+    "README.md-[ZeRO-3 offload](-<->-[FSDP2 with `CPUOffloadPolicy`](",
+    "README.md-| 9.5 GiB |-->-| 9.5 s |",
+    "README.md-[13,106 tokens/s]-->-[13,106 GiB]",
+    "docs/long_sequences.md-[10.06 s in 72.2 GiB]-->-[10.06 GiB in 72.2 s]",
+    "docs/long_sequences.md-[ZeRO-3 with tiles (ALST)](-<->-[ZeRO-3](",
+    "docs/long_sequences.md-14.68 s in 43.1-->-14.68 tokens/s in 43.1",
+    "docs/long_sequences.md-[all layers](-<->-[two layers](",
+    "docs/long_sequences.md-| s/step | predicted |-->-| predicted | s/step |",
+    "README.md-[auto budget](-->-[60 GiB budget](",
+    "README.md-| 9.5 GiB |-->-| 9.5 GB |",
+    "README.md-| H100 80 GiB, 256 GiB host | [118.5B]-->-| RTX 4090, 256 GiB host | [118.5B]",
+    "README.md-| H200, 256 GiB host | [14.8B]-->-| H100, 256 GiB host | [14.8B]",
+    "README.md-| compact | [6,986]-->-| fp32 | [6,986]",
+    "docs/design.md-[35 s]-->-[42 s]",
+    "README.md-[94% of the throughput]-->-[94% of the memory]",
+)
 @pytest.mark.parametrize(("name", "one", "how", "other"), FALSE)
 def test_swapped_labels_cards_and_units_are_noticed(name, one, how, other):
     (page,) = (page for page in PAGES if short(page) == name)

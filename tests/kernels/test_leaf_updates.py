@@ -21,12 +21,32 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.spec.make_spec import make_run_spec
 from optimizers import OPTIMIZERS
 from runs import make_spec
-from zoo import CASES
+from zoo_case import Case
 
 FP32 = mt.Precision(compute=jnp.float32)
 BF16 = mt.Precision(master=jnp.bfloat16, compute=jnp.float32)
 INT8 = mt.Precision.compact(compute=jnp.float32)
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
+
+
+SIZES = [(16,), (16, 32), (32,), (32, 16), (16,)]
+
+
+def of_blocks(params, x):
+    """A loss of blocks of matrices and vectors, as a decoder has them."""
+    for norm, up, bias, down, last in params["blocks"]:
+        x = x + jnp.tanh(x * norm @ up + bias) @ down + last
+    return (x**2).mean()
+
+
+BLOCKS = Case(
+    name="blocks",
+    build=lambda: {"blocks": [list(map(np.ones, SIZES))] * 3},
+    loss_fn=of_blocks,
+    blocks=3,
+    templates=1,
+    batch=lambda seed: np.ones((4, 16), np.float32),
+)
 
 
 def at_once(part, layout):
@@ -77,7 +97,7 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
     mesh = jax.make_mesh(
         (num_devices,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
     )
-    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS[name], precision=precision, mesh=mesh)
+    spec = make_spec(BLOCKS, OPTIMIZERS[name], precision=precision, mesh=mesh)
     group = max(range(len(spec.layouts)), key=lambda g: len(spec.layouts[g].master.shapes))
     part, layout = spec.optimizer.apply[group], spec.layouts[group]
     args = random_arguments(layout, part, len(spec.optimizer.messages[group]))
@@ -91,9 +111,9 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
     check_updates(run, expected, args, draw, small)
 
 
-def update_of_matrices(optimizer):
-    """A kernel that updates a block of 16 matrices, and the bytes of a matrix and of the block."""
-    layer = {name: np.zeros((64, 64), np.float32) for name in "abcdefghijklmnop"}
+def update_of_matrices(optimizer, count=16):
+    """A kernel that updates a block of matrices, and the bytes of a matrix and of the block."""
+    layer = {name: np.zeros((64, 64), np.float32) for name in "abcdefghijklmnop"[:count]}
 
     def loss_fn(params, x):
         for layer in params["layers"]:
@@ -135,7 +155,7 @@ def test_an_update_needs_room_for_one_matrix(optimizer, matrices, monkeypatch):
 
 
 def test_matrices_are_updated_one_after_another(monkeypatch):
-    kernel, matrix, slab = update_of_matrices(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    kernel, matrix, slab = update_of_matrices(optax.adafactor(1e-3, min_dim_size_to_factor=8), 6)
     monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
     monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
     # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler

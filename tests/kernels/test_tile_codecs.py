@@ -77,9 +77,6 @@ def test_tiles_have_the_arrays_of_slabs(codec, monkeypatch):
     np.testing.assert_array_equal(again, codec.decode([jnp.asarray(a) for a in found], "float32"))
 
 
-@pytest.mark.by_default(
-    "dynamic-4-False", "linear-8-True", "linear-8-False", "linear-4-True", "linear-4-False"
-)
 @pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
 def test_unchanged_numbers_keep_their_codes(code, bits, signed):
     """Even the smallest draw changes none."""

@@ -17,6 +17,7 @@ from megatrain_jax._src.kernels.timing import RepeatedCall, Timed
 from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.spec import measured
 
+SGD = optax.sgd(0.1)
 DOCUMENTS = np.repeat(np.array([[3, 3, 3, 7], [1, 2, 2, 2], [5, 5, 9, 9], [4, 4, 4, 6]]), 4, 1)
 
 
@@ -42,7 +43,7 @@ def made() -> tuple[Any, ...]:
     layers = [{"w": weight(8, 8), "table": weight(5, 8), "router": weight(8, 5)} for _ in range(3)]
     params = {"layers": layers, "last": {"w": weight(5, 8)}}
     batch = {"x": weight(4, 16, 8), "documents": DOCUMENTS}
-    return params, routed, optax.sgd(0.1), batch
+    return params, routed, SGD, batch
 
 
 class Watch:
@@ -99,13 +100,14 @@ def of_first_microbatch(trainer: mt.Trainer) -> dict[int, np.ndarray]:
     return {i: x for i, x in found.items() if np.issubdtype(x.dtype, np.integer)}
 
 
-@pytest.mark.by_default("1-1", "1-4")
+@pytest.mark.by_default("1-4")
 @pytest.mark.usefixtures("pretending_gpu")
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(1, 1), (1, 4), (2, 1), (2, 2)])
 def test_functions_take_the_integers_that_a_step_computes(num_devices, microbatches, monkeypatch):
     """Of the first microbatch, and of the rows that earlier functions have chosen."""
     watch, mesh = Watch(monkeypatch), Mesh(jax.devices()[:num_devices], "data")
-    trainer = mt.Trainer(*made(), microbatches=microbatches, mesh=mesh, progress=False)
+    division = {"microbatches": microbatches, "waves": 1}
+    trainer = mt.Trainer(*made(), **division, mesh=mesh, progress=False)
     of_batch = of_first_microbatch(trainer)
     chosen: dict[int, np.ndarray] = {}
     for row in watch.timed:
@@ -122,12 +124,12 @@ def test_functions_take_the_integers_that_a_step_computes(num_devices, microbatc
             np.testing.assert_array_equal(x, (of_batch | chosen)[i])
 
 
-@pytest.mark.usefixtures("pretending_gpu")
-def test_a_plan_takes_the_integers_of_its_batch_too(monkeypatch):
-    watch = Watch(monkeypatch)
+def test_a_plan_takes_the_integers_of_its_batch_too(monkeypatch, request):
     of_batch = of_first_microbatch(mt.Trainer(*made(), progress=False))
-    watch.taken.clear()
-    mt.plan(*made(), measure=True)
+    assert of_batch
+    request.getfixturevalue("pretending_gpu")  # a trainer is timed there, too
+    watch = Watch(monkeypatch)
+    mt.plan(*made(), microbatches=1, waves=1, measure=True)
     for i, expected in of_batch.items():
         for x in watch.integers()[i]:
             np.testing.assert_array_equal(x, expected)
@@ -170,7 +172,7 @@ def announced(params: Any, batch: Any) -> jax.Array:
 def test_a_prologue_that_prints_does_not_print_before_training(monkeypatch, capsys):
     watch = Watch(monkeypatch)
     params, _, optimizer, batch = made()
-    trainer = mt.Trainer(params, announced, optimizer, batch, progress=False)
+    trainer = mt.Trainer(params, announced, optimizer, batch, waves=1, progress=False)
     assert trainer.plan.is_measured and watch.timed
     assert "documents of" not in capsys.readouterr().out
     trainer.read(trainer.step(batch))
@@ -202,8 +204,9 @@ def test_a_model_with_keys_of_another_generator_trains(impl, monkeypatch):
     trainer = mt.Trainer(
         lambda: Masked(impl, nnx.Rngs(0)),
         lambda model, batch: (model(batch["x"], batch["documents"]) ** 2).mean(),
-        optax.sgd(0.1),
+        SGD,
         batch,
+        waves=1,
         progress=False,
     )
     assert trainer.plan.is_measured and watch.timed
@@ -238,7 +241,8 @@ def test_backwards_take_the_residuals_of_their_forwards(num_devices, products, m
     params, _, optimizer, batch = made()
     mesh = Mesh(jax.devices()[:num_devices], "data")
     precision = mt.Precision(compute="bfloat16", products=products)
-    mt.Trainer(params, routed, optimizer, batch, mesh=mesh, precision=precision, progress=False)
+    given = {"mesh": mesh, "precision": precision, "waves": 1, "progress": False}
+    mt.Trainer(params, routed, optimizer, batch, **given)
     kept = [row for row in timed if row.kernel.name == "backward of kept"]
     assert kept
     for row in kept:

@@ -190,7 +190,6 @@ def as_transformers(values):
     return transformers.AutoConfig.for_model(values["model_type"], **options).to_dict()
 
 
-@pytest.mark.by_default("mistral", "qwen2", "mixtral", "olmo2", "hunyuan_v1_dense")
 @pytest.mark.parametrize("family", _FULL)
 @pytest.mark.filterwarnings("ignore")
 def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
@@ -272,13 +271,6 @@ def test_what_is_not_supported_is_named(changes, named):
         DecoderConfig.from_hf(SIZES | {"model_type": "llama"} | changes)
 
 
-@pytest.mark.by_default(
-    "allenai/OLMo-2-1124-7B",
-    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
-    "ibm-granite/granite-3.1-2b-base",
-    "microsoft/phi-2",
-    "Qwen/Qwen3-VL-8B-Instruct",
-)
 @pytest.mark.filterwarnings("ignore:attn_factor of rotary embeddings:UserWarning")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_released_checkpoints(name):

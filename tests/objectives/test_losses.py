@@ -41,7 +41,11 @@ def test_a_sum_beyond_float16_whose_mean_is_within_is_no_overflow():
 
 
 @pytest.mark.by_default(
-    "True-0.0-None-64", "True-0.0-None-4096", "False-0.1-None-4096", "True-0.01-5.0-4096"
+    "True-0.0-None-7",
+    "True-0.0-None-64",
+    "True-0.0-None-4096",
+    "False-0.1-None-4096",
+    "True-0.01-5.0-4096",
 )
 @pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_tokens_that_do_not_count_change_nothing():
     assert nothing == 0 and not any(np.any(g) for g in gradients)
 
 
-@pytest.mark.by_default("1", "3", "4", "5", "7")
+@pytest.mark.by_default("1", "3", "4", "5", "6", "7")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_label_beyond_the_vocabulary_makes_loss_and_gradients_nan_if_it_counts(seed):
     hidden, head, labels, mask = arrays((3, 11), seed=seed)

@@ -163,7 +163,6 @@ def test_a_certain_answer_has_the_limit_of_gradients_and_what_is_no_probability_
     assert np.isnan(loss(jnp.float32(0.7), jnp.float32(-0.7)))
 
 
-@pytest.mark.by_default("0.0-True", "0.1-True")
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_policies_that_find_tokens_certain_or_impossible_have_exact_gradients(beta, corrected):

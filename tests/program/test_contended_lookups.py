@@ -27,9 +27,6 @@ INDICES = np.random.default_rng(0).integers(-4, 5, (20, 30))
 WEIGHTS = np.random.default_rng(1).standard_normal((20, 30, 2, 4)).astype(np.float32)
 
 
-@pytest.mark.by_default(
-    "fill-False", "fill-True", "promise_in_bounds-False", "promise_in_bounds-True"
-)
 @pytest.mark.parametrize("in_call", [False, True])
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 def test_the_gradient_of_a_crowded_lookup_is_that_of_a_scatter(mode, in_call):
@@ -77,8 +74,8 @@ def test_a_run_with_crowded_lookups_trains_as_plain_jax_does(microbatches, num_d
 
     layers = [{"w": 0.1 * numbers(8, 8)} for _ in range(3)]
     params = {"bias": numbers(2, 4), "tokens": numbers(40, 8), "layers": layers}
-    batches = [rng.integers(0, 40, (2, 16)) for _ in range(3)]
-    optimizer = optax.adam(1e-2)
+    batches = [rng.integers(0, 40, (2, 16)) for _ in range(2)]
+    optimizer = optax.sgd(0.1)
     trainer = mt.Trainer(
         params,
         loss_fn,
@@ -95,11 +92,14 @@ def test_a_run_with_crowded_lookups_trains_as_plain_jax_does(microbatches, num_d
         if bound.mode is not None
     ]
     assert sum(scatters(pullback.jaxpr) for pullback in pullbacks) == 1
-    state = optimizer.init(params)
-    for batch in batches:
+
+    @jax.jit
+    def plain_step(params, batch):
         value, gradients = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = optimizer.update(gradients, state)
-        params = optax.apply_updates(params, updates)
+        return value, jax.tree.map(lambda x, gradient: x - 0.1 * gradient, params, gradients)
+
+    for batch in batches:
+        value, params = plain_step(params, batch)
         found = trainer.read(trainer.step(batch))["loss"]
         np.testing.assert_allclose(found, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(params), strict=True):

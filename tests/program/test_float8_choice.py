@@ -179,14 +179,22 @@ def with_factors(loss_fn: Callable[..., Any]) -> Case:
 FACTORS = {f"layers/{i}/{name}" for i in (0, 1) for name in "AB"}
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.by_default("named")
 @pytest.mark.parametrize("products", ["float8", {"layers/*": "float8"}], ids=["float8", "named"])
 def test_factors_of_adapters_stay_as_they_are(products):
     case = with_factors(beside_factors)
     assert found(spec_with(case, products, trainable="/[AB]$")) == LAYERS
-    # Without a frozen matrix beside them they are no adapter's, or if they are frozen themselves.
-    for trained in (None, "/(A|up)$", "/down$"):
-        assert found(spec_with(case, products, trainable=trained)) == {*LAYERS, *FACTORS}
+    # Without a frozen matrix beside them they are no adapter's.
+    assert found(spec_with(case, products)) == {*LAYERS, *FACTORS}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("traced_once")
+def test_factors_beside_a_trained_matrix_or_frozen_ones_are_in_float8():
+    case = with_factors(beside_factors)
+    for trained in ("/(A|up)$", "/down$"):
+        assert found(spec_with(case, "float8", trainable=trained)) == {*LAYERS, *FACTORS}
 
 
 def gated_by_factors(model, batch):
@@ -241,6 +249,7 @@ def test_adapters_of_the_library_stay_as_they_are(options):
     assert found(spec) == {f"{name}/kernel" for name in LAYERS}
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_pattern_without_a_product_beside_one_with_some_is_named():
     case = case_of(ruled_head, head=HEAD[::-1])
     given = case.build(), case.loss_fn, OPTIMIZERS["adam"](None), case.batch(0)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import megatrain_jax as mt
@@ -153,7 +154,6 @@ def test_products_that_would_not_gain_or_are_sensitive_stay_as_they_are():
     assert weights(spec) == [[], *[[*[SQUARE] * 4, UP, DOWN]] * 2, []]
     assert len({bound.stage.key for bound in spec.first.stages}) == 3
     assert not any(map(any, weights(spec_with(layers(width=1024), "float8"))))
-    assert not any(map(any, weights(spec_with(layers(), None))))
 
 
 def test_narrow_products_count_beside_a_wide_one_with_the_same_data():
@@ -182,20 +182,22 @@ def test_narrow_products_count_beside_a_wide_one_with_the_same_data():
     assert not widths(1000, 1000)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_mapping_names_exactly_the_products_in_float8():
+    case = layers()
     narrow = {"*/router": "float8", "layers/1/up": "float8", "last": "float8", "first": "float8"}
     last = (WIDE, 2 * WIDE)
-    spec = spec_with(layers(), narrow)
+    spec = spec_with(case, narrow)
     assert weights(spec) == [[SQUARE], [(WIDE, 8)], [(WIDE, 8), UP], [last]]
     assert len({bound.stage.key for bound in spec.first.stages}) == 4
     but = {"*/[abr]*": None, "*/qkv": None, "layers/*": "float8"}
-    assert weights(spec_with(layers(), but)) == [[], *[[SQUARE, UP, DOWN]] * 2, []]
+    assert weights(spec_with(case, but)) == [[], *[[SQUARE, UP, DOWN]] * 2, []]
     with refuses(ValueError, "products", "'layer/*'"):
-        spec_with(layers(), {"layer/*": "float8"})
+        spec_with(case, {"layer/*": "float8"})
 
 
 def test_a_plan_counts_float8_products_and_their_rate():
-    case, optimizer = layers(), OPTIMIZERS["adam"](None)
+    case, optimizer = layers(), optax.sgd(0.1)
     machine = dataclasses.replace(mt.card("H100"), memory_bytes_per_s=1e30)
 
     both = {"as they are": mt.Precision(), "float8": mt.Precision(products="float8")}
@@ -216,6 +218,13 @@ def test_a_plan_counts_float8_products_and_their_rate():
     coding = counted / (machine.sustained * machine.flops_per_s)
     more = (plain.seconds_compute or 0) + coding - spared
     assert ours.seconds_compute == pytest.approx(more)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("traced_once")
+def test_a_plan_without_float8_products_warns_if_some_are_asked_for():
+    case, machine = layers(), mt.card("H100")
+    given = case.build(), case.loss_fn, optax.sgd(0.1), case.batch(0)
     unasked = mt.Precision(products={"layers/0/out": None})
     assert not mt.plan(*given, hardware=machine, precision=unasked).warnings
     none = mt.Precision(products={"*": None, "layers/0/out": "float8"})

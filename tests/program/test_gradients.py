@@ -158,7 +158,18 @@ def test_training_only_what_the_loss_detaches_is_refused():
             mt.plan(init_params(), loss_with(cuts, -1), optax.sgd(0.1), BATCH, trainable=pattern)
 
 
-@pytest.mark.by_default("batchnorm_nnx", "metrics", "mid_rest", "lax_scan_pytree", "last_axis")
+@pytest.mark.by_default(
+    "unet",
+    "unused",
+    "dropout_nnx",
+    "batchnorm_nnx",
+    "metrics",
+    "l2_regulariser",
+    "mid_rest",
+    "lax_scan_pytree",
+    "last_axis",
+    "scan_of_lists",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_models_of_the_zoo_are_warned_of_what_they_leave_out_alone(name):
     adapted, _, traced, _ = trace_case(CASES[name])

@@ -91,7 +91,6 @@ BLOCKS = {
 }  # fmt: skip
 
 
-@pytest.mark.by_default("convs-False", "convs-True", "mlps-False", "mlps-True", "adapters-False")
 @pytest.mark.parametrize("penalty", [False, True])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_with_a_list_inside_stays_whole(kind, penalty):
@@ -392,7 +391,6 @@ def run_tree(node, depth, kind, x):
     return nested.norm(node["after"], x) if "after" in node else x
 
 
-@pytest.mark.by_default("9", "11", "12", "14", "2")
 @pytest.mark.parametrize("seed", range(16))
 def test_random_nestings_are_cut_into_their_layers(seed):
     rng = np.random.default_rng(seed)

@@ -43,7 +43,9 @@ STACKED = {
 }
 
 
-@pytest.mark.by_default("adamw_schedule-rows", "adaptive_grad_clip-stacked")
+@pytest.mark.by_default(
+    "adamw_schedule-rows", "muon-stacked", "adaptive_grad_clip-stacked", "sgd_momentum-stacked"
+)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -87,7 +87,6 @@ def in_pieces(x: jax.Array, axes: tuple[int, ...]) -> Any:
     return sliced(x.shape, axes, cells)
 
 
-@pytest.mark.by_default("log2", "one_minus_square", "polynomial", "stop_gradient")
 @pytest.mark.parametrize("name", sorted(primitives.ELEMENTWISE))
 def test_elementwise_primitives_give_slices_and_slabs_what_they_give_arrays(name):
     if name not in PRIMITIVES and name in NEWER:
@@ -131,7 +130,6 @@ def reduced(name: str, axes: tuple[int, ...]) -> tuple[Any, jax.Array]:
 ALONG_AXES = primitives.REDUCTIONS | primitives.ARG_REDUCTIONS | primitives.CUMULATIVE
 
 
-@pytest.mark.by_default("cummax", "cummin", "cumprod", "cumsum", "reduce_or")
 @pytest.mark.parametrize("name", sorted(ALONG_AXES))
 def test_reductions_of_slices_are_those_of_the_array(name):
     for axes, along in itertools.product([(0,), (1, 2)], [(0,), (1,), (2,)]):
@@ -166,7 +164,6 @@ REARRANGED = {
 }
 
 
-@pytest.mark.by_default("reshape", "rev", "split", "squeeze", "transpose")
 @pytest.mark.parametrize("name", sorted(primitives.LAYOUT))
 def test_what_rearranges_slices_gives_what_it_gives_arrays(name):
     x = operand(name, np.float32, 0)

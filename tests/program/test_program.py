@@ -16,7 +16,6 @@ from messages import refuses
 from zoo import CASES, Case
 
 
-@pytest.mark.by_default("unet", "jit_whole", "checkpoint_whole", "fori_two", "scan_of_lists")
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_become_stages_that_share_templates(name):
     case = CASES[name]

@@ -52,7 +52,6 @@ def lowest_state(optimizer):
     return lowest
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", EVERY)
 def test_traits_are_what_state_does(name):
     optimizer = EVERY[name](PARAMS)

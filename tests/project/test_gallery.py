@@ -75,7 +75,6 @@ def test_the_gallery_shows_every_example():
         assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path
 
 
-@pytest.mark.by_default("6", "20")
 @pytest.mark.parametrize("steps", [6, 20, 2000])
 def test_every_step_of_the_quickstart_learns(steps):
     rates = [np.asarray(rising_and_falling(3e-3, steps)(step)).item() for step in range(steps)]

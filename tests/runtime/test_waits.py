@@ -118,7 +118,7 @@ def test_copies_of_a_step_that_was_cut_off_are_never_made():
 @pytest.mark.parametrize(
     ("case", "optimizer", "trainable"),
     [
-        (CASES["nnx_tied"], "adamw_schedule", None),
+        (INJECTED, "adamw_schedule", None),
         (CASES["nnx_tied"], "clip_adamw", None),
         # Where blocks are frozen, only the cotangents that they give tell that they are computed.
         (INJECTED, "adamw_schedule", "embed"),
@@ -173,9 +173,10 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
     assert all(num_late.values()), "a device that isn't slow shows nothing"
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_device_is_through_with_the_stage_before_large_temporaries(microbatches, monkeypatch):
-    case, stages = CASES["nnx_tied"], ("forward", "backward")
+    case, stages = INJECTED, ("forward", "backward")
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=microbatches)
     step, engine = spec_of(trainer).first, engine_of(trainer)
     late, get = SlowDevice(), KernelCache.get

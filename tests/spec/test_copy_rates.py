@@ -3,11 +3,15 @@
 import dataclasses
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
+import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.runtime import copy_rates
 from megatrain_jax._src.schedule.instructions import Op
@@ -18,11 +22,16 @@ from megatrain_jax._src.state.placement import Placement, placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
 from plans import BALANCED, small_plan
-from runs import SLOW, make_spec, make_trainer
+from runs import SLOW, make_spec
+from small_layers import WIDTH, layers, make_params
 from workloads import computing
 from zoo import CASES
 
+# Runs here differ in budgets and rates, of which their traces and functions know nothing.
+pytestmark = pytest.mark.usefixtures("traced_once", "started_once")
+
 GIB, MIB = 2**30, 2**20
+ADAM = optax.adam(1e-3)
 
 
 def placement(num_devices: int = 1) -> Placement:
@@ -216,6 +225,13 @@ def test_measured_rates_choose_nothing_that_changes_results():
         assert first.schedule == second.schedule
 
 
+def started(budget: int | str) -> mt.Trainer:
+    """The trainer of a few small layers: how a run starts doesn't depend on its model."""
+    fp32: Any = {"precision": "float32", "progress": False}
+    made = make_params(num_layers=3), layers, ADAM, {"x": np.ones((64, WIDTH), np.float32)}
+    return mt.Trainer(*made, device_budget=budget, **fp32)
+
+
 def test_a_start_measures_the_link_of_a_step_that_copies(pretending_gpu, monkeypatch):
     """Plan and schedule follow what was measured; a step that copies nothing needs no rates."""
     asked = []
@@ -225,7 +241,7 @@ def test_a_start_measures_the_link_of_a_step_that_copies(pretending_gpu, monkeyp
         return 2e4, 5e4
 
     monkeypatch.setattr("megatrain_jax._src.start.measured_rates", rates)
-    streamed = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")
+    streamed = started("minimum")
     phases = ["tracing", "compiling", "timing", "pinning", "timing copies", "initialising"]
     assert list(streamed.startup) == phases
     spec = spec_of(streamed)
@@ -237,7 +253,7 @@ def test_a_start_measures_the_link_of_a_step_that_copies(pretending_gpu, monkeyp
     assert plan.seconds_in == pytest.approx(plan.bytes_in / 2e4)
     assert plan.seconds_out == pytest.approx(plan.bytes_out / 5e4)
     assert tells(str(plan), "2e-05 GB/s", "5e-05", "measured")
-    whole = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=GIB)
+    whole = started(GIB)
     assert not asked and list(whole.startup) == [x for x in phases if x != "timing copies"]
     assert whole.plan.hardware and whole.plan.hardware.source == pretending_gpu.source
 
@@ -255,12 +271,12 @@ def test_a_schedule_by_measured_rates_keeps_to_the_pinned_memory(larger, monkeyp
         return sizes[-1]
 
     monkeypatch.setattr("megatrain_jax._src.start.pooled_bytes", pooled)
-    spec = spec_of(make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum"))
+    spec = spec_of(started("minimum"))
     assert len(sizes) == 2 and sizes[0] == pinned
     assert (spec.first.workload.costs.link.inward == 1 / 2e4) == (not larger)
 
 
 def test_a_run_on_a_cpu_measures_nothing(monkeypatch):
     monkeypatch.setattr("megatrain_jax._src.start.measured_rates", None)
-    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="minimum")
+    trainer = started("minimum")
     assert "timing copies" not in trainer.startup

@@ -30,6 +30,9 @@ from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES
 
+# Specs of equal runs share their traces.
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 @pytest.mark.by_default("2")
 @pytest.mark.parametrize("microbatches", [1, 2, 4])

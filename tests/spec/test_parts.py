@@ -56,10 +56,10 @@ def blocks(params, batch):
     return (x**2).mean()
 
 
-def spec_of_blocks(num_blocks, **options):
+def spec_of_blocks(num_blocks, rows=8, **options):
     """A run of blocks of two products, each of which may be a part."""
     layer = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    batch = {"x": jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
 
     def build():
         made = [{name: jnp.zeros(shape) for name, shape in layer.items()}]
@@ -208,7 +208,8 @@ def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share,
         def compile(self, kernels):
             return round(share * self.estimate(kernels))
 
-    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    budget = least_of(spec_of_blocks(2, rows=64))
+    spec = spec_of_blocks(2, rows=64, device_budget=budget)
     costs = spec.first.workload.costs
     slow = replace(costs, backward=(seconds,) * len(costs.backward))
     first = replace(spec.first, workload=replace(spec.first.workload, costs=slow))

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
-from inside import spec_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -34,7 +33,7 @@ from megatrain_jax._src.state.placement import placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
 from quantities import has_row, quantities
-from runs import make_trainer
+from runs import make_spec
 from zoo import CASES
 
 NUM_DEVICES = 4
@@ -59,14 +58,19 @@ def plan_of(mesh: Any, **options: Any) -> mt.Plan:
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """A run of two microbatches on four simulated devices, and each different kernel, compiled."""
+def spec():
+    """A run of two microbatches on four simulated devices."""
     mesh = Mesh(jax.devices()[:NUM_DEVICES], "data")
-    trainer = make_trainer(CASE, OPTIMIZERS["adam"], mesh=mesh, microbatches=2)
-    spec, cache = spec_of(trainer), KernelCache()
-    kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, placed_on(mesh))
+    return make_spec(CASE, OPTIMIZERS["adam"], mesh=mesh, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def programs(spec):
+    """Each different kernel of that run, compiled."""
+    cache, placement = KernelCache(), placed_on(Mesh(jax.devices()[:NUM_DEVICES], "data"))
+    kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)
     different = {(kernel.name, kernel.key): kernel for kernel in kernels}
-    return trainer, {
+    return {
         key: (kernel, cache.get(kernel).lower(*kernel.takes or ()).compile())
         for key, kernel in different.items()
     }
@@ -82,23 +86,20 @@ def received_bytes(text: str) -> int:
     return found * (NUM_DEVICES - 1) // NUM_DEVICES
 
 
-def test_collectives_are_those_of_the_compiled_programs(compiled):
-    trainer, programs = compiled
-    step, placement = spec_of(trainer).first, placed_on(Mesh(jax.devices()[:NUM_DEVICES], "data"))
+def test_collectives_are_those_of_the_compiled_programs(spec, programs):
+    step, placement = spec.first, placed_on(Mesh(jax.devices()[:NUM_DEVICES], "data"))
     received = 0
     for instruction in step.schedule.steady:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
             kernel = stage_kernel(step, instruction.op, instruction.stage, placement)
             _, program = programs[kernel.name, kernel.key]
             received += step.microbatches * received_bytes(program.as_text())
-    assert trainer.plan.collective_bytes == received > 0
+    assert make_plan(spec).collective_bytes == received > 0
 
 
-def test_temporaries_are_near_what_compiled_programs_need(compiled):
-    trainer, programs = compiled
+def test_temporaries_are_near_what_compiled_programs_need(spec, programs):
     rows = [(k.beside_bytes, c.memory_analysis()) for k, c in programs.values()]
     needed = max(beside + stats.temp_size_in_bytes for beside, stats in rows)
-    spec = spec_of(trainer)
     kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, placed_on(FOUR))
     estimated = KernelCache().estimate(kernels)
     assert 1.0 <= estimated / needed <= 2.0
@@ -213,9 +214,8 @@ def test_bounds_of_several_devices(changes, bound):
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_a_process_s_host_has_its_devices_shares(compiled, together):
+def test_a_process_s_host_has_its_devices_shares(spec, together):
     """Two processes with two devices each, on a host or on two."""
-    spec = spec_of(compiled[0])
     spec = replace(spec, options=replace(spec.options, hardware=MACHINE), base_bytes=None)
     alone, shared = make_plan(spec), make_plan(spec, 2, together)
     assert (shared.num_devices, shared.devices_per_host) == (4, 2 * together)
@@ -322,9 +322,8 @@ def test_collectives_over_the_link_hold_it():
 
 
 @pytest.mark.parametrize("peers", [10.0, None])
-def test_stages_take_the_time_of_their_collectives(compiled, peers):
-    trainer, _ = compiled
-    step = spec_of(trainer).first
+def test_stages_take_the_time_of_their_collectives(spec, peers):
+    step = spec.first
     machine = replace(MACHINE, peer_bytes_per_s=peers)
     what = step.stages, step.workload.sizes, [0] * len(step.workload.sizes)
     with_any, with_none = (

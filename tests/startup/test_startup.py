@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
@@ -30,10 +31,11 @@ from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
-from runs import check_same_bits, make_spec, make_trainer
+from runs import check_same_bits, make_spec
 from zoo import CASES
 
 GIB = 2**30
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 # A kernel of a schedule that is not taken.
 TRIED = Kernel(name="forward", key="tried", build=lambda: jnp.sin)
 
@@ -77,11 +79,25 @@ def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
     assert with_given_parameters({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
 
 
+def blocks(params, x):
+    for layer in params:
+        x = x + jnp.tanh(jnp.tanh(x @ layer["up"]) @ layer["down"])
+    return (x**2).mean()
+
+
+def trainer_of_blocks(**options):
+    """A trainer of two blocks of two products each, which may be cut into parts."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (16, 64), "down": (64, 16)}
+    model = [{k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in "12"]
+    return mt.Trainer(model, blocks, ADAMW, jnp.ones((8, 16)), precision="float32", **options)
+
+
 @pytest.mark.usefixtures("started_once_in_test")
 def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, capsys):
     """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
-    case, events, pinned = CASES["nnx_tied"], [], []
-    expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
+    events, pinned = [], []
+    expected = trainer_of_blocks().params
     machine = dataclasses.replace(H200, host_bytes=None)
     monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
@@ -117,7 +133,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     monkeypatch.setattr(starts, "advice_on_pages", lambda of: events.append("advice") or "Advice")
     monkeypatch.setattr(starts, "warning_of_little", lambda num_bytes: "little is pinned")
     with pytest.warns(mt.PlanWarning, match="little is pinned"):
-        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+        trainer = trainer_of_blocks()
     said = capsys.readouterr().err
     assert tells(said, "4 KiB"), "a bar"
     assert "Advice" in said
@@ -134,10 +150,11 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     check_same_bits(trainer.params, expected)
 
 
+@pytest.mark.by_default("True")
+@pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatch):
-    case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
-    least = make_spec(case, make).first.schedule.smallest_bytes
+    least = spec_of(trainer_of_blocks()).first.schedule.smallest_bytes
     machine = dataclasses.replace(H200, device_bytes=GIB, host_bytes=None)
     monkeypatch.setattr(starts, "card_here", lambda: machine)
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
@@ -150,7 +167,7 @@ def test_functions_for_other_ways_to_cut_blocks_are_dropped(in_parts, monkeypatc
 
     monkeypatch.setattr(starts, "fit_and_compile", trying)
     monkeypatch.setattr(starts, "return_freed_memory", lambda: returned.append(len(caches[0])))
-    trainer = make_trainer(case, make, budget=least - in_parts)
+    trainer = trainer_of_blocks(device_budget=least - in_parts)
     assert (spec_of(trainer).num_parts > 1) == in_parts == bool(returned)
     built = len(caches[0])
     caches[0].get(TRIED)

@@ -158,7 +158,6 @@ def test_one_nan_or_infinity_spoils_its_block_in_arrays_of_any_size(code, bits, 
         assert np.isnan(found[:BLOCK]).all() and np.isfinite(found[BLOCK:]).all(), bad
 
 
-@pytest.mark.by_default("dynamic-8-True", "dynamic-4-False", "linear-8-True", "linear-4-True")
 @pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
 def test_stochastic_codes_are_right_in_the_mean(code, bits, signed):
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)

@@ -12,10 +12,11 @@ from optax import contrib
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
-from inside import spec_of, store_of
+import small
+from inside import on_one_device, spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
 from megatrain_jax._src.checkpoint.encodings import arrays_to_convert, coding_of, decoded
-from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial_state import initial_state
 from megatrain_jax._src.options.options import DeviceBudget
@@ -26,6 +27,7 @@ from oracle import open_model
 from runs import check_same_bits, make_spec, train
 from workloads import all_resident_bytes
 from zoo import CASES
+from zoo_case import Case
 
 SETTINGS = {
     "bf16": mt.Precision(master=jnp.bfloat16, compute=jnp.float32),
@@ -381,11 +383,14 @@ def test_codes_of_another_kind_are_converted_and_those_of_another_shape_are_not(
 
 def test_initial_codes_are_computed_by_the_program_and_not_by_the_compiler():
     # XLA evaluates the largest number of each block of zeros slowly: 4 seconds for 3.5 million.
-    trainer = make_trainer(CASES["nnx_tied"], "adamw_schedule", "int8")
-    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
+    case = Case(
+        name="layers", build=small.params, loss_fn=small.loss_fn, blocks=2, templates=1,
+        batch=small.batch,
+    )  # fmt: skip
+    spec = make_spec(case, OPTIMIZERS["adam"], precision=SETTINGS["int8"])
     texts = []
     for g, layout in enumerate(spec.layouts):
-        kernel = initial_state(spec.optimizer.initial_state[g], layout, store.placement)
-        text = cache.get(kernel).lower(store.host[Key(Kind.MASTERS, g)]).compile().as_text()
+        kernel = initial_state(spec.optimizer.initial_state[g], layout, on_one_device())
+        text = KernelCache().get(kernel).lower(*kernel.takes or ()).compile().as_text()
         texts += [text] if "s8[" in text.partition("\n")[0] else []
     assert texts and all(" reduce(" in text or " reduce-window(" in text for text in texts)

@@ -22,7 +22,7 @@ from zoo import CASES
 from zoo_case import Case
 
 pytestmark = pytest.mark.usefixtures("started_once")
-OPTIMIZER = optax.adamw(1e-2)
+OPTIMIZER, UNCHANGING = optax.adamw(1e-2), optax.sgd(0.0)
 
 
 def start(case, **options):
@@ -99,7 +99,7 @@ def without_elements():
 def test_arrays_without_elements_train_and_are_saved_and_given(
     master, state, num_devices, tmp_path
 ):
-    case, optimizer = without_elements(), OPTIMIZERS["clip_adamw"](None)
+    case, optimizer = without_elements(), OPTIMIZERS["sgd_momentum"](None)
     options = {
         "precision": mt.Precision(compute=jnp.float32, master=master, state=state),
         "mesh": Mesh(jax.devices()[:num_devices], "data"),
@@ -113,7 +113,7 @@ def test_arrays_without_elements_train_and_are_saved_and_given(
     for seed in range(2):
         trainer.step(case.batch(seed))
     if master == "float32":
-        plain = train_plain(case, OPTIMIZERS["clip_adamw"], [case.batch(s) for s in range(2)])
+        plain = train_plain(case, OPTIMIZERS["sgd_momentum"], [case.batch(s) for s in range(2)])
         check_close(trainer.params, plain.params, 2e-6, "parameter")
     trainer.save(tmp_path / "saved")
     restored = start()
@@ -121,8 +121,8 @@ def test_arrays_without_elements_train_and_are_saved_and_given(
     check_same_bits((restored.params, restored.opt_state), (trainer.params, trainer.opt_state))
     params = trainer.params
     assert params["bias"].shape == (0,) and params["blocks"][1]["none"].shape == (0, 3)
-    for given in (params, tmp_path / "saved"):
-        check_same_bits(start(params=given).params, params)
+    given = tmp_path / "saved" if master == "bfloat16" else params
+    check_same_bits(start(params=given).params, params)
     # Only what no checkpoint can have may be missing.
     v1.save(tmp_path / "other", {"in": params["in"]})
     with pytest.raises(ValueError, match="blocks/0/w .*missing\n.*blocks/1/w .*missing$"):
@@ -175,7 +175,6 @@ class Lazy:
         return np.full(self.shape, 0.25, self.dtype)
 
 
-@pytest.mark.exhaustive
 def test_arrays_are_asked_for_once_and_widened_to_masters():
     case = CASES["nnx_tied"]
     log: list[Any] = []
@@ -231,7 +230,7 @@ def summed(params, batch):
 def trained_from(model, params):
     batch = {"x": np.ones((2, 4), np.float32)}
     model = jax.tree.map(np.zeros_like, model)
-    return mt.Trainer(model, summed, optax.sgd(0.0), batch, params=params, progress=False).params
+    return mt.Trainer(model, summed, UNCHANGING, batch, params=params, progress=False).params
 
 
 def test_flat_and_nested_dicts_match_by_their_joined_paths():
