@@ -18,8 +18,7 @@ from megatrain_jax._src.checkpoint.folder import (
     read_error,
     steps,
 )
-from megatrain_jax._src.common.hf_folder import check_regular
-from megatrain_jax._src.common.outside import parsed_json
+from megatrain_jax._src.common.outside import check_regular, parsed_json
 
 # The one format that is written and read.
 _FORMAT = 3

@@ -6,13 +6,12 @@ within it, and only the folder's own files are copied out.
 """
 
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.outside import check_texts, parsed_json
+from megatrain_jax._src.common.outside import check_regular, check_texts, parsed_json
 
 # Tokenizers with 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
@@ -43,13 +42,6 @@ _TEMPLATES = "additional_chat_templates"
 _OTHERS = ("config.json", "adapter_config.json", "model.safetensors.index.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files of a processor of images; a folder may have only one of them."""
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def existing_folder(name: str, given: Any, holds: str) -> Path:
@@ -89,19 +81,6 @@ def regular_file(folder: Path, name: str) -> Path | None:
             raise FileNotFoundError(f"{path} is a link to a file that isn't there") from None
         return None
     return path
-
-
-def check_regular(path: Path) -> int:
-    """Returns the bytes of a regular file; see `regular_file`.
-
-    Raises:
-        OSError: If it can't be looked at; a `FileNotFoundError` if nothing has that name.
-        ValueError: If it is not a regular file.
-    """
-    status = path.stat()
-    if (kind := stat.S_IFMT(status.st_mode)) != stat.S_IFREG:
-        raise ValueError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
-    return status.st_size
 
 
 def required_file(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""JSON from outside, which anybody may have written: one reader, and one check of its numbers.
+"""Files and JSON from outside, which anybody may have written: one reader, and checks of both.
 
 All JSON that this library didn't write itself in the same process is read by `parsed_json`. It
 refuses what would fail later, far from the file: text that is no JSON, values that are nested so
@@ -7,6 +7,7 @@ deeply that other code can't walk through them, and integers of thousands of dig
 
 import json
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,26 @@ MOST = 2**31 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # UTF-8 has no surrogates, so JSON can have them only as escapes.
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: Path) -> int:
+    """Returns the bytes of a regular file: reading a named pipe, for example, would never end.
+
+    Raises:
+        OSError: If it can't be looked at; a `FileNotFoundError` if nothing has that name.
+        ValueError: If it is not a regular file.
+    """
+    status = path.stat()
+    if (kind := stat.S_IFMT(status.st_mode)) != stat.S_IFREG:
+        raise ValueError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return status.st_size
 
 
 def parsed_json(text: str | bytes, levels: int = 64) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float32
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from megatrain_jax._src.common.hf_folder import check_regular
 from megatrain_jax._src.common.hub import TOKENIZER_FILES, folder_or_download
+from megatrain_jax._src.common.outside import check_regular
 from megatrain_jax._src.data.report import InvalidRow
 
 _PROCESSORS = ("Gemma3Processor",)

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import check_regular
+from megatrain_jax._src.common.outside import check_regular
 from megatrain_jax._src.common.syncing import sync, sync_tree
 from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.common.user_warnings import warn_user

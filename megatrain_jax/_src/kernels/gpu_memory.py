@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatrain_jax._src.common.kernel_primitives import kernel_costs
 from megatrain_jax._src.kernels.flat_equations import Equation, FlatEquations
 from megatrain_jax._src.kernels.gpu_order import Node, in_order
 from megatrain_jax._src.kernels.sharding_prediction import (
@@ -37,7 +38,6 @@ from megatrain_jax._src.kernels.sharding_prediction import (
     sharded_axes_within,
 )
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.kernel_costs import workspace_bytes
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
     BARRIER,
@@ -172,7 +172,8 @@ class GpuFunction:
     def _within(self, eqn: Equation) -> int:
         """Peak bytes within a loop, a conditional or a kernel, and of operands gathered for it."""
         if not jx.inner_jaxprs(eqn):
-            return workspace_bytes(eqn)  # such kernels run on one device only
+            costs = kernel_costs(eqn)  # such kernels run on one device only
+            return costs.workspace(eqn) if costs else 0
         in_loop = eqn.name in ("scan", "while")
         most = max(
             GpuFunction(body, axes, self._num_devices, in_loop=in_loop).peak()

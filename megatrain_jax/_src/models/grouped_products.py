@@ -12,6 +12,7 @@ to `jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have 
 rows.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from megatrain_jax._src.common.kernel_primitives import KernelCosts, define
 from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.models.expert_functions import LowRank, Matrix, Product, with_low_rank
-from megatrain_jax._src.models.kernel_primitives import define
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 # The kernels' limits. Rows and sizes are padded to multiples.
@@ -192,5 +193,27 @@ def _outer_on_gpu(left, right, sizes):
     return ragged_dot.transposed_ragged_dot(left, right, sizes)
 
 
-_product_p = define("grouped_product", _product_shape, _product_on_gpu, _product_elsewhere)
-_outer_p = define("grouped_outer", _outer_shape, _outer_on_gpu, _outer_elsewhere)
+def _product_flops(eqn: Any) -> int:
+    rows, matrices = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * rows[0] * math.prod(matrices[1:])  # however rows and matrices are paired
+
+
+def _outer_flops(eqn: Any) -> int:
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * left[0] * left[1] * right[1]
+
+
+_product_p = define(
+    "grouped_product",
+    _product_shape,
+    _product_on_gpu,
+    _product_elsewhere,
+    KernelCosts(purpose="experts", flops=_product_flops, reads_weights=True),
+)
+_outer_p = define(
+    "grouped_outer",
+    _outer_shape,
+    _outer_on_gpu,
+    _outer_elsewhere,
+    KernelCosts(purpose="experts", flops=_outer_flops, reads_weights=True),
+)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.kernel_primitives import kernel_costs
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program import kernel_costs
 from megatrain_jax._src.program.attention import KERNELS, attention_flops, is_attention
 from megatrain_jax._src.program.float8 import is_float8_product
 from megatrain_jax._src.program.primitives import (
@@ -124,6 +124,8 @@ def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -
         return 0
     if name in _SPECIAL:
         return _SPECIAL[name](eqn)
+    if costs := kernel_costs(eqn):
+        return costs.flops(eqn)
     if name in ARITHMETIC:
         return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
     if name in _COUNTED_BY_OPERAND:
@@ -209,5 +211,4 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "polynomial": _polynomial,
     "pallas_call": _pallas_call,
     **dict.fromkeys(KERNELS, attention_flops),
-    **kernel_costs.FLOPS,
 }

@@ -7,7 +7,7 @@ jaxpr, and `scan` has different parameters).
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
+from megatrain_jax._src.common.kernel_primitives import KernelCosts, kernel_costs
 from megatrain_jax._src.program.primitives import CALLS, REMAT
 from megatrain_jax._src.program.short_errors import short_errors
 
@@ -262,6 +263,15 @@ def contains(eqn: Any, is_found: Callable[[Any], bool]) -> bool:
     return is_found(eqn) or any(
         contains(inner, is_found) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns
     )
+
+
+def kernels_of(jaxpr: Any) -> Iterator[KernelCosts]:
+    """The costs of the kernels of libraries that a jaxpr calls, also in its inner jaxprs."""
+    for eqn in opened(jaxpr).eqns:
+        if costs := kernel_costs(eqn):
+            yield costs
+        for inner in inner_jaxprs(eqn):
+            yield from kernels_of(inner)
 
 
 def num_readers(jaxpr: Any) -> Counter[Any]:

@@ -11,7 +11,6 @@ from megatrain_jax._src.kernels.stage_kernels import residual_kernel_names
 from megatrain_jax._src.kernels.tiled_stages import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import flops_by_kind, is_product
-from megatrain_jax._src.program.kernel_costs import computed_by_kernels
 from megatrain_jax._src.program.loss.block_parts import whole_block
 from megatrain_jax._src.program.loss.expert_leaves import num_groups
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -207,7 +206,8 @@ def _counts_per_step(work: Work, step: BoundStep, cut: OptimizerCut) -> dict[str
 def _by_kernels(step: BoundStep) -> tuple[str, ...]:
     """The computations that kernels of the extra `kernels` do in any stage, each once."""
     stages = {bound.stage.key: bound.stage.jaxpr for bound in step.stages}.values()
-    return tuple(dict.fromkeys(what for jaxpr in stages for what in computed_by_kernels(jaxpr)))
+    found = {kernel.purpose for jaxpr in stages for kernel in jx.kernels_of(jaxpr)}
+    return tuple(sorted(found))
 
 
 def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:

@@ -13,7 +13,7 @@ from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.options.batch_checks import naming_first_batch
 from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.program.kernel_costs import EXPERTS, computed_by_kernels
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.expert_leaves import ExpertsIndivisibleError
 from megatrain_jax._src.program.loss.trace import TracedLoss
 from megatrain_jax._src.schedule.schedule import BudgetError
@@ -153,7 +153,8 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     # anyway when they gather them in one collective. A single microbatch reads and writes a part of
     # a slab once, without a copy, unless a library's kernels read it.
     several = options.microbatches != 1
-    by_kernels = any(EXPERTS in computed_by_kernels(s.jaxpr) for s in cut.program.stages)
+    kernels = [k for s in cut.program.stages for k in jx.kernels_of(s.jaxpr)]
+    by_kernels = any(kernel.reads_weights for kernel in kernels)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
         dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])

@@ -1,10 +1,12 @@
 """Primitives that a GPU computes by a library's kernels, and JAX's operations elsewhere.
 
-As a primitive, a function is one equation of a trace: a loss can be cut, and its operations be
-counted, without looking into the kernels. Only the compilation for a GPU imports the library.
+As a primitive, a function is one equation of a trace, so a loss can be cut without looking into the
+kernels. Only the compilation for a GPU imports the library. What a kernel costs is said where its
+primitive is defined; plans look it up.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,11 +16,38 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelCosts:
+    """What a kernel computes and needs, by the equation that calls it.
+
+    Attributes:
+        purpose: What it computes, as plans call it.
+        flops: Counts its floating-point operations.
+        workspace: Counts the bytes that it needs beside operands and results.
+        reads_weights: Whether operands are parameters, of which XLA hands a kernel copies unless
+            they are arrays of their own.
+    """
+
+    purpose: str
+    flops: Callable[[Any], int]
+    workspace: Callable[[Any], int] = lambda eqn: 0
+    reads_weights: bool = False
+
+
+_COSTS: dict[str, KernelCosts] = {}
+
+
+def kernel_costs(eqn: Any) -> KernelCosts | None:
+    """Returns the costs of an equation's kernel, None if it is none of those defined here."""
+    return _COSTS.get(eqn.primitive.name)
+
+
 def define(
     name: str,
     shapes: Callable[..., Any],
     on_gpu: Callable[..., Any],
     elsewhere: Callable[..., Any],
+    costs: KernelCosts,
     *,
     several: bool = False,
 ) -> Primitive:
@@ -29,8 +58,10 @@ def define(
         shapes: Maps abstract operands to abstract results.
         on_gpu: Computes the results on an NVIDIA GPU.
         elsewhere: Computes the results on all remaining devices.
+        costs: What the kernel needs on the GPU.
         several: Whether the results are a list.
     """
+    _COSTS[name] = costs
     primitive = Primitive(name)
     primitive.multiple_results = several
     primitive.def_abstract_eval(shapes)
