@@ -117,7 +117,7 @@ def history(path: Path) -> list[float]:
     return [record["loss"] for record in manifest.facts_of(path / str(newest))["history"]]
 
 
-@pytest.mark.by_default("clipped, in waves, on two devices-2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("optimizer", "kills"),
     [
@@ -156,7 +156,7 @@ def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, 
     assert sorted(path.name for path in parts.iterdir()) == ["28", "30"]
 
 
-@pytest.mark.by_default("15-True")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "ignored"),
     [

@@ -192,6 +192,7 @@ def test_at_rest_all_state_is_pinned(optimizer, budget):
     assert {key.kind for key in store.host} == LASTING
 
 
+@pytest.mark.exhaustive
 def test_a_resident_step_moves_nothing(monkeypatch):
     trainer = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget=10**9)
     trainer.step(CASE.batch(0))
@@ -303,6 +304,7 @@ def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     check_same_bits(run.opt_state, apart.opt_state)
 
 
+@pytest.mark.exhaustive
 def test_host_views_are_snapshots():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
     before = trainer.params

@@ -225,6 +225,7 @@ def assert_goes_on_alone(folder: Path, losses: list[float]) -> None:
     assert [record["loss"] for record in trainer.history] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(both):
     first, second = both.results["completed"]
     assert tells(first["raised"], "PeerEndedError:", "process 1", "OSError: " + ALONE)
