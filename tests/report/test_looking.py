@@ -181,7 +181,7 @@ def test_what_a_trainer_tells_is_read_only():
     ("name", "advice"),
     [
         ("fit", r"megatrain_jax.train\(trainer, data\)"),
-        ("predict", "`model`"),
+        ("forward", "`predict`.*`model`"),
         ("generate", r"megatrain_jax.models.generate\(trainer"),
         ("losses", r"history\[\"loss\"\]"),
         ("parms", "`params`"),

@@ -316,8 +316,7 @@ SENTENCES = _by_name(
 ATTRIBUTES = _by_name(
     {
         "call megatrain_jax.train(trainer, data)": "train fit",
-        "call the trained model, `model`, or `evaluate` of a trainer for losses": "predict forward "
-        "apply eval predict_step",
+        "call `predict` of a trainer, or the trained model, `model`": "forward apply predict_step",
         "call megatrain_jax.models.generate(trainer, prompts)": "generate chat",
         'read the records of `history`, as in history["loss"]': "loss losses metrics log_history "
         "logged_metrics callback_metrics log_metrics",
@@ -340,7 +339,7 @@ ATTRIBUTES = _by_name(
         "the optimizer is an argument of `Trainer` and `fit`, and its state is `opt_state`": (
             "optimizer lr_scheduler optimizers lr learning_rate"
         ),
-        "`trainer` of a result has it": "evaluate step restore save opt_state",
+        "`trainer` of a result has it": "predict evaluate eval step restore save opt_state",
         _BEST: "best_model best_model_checkpoint best_checkpoint best_params",
         _REMAT: "gradient_checkpointing_enable enable_input_require_grads",
     }
