@@ -5,7 +5,7 @@ python experiments/finetune.py --model checkpoints/Qwen2.5-7B --data chats.jsonl
 
 import sys
 
-from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.lm.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["finetune", *sys.argv[1:]]))

@@ -31,7 +31,7 @@ from record import add_origin_options, find_origin, write  # noqa: E402
 
 import megatrain_jax as mt  # noqa: E402
 from megatrain_jax import models  # noqa: E402
-from megatrain_jax._src.cli.catalogue import known_models  # noqa: E402
+from megatrain_jax._src.lm.cli.catalogue import known_models  # noqa: E402
 
 
 class Counter:
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     length = options.prompt_tokens + options.tokens
     given = {"tokenizer": Counter(), "device_budget": options.device_budget}
     with models.Generator((build, params), **given) as generator:
-        plan = generator.plan(length, options.texts, mt.this_machine() or mt.H100)
+        plan = generator.plan(length, options.texts, mt.this_machine() or mt.card("H100"))
         print(plan, flush=True)
         if plan.num_texts < options.texts:
             sys.exit(f"only {plan.num_texts} texts fit at a time: give a smaller --texts")

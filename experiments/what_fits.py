@@ -21,11 +21,11 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.lm.cli.catalogue import known_models
 
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
-GPUS = {"RTX 4090": mt.RTX_4090, "H100": mt.H100}
+GPUS = {"RTX 4090": mt.card("RTX 4090"), "H100": mt.card("H100")}
 HOSTS = {f"{gib} GiB": gib * 2**30 for gib in (64, 128, 256, 512)} | {"1 TiB": 2**40}
 FORMS = {"fp32": mt.Precision(), "compact": mt.Precision.compact()}
 # Sequences of a step, each a microbatch of its own, and their tokens.

@@ -9,57 +9,32 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from megatrain_jax._src.common import suggestions as _suggestions
-from megatrain_jax._src.startup import allocator as _allocator
-from megatrain_jax._src.startup import compilation_cache as _compilation_cache
-from megatrain_jax._src.state import pool_limit as _pool_limit
+from megatrain_jax._src.engine.startup import allocator as _allocator
+from megatrain_jax._src.engine.startup import compilation_cache as _compilation_cache
+from megatrain_jax._src.engine.state import pool_limit as _pool_limit
 
 if TYPE_CHECKING:
     from megatrain_jax import callbacks as callbacks
     from megatrain_jax import data as data
     from megatrain_jax import losses as losses
     from megatrain_jax import models as models
-    from megatrain_jax._src.checkpoint.folder import CheckpointError
-    from megatrain_jax._src.comparing import compare_plans
-    from megatrain_jax._src.fit import fit, train
-    from megatrain_jax._src.history import History
-    from megatrain_jax._src.options.precision import Precision
-    from megatrain_jax._src.planning import plan
-    from megatrain_jax._src.report.comparison import PlanComparison, PlanRow
-    from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
-    from megatrain_jax._src.report.run_warnings import PlanWarning
-    from megatrain_jax._src.runtime.training import StepMetrics
-    from megatrain_jax._src.state.cards import (
-        A10G,
-        A100_40GB,
-        A100_80GB,
-        B200,
-        GH200,
-        H100,
-        H200,
-        HGX_H100,
-        HGX_H200,
-        L4,
-        L40S,
-        P100,
-        RTX_2060,
-        RTX_2070,
-        RTX_2080,
-        RTX_2080_TI,
-        RTX_3060,
-        RTX_3080,
-        RTX_3090,
-        RTX_4090,
-        RTX_5090,
-        RTX_A6000,
-        T4,
-        V100,
-        V100_16GB,
+    from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
+    from megatrain_jax._src.engine.comparing import compare_plans
+    from megatrain_jax._src.engine.fit import fit, train
+    from megatrain_jax._src.engine.history import History
+    from megatrain_jax._src.engine.options.precision import Precision
+    from megatrain_jax._src.engine.planning import plan
+    from megatrain_jax._src.engine.report.comparison import PlanComparison, PlanRow
+    from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
+    from megatrain_jax._src.engine.report.run_warnings import PlanWarning
+    from megatrain_jax._src.engine.runtime.training import StepMetrics
+    from megatrain_jax._src.engine.state.cards import (
         card,
         this_machine,
     )
-    from megatrain_jax._src.state.hardware import Hardware
-    from megatrain_jax._src.train.result import DataRanOutError, FitResult, StopTraining
-    from megatrain_jax._src.trainer import Trainer
+    from megatrain_jax._src.engine.state.hardware import Hardware
+    from megatrain_jax._src.engine.train.result import DataRanOutError, FitResult, StopTraining
+    from megatrain_jax._src.engine.trainer import Trainer
 
 # All before anything starts JAX's backend or compiles.
 _allocator.choose()
@@ -70,31 +45,6 @@ _compilation_cache.enable()
 __version__ = "0.2.0"
 
 __all__ = [
-    "A10G",
-    "A100_40GB",
-    "A100_80GB",
-    "B200",
-    "GH200",
-    "H100",
-    "H200",
-    "HGX_H100",
-    "HGX_H200",
-    "L4",
-    "L40S",
-    "P100",
-    "RTX_2060",
-    "RTX_2070",
-    "RTX_2080",
-    "RTX_2080_TI",
-    "RTX_3060",
-    "RTX_3080",
-    "RTX_3090",
-    "RTX_4090",
-    "RTX_5090",
-    "RTX_A6000",
-    "T4",
-    "V100",
-    "V100_16GB",
     "CheckpointError",
     "DataRanOutError",
     "FitResult",
@@ -119,62 +69,37 @@ __all__ = [
 ]
 
 _NAMES = {
-    "options.precision": ("Precision",),
-    "checkpoint.folder": ("CheckpointError",),
-    "comparing": ("compare_plans",),
-    "fit": (
+    "engine.options.precision": ("Precision",),
+    "engine.checkpoint.folder": ("CheckpointError",),
+    "engine.comparing": ("compare_plans",),
+    "engine.fit": (
         "fit",
         "train",
     ),
-    "history": ("History",),
-    "planning": ("plan",),
-    "report.comparison": (
+    "engine.history": ("History",),
+    "engine.planning": ("plan",),
+    "engine.report.comparison": (
         "PlanComparison",
         "PlanRow",
     ),
-    "report.plan": (
+    "engine.report.plan": (
         "GroupRow",
         "Plan",
         "TileRow",
     ),
-    "report.run_warnings": ("PlanWarning",),
-    "runtime.training": ("StepMetrics",),
-    "state.cards": (
-        "A10G",
-        "A100_40GB",
-        "A100_80GB",
-        "B200",
-        "GH200",
-        "H100",
-        "H200",
-        "HGX_H100",
-        "HGX_H200",
-        "L4",
-        "L40S",
-        "P100",
-        "RTX_2060",
-        "RTX_2070",
-        "RTX_2080",
-        "RTX_2080_TI",
-        "RTX_3060",
-        "RTX_3080",
-        "RTX_3090",
-        "RTX_4090",
-        "RTX_5090",
-        "RTX_A6000",
-        "T4",
-        "V100",
-        "V100_16GB",
+    "engine.report.run_warnings": ("PlanWarning",),
+    "engine.runtime.training": ("StepMetrics",),
+    "engine.state.cards": (
         "card",
         "this_machine",
     ),
-    "state.hardware": ("Hardware",),
-    "train.result": (
+    "engine.state.hardware": ("Hardware",),
+    "engine.train.result": (
         "DataRanOutError",
         "FitResult",
         "StopTraining",
     ),
-    "trainer": ("Trainer",),
+    "engine.trainer": ("Trainer",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Not in `__all__`, because `data` needs further packages.

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.lm.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

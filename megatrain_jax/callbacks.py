@@ -9,10 +9,10 @@ from megatrain_jax._src.callbacks.files import CSVLog, JSONLog
 from megatrain_jax._src.callbacks.live import LiveCurve
 from megatrain_jax._src.callbacks.mlflow import MLflow
 from megatrain_jax._src.callbacks.profile import Profile
-from megatrain_jax._src.callbacks.samples import Samples
 from megatrain_jax._src.callbacks.tensorboard import TensorBoard
 from megatrain_jax._src.callbacks.wandb import WandB
 from megatrain_jax._src.common.suggestions import explain as _explain
+from megatrain_jax._src.lm.samples import Samples
 
 __all__ = [
     "CSVLog",

@@ -1,13 +1,13 @@
 """Losses of language models that never store the logits of all tokens."""
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.cross_entropy import next_token, num_labels
-from megatrain_jax._src.log_probabilities import log_probabilities
-from megatrain_jax._src.objectives.distillation import distillation
-from megatrain_jax._src.objectives.pair_losses import dpo, ipo, orpo, simpo
-from megatrain_jax._src.objectives.policy_losses import group_advantages, grpo
-from megatrain_jax._src.objectives.reward_losses import reward
-from megatrain_jax._src.objectives.unpaired_losses import kto, kto_baseline
+from megatrain_jax._src.lm.cross_entropy import next_token, num_labels
+from megatrain_jax._src.lm.log_probabilities import log_probabilities
+from megatrain_jax._src.lm.objectives.distillation import distillation
+from megatrain_jax._src.lm.objectives.pair_losses import dpo, ipo, orpo, simpo
+from megatrain_jax._src.lm.objectives.policy_losses import group_advantages, grpo
+from megatrain_jax._src.lm.objectives.reward_losses import reward
+from megatrain_jax._src.lm.objectives.unpaired_losses import kto, kto_baseline
 
 __all__ = [
     "distillation",

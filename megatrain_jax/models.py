@@ -10,25 +10,25 @@ It uses only the core's public names. Loading needs `pip install "megatrain-jax[
 """
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.grpo.grpo_run import grpo
-from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.config import DecoderConfig
-from megatrain_jax._src.models.decoder import Decoder
-from megatrain_jax._src.models.export import save_pretrained
-from megatrain_jax._src.models.generation.generate import Completion, Generator, generate
-from megatrain_jax._src.models.generation.generation_plan import GenerationPlan
-from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
-from megatrain_jax._src.models.loss import next_token_loss
-from megatrain_jax._src.models.merged_folder import merge_adapter
-from megatrain_jax._src.models.moe import Experts
-from megatrain_jax._src.models.neftune import neftune
-from megatrain_jax._src.models.peft import save_lora
-from megatrain_jax._src.models.peft_reading import load_lora
-from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
-from megatrain_jax._src.models.resized import resize_vocabulary
-from megatrain_jax._src.models.rotary import Rope
-from megatrain_jax._src.models.score_head import conversation_scores, reward_model
+from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
+from megatrain_jax._src.lm.grpo.grpo_run import grpo
+from megatrain_jax._src.lm.models.causal_attention import attention
+from megatrain_jax._src.lm.models.config import DecoderConfig
+from megatrain_jax._src.lm.models.decoder import Decoder
+from megatrain_jax._src.lm.models.export import save_pretrained
+from megatrain_jax._src.lm.models.generation.generate import Completion, Generator, generate
+from megatrain_jax._src.lm.models.generation.generation_plan import GenerationPlan
+from megatrain_jax._src.lm.models.lora import Lora, lora, merge_lora, without_lora
+from megatrain_jax._src.lm.models.loss import next_token_loss
+from megatrain_jax._src.lm.models.merged_folder import merge_adapter
+from megatrain_jax._src.lm.models.moe import Experts
+from megatrain_jax._src.lm.models.neftune import neftune
+from megatrain_jax._src.lm.models.peft import save_lora
+from megatrain_jax._src.lm.models.peft_reading import load_lora
+from megatrain_jax._src.lm.models.pretrained import Pretrained, load_pretrained
+from megatrain_jax._src.lm.models.resized import resize_vocabulary
+from megatrain_jax._src.lm.models.rotary import Rope
+from megatrain_jax._src.lm.models.score_head import conversation_scores, reward_model
 
 __all__ = [
     "Completion",

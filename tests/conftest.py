@@ -115,14 +115,14 @@ def pretending_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     Its machine is returned.
     """
-    from megatrain_jax._src.spec import measured
-    from megatrain_jax._src.state import pool
+    from megatrain_jax._src.engine.spec import measured
+    from megatrain_jax._src.engine.state import pool
     from runs import SLOW
 
     gib = 2**30
     machine = replace(SLOW, device_bytes=gib, host_bytes=64 * gib, link_bytes_per_s=1e5)
-    monkeypatch.setattr("megatrain_jax._src.start.card_here", lambda: machine)
-    monkeypatch.setattr("megatrain_jax._src.start.measured_rates", lambda *_: (1e5, 1e5))
+    monkeypatch.setattr("megatrain_jax._src.engine.start.card_here", lambda: machine)
+    monkeypatch.setattr("megatrain_jax._src.engine.start.measured_rates", lambda *_: (1e5, 1e5))
     monkeypatch.setattr(pool, "free_device_bytes", lambda placement: machine.device_bytes)
     monkeypatch.setattr(measured, "_SHORTEST", 0.0)
     return machine

@@ -22,8 +22,8 @@ from record import add_origin_options, find_origin, write
 from shapes import add_shape_options, chosen_shape
 
 import megatrain_jax as mt
-from megatrain_jax._src.checkpoint import writing
-from megatrain_jax._src.checkpoint.checksums import Checksums
+from megatrain_jax._src.engine.checkpoint import writing
+from megatrain_jax._src.engine.checkpoint.checksums import Checksums
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatrain_jax import data
-from megatrain_jax._src.data import packing, reading
-from megatrain_jax._src.data.report import Report
+from megatrain_jax._src.lm.data import packing, reading
+from megatrain_jax._src.lm.data.report import Report
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -6,7 +6,7 @@ from typing import Any
 from decoder import Batch
 
 import megatrain_jax as mt
-from megatrain_jax._src.schedule.instructions import WAITS, Instruction
+from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:

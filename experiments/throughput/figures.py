@@ -21,7 +21,7 @@ _KEY = re.compile(r"\.?([A-Za-z0-9_ ,-]+)|\[(\d+)\]")
 # The whole memory of the GPUs of early results, in GiB, by JAX's name of the GPU.
 _WHOLE_GIB = {"NVIDIA H200": 139.80072021484375}
 _USUAL_PERCENT = 85
-_CARDS = Path(__file__).parents[2] / "megatrain_jax" / "_src" / "state" / "cards.json"
+_CARDS = Path(__file__).parents[2] / "megatrain_jax" / "_src" / "engine" / "state" / "cards.json"
 _GIB = 1 << 30
 
 

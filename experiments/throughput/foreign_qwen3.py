@@ -86,7 +86,7 @@ def measured(
     def build() -> Any:
         return source.Qwen3(config, rngs=nnx.Rngs(0))
 
-    machine = mt.this_machine() or mt.H100
+    machine = mt.this_machine() or mt.card("H100")
     planned = mt.plan(build, loss_fn, optimizer, shapes, hardware=machine, precision=precision)
     trainer = mt.Trainer(build, loss_fn, optimizer, batch, precision=precision)
     batches = repeat(batch)

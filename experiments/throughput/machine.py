@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.common import host_memory
-from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state import pool_limit
+from megatrain_jax._src.engine.startup import allocator
+from megatrain_jax._src.engine.state import pool_limit
 
 GIB = 2**30
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

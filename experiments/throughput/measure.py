@@ -37,7 +37,7 @@ from shapes import Shape, add_shape_options, chosen_shape
 from timing import MIN_STEPS, Times, Work, time_from_rest, time_long_steps, time_steps
 
 import megatrain_jax as mt
-from megatrain_jax._src.spec import bound_step as steps
+from megatrain_jax._src.engine.spec import bound_step as steps
 
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
 _WARM_UP_STEPS = 3

@@ -82,7 +82,7 @@ def measured(name: str, source: Path | None, *, tiny: bool, num_steps: int) -> d
     build, loss_fn, batch, options = MODELS[name](source, tiny=tiny)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    machine = mt.this_machine() or mt.H100
+    machine = mt.this_machine() or mt.card("H100")
     planned = mt.plan(build, loss_fn, optimizer, shapes, hardware=machine, **options)
     trainer = mt.Trainer(build, loss_fn, optimizer, batch, **options)
     print(trainer.plan, flush=True)

@@ -108,7 +108,7 @@ def _computing_seconds(row: Published, layers: int) -> float:
         loss_fn,
         optax.sgd(1e-3),
         {"tokens": tokens, "labels": tokens},
-        hardware=dataclasses.replace(mt.A100_80GB, host_bytes=2**40),
+        hardware=dataclasses.replace(mt.card("A100"), host_bytes=2**40),
         precision=mt.Precision(compute=jnp.bfloat16),
         device_budget="minimum",
     )

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.engine.startup import allocator
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int = 1) -> None:

@@ -9,7 +9,7 @@
 XLA compiles for an H100 without having one, by the CUDA plugin of the installed JAX and its version
 of CUDA; attention is a kernel that does nothing. Products are compiled by Triton and by cuBLAS,
 because only a GPU can tell which is faster, and the larger figure counts. The figures go to
-`tests/helpers/gpu_temporaries.json`; `tests/kernels/test_gpu_memory.py` compares them with the
+`tests/helpers/gpu_temporaries.json`; `tests/engine/kernels/test_gpu_memory.py` compares them with the
 estimates.
 """
 
@@ -33,15 +33,15 @@ from optax import contrib
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.cli.catalogue import known_models
 from megatrain_jax._src.common import attention_kernel
-from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.kernel import Kernel
-from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.spec.make_spec import make_run_spec
-from megatrain_jax._src.spec.step_kernels import step_kernels
-from megatrain_jax._src.state.placement import Placement, placed_on
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
+from megatrain_jax._src.engine.state.placement import Placement, placed_on
+from megatrain_jax._src.lm.cli.catalogue import known_models
 
 FILE = Path(__file__).parents[2] / "tests" / "helpers" / "gpu_temporaries.json"
 MIB = 2**20

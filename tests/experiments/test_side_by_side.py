@@ -5,7 +5,7 @@ import sys
 import pytest
 import side_by_side
 
-from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.engine.startup import allocator
 
 
 def test_processes_divide_the_share_that_this_process_has(monkeypatch, tmp_path):

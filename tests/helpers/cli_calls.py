@@ -21,9 +21,9 @@ from optax import contrib
 import megatrain_jax as mt
 from cli_runs import SIZES
 from megatrain_jax import callbacks, data, models
-from megatrain_jax._src.cli import objectives
-from megatrain_jax._src.cli.main import main
-from megatrain_jax._src.common import hub
+from megatrain_jax._src.lm.cli import objectives
+from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.common import hub
 
 _CALLBACKS = "CSVLog JSONLog TensorBoard WandB MLflow Samples KeepBest EarlyStopping".split()
 

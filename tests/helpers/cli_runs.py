@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.lm.cli.main import main
 from tiny_chats import conversation, make_checkpoint
 
 SIZES = {

@@ -1,8 +1,8 @@
 """Cases of the zoo, traced and cut."""
 
-from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from zoo import Case
 
 

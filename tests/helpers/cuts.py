@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.layers.blocks import Leaf
-from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from nested import run_layer, zeros
 
 TOKENS = {"tokens": np.zeros((2, 16), np.int32)}

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 import megatrain_jax as mt
-from megatrain_jax._src.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo_case import Case

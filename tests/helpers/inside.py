@@ -8,13 +8,13 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.runtime.store import Store
-from megatrain_jax._src.spec.bound_step import BoundStep
-from megatrain_jax._src.spec.rescheduled import with_all_waves, with_recomputed_spans
-from megatrain_jax._src.spec.run_spec import RunSpec
-from megatrain_jax._src.spec.tile_search import TileFinder
-from megatrain_jax._src.state.placement import Placement, placed_on
+from megatrain_jax._src.engine.runtime.engine import Engine
+from megatrain_jax._src.engine.runtime.store import Store
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.rescheduled import with_all_waves, with_recomputed_spans
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.spec.tile_search import TileFinder
+from megatrain_jax._src.engine.state.placement import Placement, placed_on
 
 
 def pinned_arrays() -> dict[int, jax.Array]:

@@ -21,7 +21,7 @@ import optax
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.common import host_memory
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.engine.state import pool
 
 MIB = 2**20
 NUM_LAYERS, WIDTH = 12, 1024

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax._src.history import History
-from megatrain_jax._src.options.batch_checks import check_batch, check_like
-from megatrain_jax._src.runtime.interrupt import deferred_interrupt
-from megatrain_jax._src.state.processes import Processes
+from megatrain_jax._src.engine.history import History
+from megatrain_jax._src.engine.options.batch_checks import check_batch, check_like
+from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.engine.state.processes import Processes
 
 
 class LogTrainer:

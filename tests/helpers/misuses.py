@@ -179,7 +179,7 @@ RUN = {
         ),
     ),
     "hardware": Argument(
-        (None, mt.H200, mt.RTX_4090, "H100", "rtx-4090"),
+        (None, mt.card("H200"), mt.card("RTX 4090"), "H100", "rtx-4090"),
         ("H1000", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
     ),
 }
@@ -232,10 +232,11 @@ LOOP = {
     "progress": Argument((False, np.bool_(False)), NO_FLAGS),
 }
 RESUME = {"resume": Argument((True, False), NO_FLAGS)}
+CONTINUES = {"continues": Argument((None,), NO_PATHS)}
 PARTS = {"model": MODEL, "loss_fn": LOSS, "optimizer": OPTIMIZER}
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Argument]]] = {
     "fit": (mt.fit, PARTS | LOOP | RUN | START | RESUME),
-    "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START),
+    "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START | CONTINUES),
     "plan": (mt.plan, PARTS | {"sample_batch": SAMPLE} | RUN | MACHINE),
 }
 
@@ -279,7 +280,7 @@ def right_arguments(rng: random.Random, arguments: dict[str, Argument], folder: 
         for name in chosen
     }
     # A host's memory is that of some machine.
-    return values | ({"hardware": mt.H200} if "host_gib" in chosen else {})
+    return values | ({"hardware": mt.card("H200")} if "host_gib" in chosen else {})
 
 
 def named(error: BaseException, name: str) -> bool:

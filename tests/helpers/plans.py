@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 
 import megatrain_jax as mt
-from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.report.plan import GroupRow, Plan
-from megatrain_jax._src.spec.make_spec import make_run_spec
-from megatrain_jax._src.spec.run_spec import RunSpec
-from megatrain_jax._src.state import cards
-from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.report.plan import GroupRow, Plan
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state import cards
+from megatrain_jax._src.engine.state.hardware import Hardware
 
 GIB = 2**30
 SGD = optax.sgd(0.1)
@@ -110,7 +110,7 @@ BIG = Plan(
     num_stages=38,
     num_kept=0,
     num_templates=3,
-    hardware=replace(cards.H200, host_bytes=125 * GIB),
+    hardware=replace(cards.card("H200"), host_bytes=125 * GIB),
     warnings=("`while` holds 3 blocks", "one large stage"),
 )
 

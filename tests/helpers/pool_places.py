@@ -9,9 +9,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import megatrain_jax as mt
-from megatrain_jax._src.schedule.host_pool import _EndlessPool
-from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.engine.schedule.host_pool import _EndlessPool
+from megatrain_jax._src.engine.state import pool
+from megatrain_jax._src.engine.state.placement import placed_on
 
 assert mt.__version__  # the import sets the pool's limit before JAX starts
 MIB = 2**20

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from cuts import run_stages
-from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 
 DIM, VOCAB, TIME = 8, 16, 4
 

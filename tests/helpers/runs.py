@@ -14,11 +14,11 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from megatrain_jax._src.adapt.adapters import AdaptedModel, adapt
-from megatrain_jax._src.options.options import DeviceBudget, Options
-from megatrain_jax._src.spec.make_spec import make_run_spec
-from megatrain_jax._src.spec.run_spec import RunSpec
-from megatrain_jax._src.state.cards import H200
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, adapt
+from megatrain_jax._src.engine.options.options import DeviceBudget, Options
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state.cards import card
 from oracle import PlainRun
 from zoo_case import Case
 
@@ -38,7 +38,7 @@ class Run:
 
 
 # A machine so slow at arithmetic that whatever spares some pays.
-SLOW = dataclasses.replace(H200, flops_per_s=1e6)
+SLOW = dataclasses.replace(card("H200"), flops_per_s=1e6)
 
 
 @functools.cache

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
-from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.schedule import Schedule
-from megatrain_jax._src.schedule.transient_host_bytes import in_flight_bytes
-from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
+from megatrain_jax._src.engine.schedule.schedule import Schedule
+from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
+from megatrain_jax._src.engine.schedule.workload import Workload
 from workloads import MOVES, WAITS
 
 # The kinds of parts that wait in the host, as a plan lists them.

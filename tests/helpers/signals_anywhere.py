@@ -22,12 +22,12 @@ import megatrain_jax as mt
 import small
 from log_trainer import LogTrainer, batch_of
 from megatrain_jax import FitResult
-from megatrain_jax._src import run_state, run_steps
-from megatrain_jax._src import trainer as trainers
-from megatrain_jax._src.checkpoint import save
-from megatrain_jax._src.options.options import LoopOptions
-from megatrain_jax._src.runtime import evaluation, interrupt, training
-from megatrain_jax._src.train import loop, run, series, source
+from megatrain_jax._src.engine import run_state, run_steps
+from megatrain_jax._src.engine import trainer as trainers
+from megatrain_jax._src.engine.checkpoint import save
+from megatrain_jax._src.engine.options.options import LoopOptions
+from megatrain_jax._src.engine.runtime import evaluation, interrupt, training
+from megatrain_jax._src.engine.train import loop, run, series, source
 from runs import check_same_bits
 
 RUNS, REAL_RUNS = 80, 25

@@ -5,7 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.engine.program import jaxpr as jx
 
 WIDTH, VOCAB = 16, 53
 

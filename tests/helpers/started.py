@@ -9,13 +9,13 @@ import jax
 import optax
 import pytest
 
-from megatrain_jax._src import start
-from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.options.options import Options
-from megatrain_jax._src.schedule.search import find_schedule
-from megatrain_jax._src.spec.make_spec import make_run_spec
-from megatrain_jax._src.spec.run_spec import RunSpec, batch_key
+from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.run_spec import RunSpec, batch_key
 
 
 class Started:

@@ -5,12 +5,12 @@ import sys
 from dataclasses import replace
 
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
-from megatrain_jax._src.schedule.memory_demand import least_bytes
-from megatrain_jax._src.schedule.schedule import Schedule
-from megatrain_jax._src.schedule.search import find_schedule
-from megatrain_jax._src.schedule.tasks import build_task_lists
-from megatrain_jax._src.schedule.workload import Costs, Link, Workload
+from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.engine.schedule.memory_demand import least_bytes
+from megatrain_jax._src.engine.schedule.schedule import Schedule
+from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.schedule.workload import Costs, Link, Workload
 
 LISTS = ("cold", "steady", "flush", "evaluation")  # a schedule's lists of instructions
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from megatrain_jax._src import start
-from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.engine import start
+from megatrain_jax._src.engine.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, as_said, blocks, cells, execute, links
 from places import ROOT
 from site_pages import documented, parameters_had, parameters_said, rendered, shown_outputs

@@ -11,8 +11,8 @@ from places import ROOT, TESTS
 
 SOURCES = ROOT / "megatrain_jax" / "_src"
 # From the ground up: a room imports from those in the lines above its own, and from itself.
-FLOORS = (
-    "common startup",
+ENGINE = (
+    "startup",
     "schedule program",
     "program/layers",
     "program/optimizer program/loss program/tiling",
@@ -28,12 +28,23 @@ FLOORS = (
     "run_steps",
     "trainer",
     "train planning",
-    "fit cross_entropy comparing",
+    "fit comparing",
+)
+LM = (
+    "common cross_entropy",
     "log_probabilities",
     "objectives",
-    "data models callbacks",
+    "data models",
+    "next_tokens",
+    "samples",
     "grpo",
     "cli",
+)
+FLOORS = (
+    "common",
+    *(" ".join(f"engine/{room}" for room in line.split()) for line in ENGINE),
+    "callbacks",
+    *(" ".join(f"lm/{room}" for room in line.split()) for line in LM),
 )
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}
 FILES = sorted(SOURCES.rglob("*.py"))
@@ -46,7 +57,7 @@ def short(path: Path) -> str:
 def room_of(file: str) -> str:
     """The room a file is in; the files beside the rooms are rooms of their own."""
     parts = Path(file).with_suffix("").parts
-    return max(("/".join(parts[:n]) for n in (1, 2) if "/".join(parts[:n]) in FLOOR_OF), key=len)
+    return max((x for n in (1, 2, 3) if (x := "/".join(parts[:n])) in FLOOR_OF), key=len)
 
 
 def imported(path: Path) -> set[str]:
@@ -73,16 +84,30 @@ def test_a_room_imports_from_rooms_below_it(path: Path):
 
 
 def test_schedules_need_nothing_but_the_standard_library():
-    for path in (SOURCES / "schedule").glob("*.py"):
+    for path in (SOURCES / "engine" / "schedule").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "import jax" not in text and "import numpy" not in text, path
 
 
-@pytest.mark.parametrize("room", ["data", "models", "callbacks", "cli"])
-def test_what_is_built_on_the_library_uses_its_public_names(room: str):
-    for path in (SOURCES / room).rglob("*.py"):
-        rooms = {room_of(file) for file in imported(path)}
-        assert rooms <= {room, "common"}, path
+@pytest.mark.parametrize("house", ["lm", "callbacks"])
+def test_what_is_built_on_the_engine_uses_its_public_names(house: str):
+    for path in (SOURCES / house).rglob("*.py"):
+        houses = {file.split("/")[0] for file in imported(path)}
+        assert houses <= {house, "common", "callbacks"}, path
+
+
+@pytest.mark.parametrize("house", ["engine", "common"])
+def test_the_engine_knows_no_language_model(house: str):
+    """Neither a family's name nor a primitive's."""
+    families = {path.stem for path in (SOURCES / "lm/models/families").glob("[a-z]*.py")}
+    defined = re.compile(r'= define\(\s*"(\w+)"')
+    primitives = {
+        x for path in (SOURCES / "lm").rglob("*.py") for x in defined.findall(path.read_text())
+    }
+    assert len(primitives) >= 4
+    words = re.compile(rf"""["']({"|".join(families | primitives)})\b""")
+    for path in (SOURCES / house).rglob("*.py"):
+        assert not words.search(path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.exhaustive
@@ -95,12 +120,16 @@ def test_where_arrays_live_is_asked_in_one_place():
             if isinstance(node, ast.Attribute) and node.attr in asking:
                 if isinstance(node.value, ast.Name) and node.value.id == "jax":
                     found.add(short(path))
-    assert found == {"state/placement.py", "common/capability.py", "cli/devices.py"}
+    assert found == {
+        "engine/state/placement.py",
+        "common/capability.py",
+        "lm/cli/devices.py",
+    }
 
 
 def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():
     # A key stands for the body itself, and is kept as long as it.
-    allowed = {"program/jaxpr.py", "program/structural_key.py"}
+    allowed = {"engine/program/jaxpr.py", "engine/program/structural_key.py"}
     names = re.compile(r"""["'](call_jaxpr|body_jaxpr|cond_jaxpr|branches)["']""")
     found = {short(path) for path in FILES if names.search(path.read_text(encoding="utf-8"))}
     assert found <= allowed, "use called, loop_body, loop_condition and branches of jaxpr.py"

@@ -344,8 +344,18 @@ ATTRIBUTES = _by_name(
         _REMAT: "gradient_checkpointing_enable enable_input_require_grads",
     }
 )
-# Public names elsewhere that have none here.
-PUBLIC = _by_name(
+# Constants of version 0.1.
+_CARDS = (
+    "A10G A100_40GB A100_80GB B200 GH200 H100 H200 HGX_H100 HGX_H200 L4 L40S P100 RTX_2060 "
+    "RTX_2070 RTX_2080 RTX_2080_TI RTX_3060 RTX_3080 RTX_3090 RTX_4090 RTX_5090 RTX_A6000 T4 V100 "
+    "V100_16GB"
+)
+# Public names, there or in other libraries, that have none here.
+PUBLIC = {
+    name: f'cards go by name: hardware="{shown}", or megatrain_jax.card("{shown}")'
+    for name in _CARDS.split()
+    for shown in [name.replace("_", " ")]
+} | _by_name(
     {
         _SCHEDULE: "LearningRateScheduler ReduceLROnPlateau LRScheduler",
         "loss_fn may return it as a metric": "LearningRateMonitor",

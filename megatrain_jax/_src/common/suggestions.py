@@ -49,7 +49,7 @@ _HOW_TO_SET = {
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question that names the known name nearest to a misspelt one.
 
-    Case and underscores don't count, so `rtx4090` is near `RTX_4090`. A near name has the same
+    Case and underscores don't count, so `trainer` is near `Trainer`. A near name has the same
     first letter: `push` is not meant by `gpus`.
 
     Args:

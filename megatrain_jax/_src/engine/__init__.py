@@ -1,0 +1,1 @@
+"""Trains any model: cuts its loss into stages and streams their state through the device."""

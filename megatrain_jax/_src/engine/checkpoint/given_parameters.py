@@ -1,0 +1,132 @@
+"""Initial parameters given by the user instead of the model's own.
+
+All parameters are checked before any is read. Then they are read one by one, from memory, from a
+checkpoint or from memory-mapped files, so the whole model never exists beside its slabs.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.common.model_path import module_path
+from megatrain_jax._src.common.trees import described, listed
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
+from megatrain_jax._src.engine.adapt.initial_values import InitialValues, strong_array
+from megatrain_jax._src.engine.adapt.model_kinds import flatten
+from megatrain_jax._src.engine.checkpoint.saved_arrays import saved_arrays
+
+_Names = tuple[str, ...]
+
+
+def with_given_parameters(
+    params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
+) -> InitialValues:
+    """Initial values with given parameters in place of the model's own.
+
+    Args:
+        params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
+            Orbax can read. Any object with a shape, a dtype and `__array__` is an array.
+        initial: The model's own values; its untrained state is kept.
+        adapted: The model as parameters and a pure loss.
+        dtypes: The dtype that must hold each parameter exactly; None if it may be rounded.
+
+    Raises:
+        ValueError: If `params` doesn't match this model; the differences are listed.
+        CheckpointError: If Orbax can't read the folder.
+    """
+    is_folder = isinstance(params, str | PathLike)
+    saved = saved_arrays(params) if is_folder else _arrays(params)
+    saved = {_without_value(name): array for name, array in saved.items()}
+    own = [*map(_names, adapted.paths)]
+    # Flat dicts match nested ones, unless two paths differ only in where they are split.
+    is_clear = all(len(set(map(module_path, rows))) == len(rows) for rows in (own, saved))
+    text = _text if is_clear else repr
+
+    def named(name: _Names) -> _Names:
+        return _names(module_path(name)) if is_clear else name
+
+    given = {named(name): array for name, array in saved.items()}
+    origin_of = dict(zip(given, saved, strict=True))
+    wanted = {named(name): s for name, s in zip(own, adapted.shapes, strict=True)}
+    text_of = {name: text(path) for name, path in zip(wanted, own, strict=True)}
+    dtype_of = dict(zip(wanted, dtypes, strict=True))
+    known = {named(_names(path)) for path in adapted.variable_paths}
+    prefix = _prefix(given, wanted)
+    found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
+    unknown_names = [(*prefix, *n) for n in found if n not in wanted and n not in known]
+    # A checkpoint may hold more than parameters, such as an optimizer's state.
+    if not is_folder:
+        unknown_names += [n for n in given if n[: len(prefix)] != prefix and n not in known]
+    if is_folder:  # Orbax can't save empty arrays, so checkpoints lack them
+        empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
+        found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
+    lines = [
+        *(f"{text_of[name]} is missing" for name in wanted if name not in found),
+        *(f"{text(origin_of[name])} is not part of the model" for name in unknown_names),
+        *(
+            line
+            for name, shape in wanted.items()
+            if name in found
+            and (line := _difference(text_of[name], found[name], shape.shape, dtype_of[name]))
+        ),
+    ]
+    if lines:
+        origin = f"the checkpoint {params}" if is_folder else "`params`"
+        raise ValueError(f"{origin} does not fit the model:{listed(lines)}")
+    sources = [found[name] for name in wanted]
+
+    def leaves(indices: Sequence[int]) -> list[jax.Array]:
+        return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
+
+    # Arrays in files name them, like those of `models.load_pretrained`.
+    rows = (getattr(source, "source_files", ()) for source in sources)
+    files = tuple(dict.fromkeys(path for row in rows for path in row))
+    dtypes = tuple(jnp.dtype(source.dtype) for source in sources)
+    variables = initial.variables
+    return InitialValues(leaves=leaves, dtypes=dtypes, variables=variables, files=files)
+
+
+def _arrays(params: Any) -> dict[_Names, Any]:
+    paths, leaves, _ = flatten(params)
+    return {_names(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _names(path: Iterable[str | int]) -> _Names:
+    return tuple(map(str, path))
+
+
+def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
+    """The path that is the parent of most parameters; for example, `params` for Linen."""
+    # Each array votes for every prefix that would make it a parameter, so a few extra arrays don't
+    # hide the right prefix.
+    votes = Counter(name[:i] for name in given for i in range(len(name) + 1) if name[i:] in wanted)
+    return max(votes, key=lambda prefix: (votes[prefix], -len(prefix)), default=())
+
+
+def _without_value(name: _Names) -> _Names:
+    # An nnx.State saved directly has one more level, for the value of each variable.
+    return name[:-1] if len(name) > 1 and name[-1] == "value" else name
+
+
+def _difference(
+    name: str, array: Any, shape: tuple[int, ...], kept: DTypeLike | None
+) -> str | None:
+    there, dtype = tuple(array.shape), jnp.dtype(array.dtype)
+    if there != shape:
+        return f"{name} is {described(there, dtype)} there, but has shape {list(shape)} here"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return f"{name} is {dtype.name} there, but parameters are real floating numbers"
+    if kept is not None and jnp.promote_types(dtype, kept) != kept:
+        narrow = jnp.dtype(kept).name
+        return f"{name} is {dtype.name} there, which masters in {narrow} can't hold exactly"
+    return None
+
+
+def _text(name: _Names) -> str:
+    return "/".join(name)

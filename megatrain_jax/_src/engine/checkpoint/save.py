@@ -1,0 +1,313 @@
+"""Writes a checkpoint group by group, while training continues.
+
+A store's arrays at rest are never modified: steps write new ones. So a checkpoint is written from
+the store itself, without a copy. A step waits only before it replaces a group that is not yet on
+disk, because the group's old arrays must live until then, and its new ones would be a second copy.
+
+If several processes share the run, each writes its devices' part into one folder. At each step they
+exchange whether they are done; when all are, the first process makes a checkpoint from the parts:
+
+    process 0                                   process 1
+    writes ocdbt.process_0, still               writes ocdbt.process_1, done
+    settle() before step 8: no, yes             settle() before step 8: no, yes
+    done
+    settle() before step 9: yes, yes            settle() before step 9: yes, yes
+    joins, describes, syncs, renames            continues
+    wait(): how did it end?                     wait(): how did it end?
+"""
+
+import errno
+import math
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from megatrain_jax._src.common.keys import LASTING
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.syncing import sync, sync_tree
+from megatrain_jax._src.engine.checkpoint import manifest, orbax
+from megatrain_jax._src.engine.checkpoint.contents import (
+    PARAMS,
+    ArrayEntry,
+    SliceReader,
+    grids_of,
+    slice_readers,
+)
+from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
+from megatrain_jax._src.engine.checkpoint.workspace import (
+    NAME,
+    UnownedWorkspace,
+    Workspace,
+    claim_workspace,
+)
+from megatrain_jax._src.engine.checkpoint.writing import Writer
+from megatrain_jax._src.engine.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
+from megatrain_jax._src.engine.runtime.store import Store
+from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state.processes import PeerEndedError
+
+# Minimum bytes of a part. A part is written in parallel as a whole, but its end does not overlap
+# with the next part's beginning.
+PART_BYTES = 8 << 30
+# Name of the unfinished checkpoint in the workspace; only one is written at a time.
+_WRITTEN = "checkpoint"
+
+# Parts of error messages about a full disk, from the system and TensorStore.
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
+
+_Part = tuple[tuple[int, ...], list[SliceReader]]
+
+
+class Saving:
+    """A checkpoint on its way to disk.
+
+    Attributes:
+        path: The checkpoint's folder, once it is complete.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        spec: RunSpec,
+        store: Store,
+        entries: Sequence[ArrayEntry],
+        facts: Mapping[str, Any],
+        params_only: bool = False,
+        workspace: Workspace | UnownedWorkspace | None = None,
+    ):
+        """Starts writing.
+
+        Args:
+            path: The checkpoint's future folder.
+            spec: The run; its schedule determines the groups that are replaced first.
+            store: The store, at rest; it will wait for this before it replaces a group.
+            entries: Entries of all arrays of the run's checkpoints.
+            facts: The facts to save beside the arrays, as JSON.
+            params_only: Whether to write only parameters.
+            workspace: Workspace of the run that saves this checkpoint. It may then replace the
+                contents of `path`, and its trained parameters must be finite. None makes a
+                workspace for this checkpoint alone, and removes it.
+
+        Raises:
+            CheckpointError: If the folder can't be written.
+        """
+        self.path = path
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        # Written: this process has written its part, or failed. Agreed: all processes know that all
+        # have. Known: all processes know whether saving failed.
+        self._is_written, self._is_agreed = threading.Event(), threading.Event()
+        self._is_known = False
+        if params_only:
+            entries = [entry for entry in entries if entry.path[0] == PARAMS]
+        self._entries, self._replaces = list(entries), workspace is not None
+        self._processes = processes = store.placement.processes
+        self._parts = _parts(spec, store, entries)
+        # 1 for each group that is not on disk yet.
+        self._left = Counter(g for groups, _ in self._parts for g in groups)
+        self._thread = threading.Thread(
+            target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
+        )
+        # An interrupt within these lines would leave the workspace without an owner. A second one
+        # takes effect, because claiming the workspace may wait long for another thread.
+        with deferred_interrupt(second_interrupts=True):
+            if workspace is None:
+                # A folder that can't be written is noticed here, before training continues.
+                name = f"{path.name}.{NAME}"
+                workspace = claim_workspace(path.with_name(name), path, processes)
+            else:
+                workspace.share()
+            self._workspace = workspace
+            self._writer = Writer(
+                workspace.path,
+                _WRITTEN,
+                processes.index,
+                self._entries,
+                grids_of(spec, entries),
+                finite=self._replaces,
+                frozen=frozenset(spec.grouping.frozen),
+            )
+            store.before_replacing = self.wait_for
+            self._thread.start()
+
+    def wait_for(self, group: int) -> None:
+        """Waits until a group is on disk, or its writing has failed."""
+        with self._changed:
+            while self._left[group]:
+                self._changed.wait(SECONDS_AT_A_TIME)
+
+    def settle(self) -> None:
+        """Starts publishing the checkpoint if all processes have written their parts.
+
+        All of them must call this, at the same point of the run.
+
+        Raises:
+            PeerEndedError: If another process has ended, or can't be reached.
+        """
+        if self._processes.count == 1 or self._is_agreed.is_set():
+            return
+        done = self._is_written.is_set()
+        row = done, self._error and _words(self._error)
+        rows = self._processes.gather(f"the parts of {self.path.name}", row)
+        if all(done for done, _ in rows):
+            self._adopt([words for _, words in rows])
+            self._is_agreed.set()
+
+    def _adopt(self, rows: Sequence[str | None]) -> None:
+        """Adopts an error of another process, from each process's message."""
+        if self._error is None and (errors := [row for row in rows if row is not None]):
+            self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
+
+    def join(self) -> None:
+        """Waits until nothing is being written any more; errors are left to `wait`.
+
+        Raises:
+            PeerEndedError: If another process ends first; this can then be called again.
+        """
+        while not self._is_written.wait(SECONDS_AT_A_TIME):
+            pass
+        try:
+            self.settle()
+            self._wait_for_thread()
+            if self._processes.count > 1 and not self._is_known:
+                where = f"the end of saving {self.path.name}"
+                self._adopt(self._processes.gather(where, self._error and _words(self._error)))
+                self._is_known = True
+        except PeerEndedError:
+            if self._processes.unreachable is None:
+                raise
+            self._wait_for_thread()
+
+    def _wait_for_thread(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(SECONDS_AT_A_TIME)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete and has its name.
+
+        Raises:
+            CheckpointError: If it could not be written; nothing is left of it. Raised once.
+        """
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(
+                f"{self._lack(error)}the checkpoint {self.path} could not be written: "
+                f"{_words(error)}. Older checkpoints and the training state are as they were."
+            ) from error
+
+    def _lack(self, error: BaseException) -> str:
+        """The missing disk space, as a sentence, if that is the cause of an error."""
+        if not any(text in str(error) for text in _FULL):
+            return ""
+        needed = sum(
+            math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize for entry in self._entries
+        )
+        free = shutil.disk_usage(self.path.parent).free
+        lacks = f"lacks {sized(needed - free)} of" if needed > free else "had no room for"
+        return (
+            f"{self.path.parent} {lacks} the {sized(needed)} that a checkpoint takes, beside those "
+            f"that are kept; {sized(free)} are free: "
+        )
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        # Runs on its own thread, with everything it calls; the other methods run on the main
+        # thread. Only the main thread communicates with other processes, because their messages
+        # must have the same order in each.
+        workspace, several = self._workspace, self._processes.count > 1
+        try:
+            self._write_parts()
+        except BaseException as error:
+            self._error = error
+        finally:
+            # Also after an error: a step must not wait for groups that nobody will write.
+            self._parts.clear()
+            self._release(list(self._left.elements()))
+            self._is_written.set()
+        while several and not self._is_agreed.wait(SECONDS_AT_A_TIME):
+            if self._processes.unreachable is not None:
+                self._error = self._error or PeerEndedError(self._processes.unreachable)
+                break
+        try:
+            if self._error is None and isinstance(workspace, Workspace):
+                self._finish(workspace, facts)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._error is not None:
+                with suppress(OSError):
+                    workspace.clear()
+            workspace.release(run=not self._replaces)
+
+    def _write_parts(self) -> None:
+        while self._parts:
+            groups, rows = self._parts.pop(0)
+            self._writer.write(rows)
+            # The part's arrays must be freed when a step may replace them, because the host has no
+            # space for a second copy.
+            del rows
+            self._release(groups)
+        self._writer.finish()
+
+    def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
+        # In this order the checkpoint is complete or has no name, whenever the process dies:
+        # arrays, the manifest that lists their files, all synced to disk, and only then the rename.
+        written = workspace.path / _WRITTEN
+        facts["arrays"] = self._writer.join(self._processes.count)
+        found = orbax.own_metadata(written)
+        orbax.check_arrays(written, found, self._entries, "not what was to be written")
+        manifest.write(written, facts)
+        sync_tree(written)
+        self._publish(workspace, written)
+
+    def _publish(self, workspace: Workspace, written: Path) -> None:
+        """Renames the written checkpoint to its own path."""
+        # A callback may have saved this very step before.
+        exists, old = os.path.lexists(self.path), None
+        if exists and not self._replaces:
+            raise FileExistsError(f"there is something at {self.path} by now")
+        # Moved away first, because a folder can't be renamed onto one that isn't empty.
+        if exists:
+            old = workspace.take(self.path)
+        written.rename(self.path)
+        sync(self.path.parent)
+        if old is not None:
+            workspace.clear()
+
+    def _release(self, groups: Iterable[int]) -> None:
+        with self._changed:
+            self._left.subtract(groups)
+            self._changed.notify_all()
+
+
+def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_Part]:
+    """The parts of a checkpoint, in the order in which steps replace groups.
+
+    Small arrays, written by the first process, come first; then groups, several per part.
+    """
+    small = slice_readers(store, entries) if store.placement.processes.is_first else []
+    parts: list[_Part] = [((), small)] if small else []
+    offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
+    replaced = [key.owner for key in offloaded if key is not None and key.kind in LASTING]
+    size = PART_BYTES  # so that the first group begins a part
+    for g in dict.fromkeys([*replaced, *range(len(spec.layouts))]):
+        if size >= PART_BYTES:
+            parts.append(((), []))
+            size = 0
+        groups, rows = parts[-1]
+        parts[-1] = (*groups, g), rows + slice_readers(store, entries, g)
+        size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
+    return parts
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,172 @@
+"""`compare_plans`: plans for several machines, optimizers or batches, side by side."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.engine.options.options import (
+    DeviceBudget,
+    HostBudget,
+    Microbatches,
+    OnNonfinite,
+    PrecisionGiven,
+    Trainable,
+)
+from megatrain_jax._src.engine.planning import plan
+from megatrain_jax._src.engine.report.comparison import PlanComparison, compare
+from megatrain_jax._src.engine.state.hardware import Hardware
+
+
+def compare_plans(
+    model: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    sample_batch: Any = None,
+    *,
+    over: Mapping[str, Any],
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "auto",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    host_gib: float | str | None = None,
+    num_gpus: int | None = None,
+    measure: bool = False,
+) -> PlanComparison:
+    """Plans every combination of some arguments' values: fit, time and memory.
+
+    Plans with the same model, loss, optimizer and batch trace these once. If `plan` raises a
+    `ValueError` for a combination, its row contains the reason.
+
+    Args:
+        model: See `plan`; this and all following arguments may be given here or in `over`.
+        loss_fn: See `plan`.
+        optimizer: See `plan`.
+        sample_batch: See `plan`.
+        over: The arguments to vary, by name, with their values: a mapping from a value's name in
+            the table to the value, or a sequence of machines, numbers or strings, which are their
+            own names.
+        microbatches: See `plan`.
+        waves: See `plan`.
+        precision: See `plan`.
+        device_budget: See `plan`.
+        host_budget: See `plan`.
+        trainable: See `plan`.
+        on_nonfinite: See `plan`.
+        max_skipped: See `plan`.
+        seed: See `plan`.
+        hardware: See `plan`.
+        mesh: See `plan`.
+        host_gib: See `plan`.
+        num_gpus: See `plan`.
+        measure: See `plan`.
+
+    Returns:
+        The plans as a table, a sequence of rows.
+
+    Raises:
+        TypeError: If an argument has a wrong type, or a value in `over` has no name.
+        ValueError: If `over` is empty or has an unknown argument, an argument is given both here
+            and in `over`, or two values have the same name.
+
+    Examples:
+        >>> import jax, optax
+        >>> def build():
+        ...     weights = [jax.numpy.ones((512, 512)) for _ in range(24)]
+        ...     return {"layers": {str(i): {"w": w} for i, w in enumerate(weights)}}
+        >>> def loss_fn(model, batch):
+        ...     x = batch
+        ...     for layer in model["layers"].values():
+        ...         x = x @ layer["w"]
+        ...     return (x**2).mean()
+        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
+        >>> over = {"optimizer": {"adamw": optax.adamw(1e-3), "lion": optax.lion(1e-3)}}
+        >>> table = compare_plans(build, loss_fn, sample_batch=batch, over=over)
+        >>> plans = {row.names: row.plan for row in table}
+        >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
+        [(('adamw',), 12), (('lion',), 8)]
+    """
+    arguments = {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "sample_batch": sample_batch,
+        "microbatches": microbatches,
+        "waves": waves,
+        "precision": precision,
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "trainable": trainable,
+        "on_nonfinite": on_nonfinite,
+        "max_skipped": max_skipped,
+        "seed": seed,
+        "hardware": hardware,
+        "mesh": mesh,
+        "host_gib": host_gib,
+        "num_gpus": num_gpus,
+        "measure": measure,
+    }
+    parameters = inspect.signature(compare_plans).parameters
+    fixed = {k: v for k, v in arguments.items() if v is not parameters[k].default}
+    axes = _axes(over)
+    for name in axes:
+        if name in fixed:
+            raise ValueError(f"`{name}` is given, and in `over`, too: leave one of them out")
+    for name in ("model", "loss_fn", "optimizer", "sample_batch"):
+        if name not in fixed and name not in axes:
+            raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
+    with remembering():
+        return compare(axes, lambda **given: plan(**{**fixed, **given}))
+
+
+def _axes(over: Any) -> dict[str, dict[str, Any]]:
+    """The values of each argument, by name."""
+    if not isinstance(over, Mapping):
+        raise TypeError(checks.refused("over", "a mapping from arguments to their values", over))
+    parameters = inspect.signature(plan).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    if not over:
+        raise ValueError(f"`over` is empty: name an argument that differs, of {', '.join(known)}")
+    for name in over:
+        if name not in known:
+            near = did_you_mean(str(name), known)
+            raise ValueError(f"`over` has {name!r}, but `plan` takes {', '.join(known)}{near}")
+    return {name: _named(f"over[{name!r}]", values) for name, values in over.items()}
+
+
+def _named(argument: str, values: Any) -> dict[str, Any]:
+    allowed = "a mapping from names to values, or a sequence of machines, numbers or strings"
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(checks.refused(argument, allowed, values))
+    # Batches and optimizers have no name that would identify them in a table.
+    pairs = [*values.items()] if isinstance(values, Mapping) else [(_name(v), v) for v in values]
+    if not pairs:
+        raise ValueError(f"`{argument}` is empty")
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if not isinstance(name, str):
+            raise TypeError(checks.refused(argument, allowed, values))
+        if name in named:
+            hint = "pass a mapping that gives each a name of its own"
+            raise ValueError(f"`{argument}` has two values called {name!r}; {hint}")
+        named[name] = value
+    return named
+
+
+def _name(value: Any) -> str | None:
+    """The name of a value that identifies itself; None for any other value."""
+    if isinstance(value, Hardware):
+        return value.name
+    return str(value) if value is None or isinstance(value, str | int | float) else None

@@ -1,0 +1,385 @@
+"""Trains a model in one call."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import chain
+from os import PathLike
+from typing import Any
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.checkpoint.saved_settings import (
+    batch_digest,
+    differences,
+    version_remark,
+)
+from megatrain_jax._src.engine.options.batch_checks import check_batch
+from megatrain_jax._src.engine.options.inputs import (
+    check_data,
+    check_mesh,
+    check_order,
+    check_parts,
+    check_trainer,
+)
+from megatrain_jax._src.engine.options.options import (
+    Callbacks,
+    DeviceBudget,
+    EvalData,
+    HostBudget,
+    LoopOptions,
+    Microbatches,
+    OnNonfinite,
+    Options,
+    PrecisionGiven,
+    Trainable,
+)
+from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
+from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.train.result import EMPTY, FitResult, attaching_result
+from megatrain_jax._src.engine.train.run import Run
+from megatrain_jax._src.engine.train.series import RunCheckpoints
+from megatrain_jax._src.engine.train.source import Source, in_epochs, naming_batch, own_position
+from megatrain_jax._src.engine.trainer import Trainer
+
+_ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
+_END = object()
+
+
+def fit(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    data: Iterable[Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    params: Any = None,
+    resume: bool = True,
+    steps: int | None = None,
+    epochs: int | None = None,
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "auto",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    eval_data: EvalData | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    callbacks: Callbacks = (),
+    progress: bool = True,
+) -> FitResult:
+    """Trains a model whose state lives in pinned host memory.
+
+    Ctrl-C ends the run after the current step, saves it if there is a `checkpoint_dir`, and returns
+    the result so far. SIGTERM does the same and then ends the process with status 143, by
+    `SystemExit`, or calls the handler installed for it. An error is raised after the last complete
+    step is saved. Every raised exception has the result as its attribute `result`. To continue
+    after any of these, or after `steps`, call `train` with the result's trainer. The same call in a
+    new process resumes from the newest checkpoint.
+
+    Args:
+        model: An `nnx.Module`, a function without arguments that builds one, a `flax.linen.Module`,
+            or a pytree of arrays.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, returning a scalar
+            loss or ``(loss, metrics)``.
+        data: An iterable of batches. A batch is a pytree of arrays with a leading axis of examples,
+            which may differ without microbatches on one device; the first one sets the structure
+            and the dtypes.
+        optimizer: An Optax gradient transformation.
+        params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
+            Ignored by a run that resumes.
+        resume: Whether to resume from the newest complete checkpoint in `checkpoint_dir`, at the
+            batch after it. If the iterator of `data` has `get_state` and `set_state`, as Grain's
+            do, with states of Python, NumPy and JAX values, these restore its position; else the
+            batches used before are skipped. Newer checkpoints that are damaged are renamed. A
+            warning names differences in loss, optimizer, precision, seed and data, and in
+            `microbatches` and `waves` where they change results, and whether the checkpoint's or
+            the new value is used. With False, `checkpoint_dir` must not contain steps.
+        steps: Number of batches to train on, including those before a checkpoint; None trains until
+            `data` ends.
+        epochs: Number of passes over `data` instead of `steps`. `data` must have a length and be
+            iterable anew, as a list is; otherwise give `steps`.
+        microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
+            resumes keeps the number that its checkpoint was trained with. See `Trainer`.
+        waves: Number of groups of microbatches that are trained on one after another; see
+            `Trainer`.
+        precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
+            "auto", "compact", "two_bytes", "bfloat16", "float16" or "float32"; see `Trainer`.
+        device_budget: Bytes of device memory that state may occupy, "minimum", or None ("auto")
+            for all that the device has left; see `Trainer`.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available; see `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all. See `Trainer`.
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
+            which leaves parameters and optimizer state unchanged; see `Trainer`.
+        max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule uses; see `Trainer`.
+        mesh: The devices to train on; see `Trainer`.
+        eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
+            first batch is checked before the first step; a function is called for that, and its
+            result serves the first evaluation.
+        eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
+            the end of the run is always evaluated, even for a finished run that was not.
+        checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
+            run can write there at the same time.
+        checkpoint_every: Save after each multiple of this number of steps. Training continues while
+            a checkpoint is written.
+        keep: Number of newest checkpoints to keep.
+        callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
+            Records are read late, so the trainer may already have dispatched the step after the
+            record's. A callback can end the run early by raising `StopTraining`. Methods `begin`
+            and `end`, if it has them, are called at the run's begin and end; see
+            `megatrain_jax.callbacks.Callback`.
+        progress: Whether to show a progress bar; without it nothing is printed, except that a
+            signal ended the run.
+
+    Returns:
+        The trainer and its history.
+
+    Raises:
+        ValueError: If `data` is empty, a batch does not fit, or an option is out of range or
+            contradicts another.
+        TypeError: If an argument has a wrong type, or the state of the iterator of `data` can't be
+            saved.
+        DataRanOutError: If `data` ends before `steps` steps.
+        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
+            `max_skipped` consecutive steps were skipped.
+        CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run uses the
+            folder, it contains later steps than the run starts from, or none of its checkpoints can
+            be read.
+        SystemExit: After SIGTERM.
+    """
+    loop = LoopOptions(
+        steps=steps,
+        epochs=epochs,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    run = Options(
+        microbatches=microbatches,
+        waves=waves,
+        precision=precision,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+        hardware=hardware,
+        mesh=mesh,
+    )
+    resume = checks.boolean("resume", resume)
+    check_order("fit(model, loss_fn, data, optimizer)", optimizer, "data", data)
+    check_parts(model, loss_fn, optimizer, params)
+    check_mesh(run.mesh)
+    check_data("data", data, _ONE_BATCH)
+    data, loop = in_epochs(data, loop)
+    run = replace(run, mesh=run.mesh or default_mesh())
+    assert run.mesh is not None
+    processes = placed_on(run.mesh).processes
+    with _series(loop, processes, resume=resume) as series:
+        source = Source(data, saved=series is not None)
+        # Drawn before anything is made: its shapes determine everything that follows, and it is
+        # trained on.
+        own = run.num_devices // processes.count
+        sample = _first_batch(source, run.least_microbatches, own)
+        trainer = Trainer(
+            model,
+            loss_fn,
+            optimizer,
+            sample,
+            params=params,
+            continues=loop.checkpoint_dir if resume else None,
+            progress=loop.progress,
+            **vars(run),
+        )
+        # Not kept here while the run lasts: each may be all parameters as arrays.
+        del model, params
+        with attaching_result(trainer):
+            batches: Iterator[Any] = chain([sample], source)
+            first, facts = 0, None
+            if series is not None:
+                source.first = batch_digest(sample)
+                facts = _resumed(series, trainer, loop, resume=resume)
+            if series is not None and facts is not None:
+                _continue_from(series, facts, trainer, source, loop)
+                # The sample was the data's first batch, which the run has already trained on.
+                batches, first = source, source.count
+            call = Run(trainer=trainer, source=source, first=first, counted_from=0)
+            return call.train(batches, loop, series)
+
+
+def train(
+    trainer: Trainer,
+    data: Iterable[Any],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    eval_data: EvalData | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    resume: bool = False,
+    callbacks: Callbacks = (),
+    progress: bool = True,
+) -> FitResult:
+    """Continues training with a trainer; `fit` is `Trainer` followed by this.
+
+    It ends like `fit`: after Ctrl-C, after SIGTERM, and with an error.
+
+    With `steps` it draws exactly that many batches, so a second call on the same iterator continues
+    where the first one stopped. A run ended by Ctrl-C may have drawn one batch that it did not
+    train on.
+
+    Args:
+        trainer: The trainer, new or used.
+        data: See `fit`.
+        steps: Number of further steps to take; None trains until `data` ends.
+        epochs: Number of passes over `data`, which starts from its beginning; see `fit`.
+        eval_data: See `fit`.
+        eval_every: See `fit`; steps are counted over the trainer's life. If Ctrl-C cut off an
+            evaluation due after the trainer's last step, it is made first.
+        checkpoint_dir: See `fit`. Without `resume`, the folder must not contain later steps.
+        checkpoint_every: See `fit`.
+        keep: See `fit`.
+        resume: Whether to restore the newest checkpoint in `checkpoint_dir` first, if there is one,
+            with the position of `data`; `steps` are then counted from 0, as in `fit`. The trainer
+            itself draws no batch of `data`, so the data may be made by the trainer.
+        callbacks: See `fit`.
+        progress: See `fit`.
+
+    Returns:
+        The trainer, with all its state on the host, and its history.
+
+    Raises:
+        ValueError: See `fit`.
+        TypeError: See `fit`.
+        DataRanOutError: See `fit`.
+        FloatingPointError: See `fit`.
+    """
+    loop = LoopOptions(
+        steps=steps,
+        epochs=epochs,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    resume = checks.boolean("resume", resume)
+    check_trainer(trainer)
+    check_data("data", data, _ONE_BATCH)
+    data, loop = in_epochs(data, loop)
+    with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
+        source, start = Source(data, saved=series is not None), trainer.num_steps
+        if series is not None:
+            facts = _resumed(series, trainer, loop, resume=resume)
+            if facts is not None:
+                _continue_from(series, facts, trainer, source, loop)
+                start = 0
+        run = Run(trainer=trainer, source=source, first=source.count, counted_from=start)
+        return run.train(source, loop, series)
+
+
+def _series(
+    options: LoopOptions, processes: Processes, *, resume: bool
+) -> AbstractContextManager[RunCheckpoints | None]:
+    """The run's checkpoints, if it has any; all processes must agree on both arguments."""
+    given = {"`checkpoint_dir`": options.checkpoint_dir is not None, "`resume`": resume}
+    processes.agree("the run's arguments", lambda: given)
+    if options.checkpoint_dir is None:
+        return nullcontext()
+    return RunCheckpoints(
+        options.checkpoint_dir,
+        options.checkpoint_every,
+        options.keep,
+        processes,
+        options.steps if resume else None,
+    )
+
+
+def _resumed(
+    series: RunCheckpoints, trainer: Trainer, loop: LoopOptions, *, resume: bool
+) -> Mapping[str, Any] | None:
+    """Restores the newest checkpoint if the run resumes; returns its facts, None without one."""
+    if not resume:
+        series.begin(trainer)
+        return None
+    facts = series.resume(trainer)
+    # So that a wrong folder is noticed.
+    if facts is None and loop.progress and trainer.processes.is_first:
+        tqdm.write(f"No checkpoint in {series.folder} yet: starting from step {trainer.num_steps}.")
+    return facts
+
+
+def _continue_from(
+    series: RunCheckpoints,
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    source: Source,
+    loop: LoopOptions,
+) -> None:
+    """Brings the data to a restored checkpoint's position, and warns of settings that differ."""
+    is_first = trainer.processes.is_first
+    position = own_position(facts["data"], trainer.processes)
+    if is_first:
+        path = series.folder / str(trainer.num_steps)
+        before, now = facts["made_of"], trainer.run_state.saved_settings
+        first = trainer.run_state.spec.first
+        parts = {"microbatches": first.microbatches}
+        if first.depends_on_waves:
+            parts["waves"] = first.waves
+        finished = loop.steps is not None and trainer.num_steps >= loop.steps
+        line = differences(
+            path,
+            before,
+            now,
+            parts=changes(facts["parts"], parts),
+            same_data=source.is_data_of(position),
+            finished=finished,
+            num_converted=series.num_converted,
+        )
+        if line is not None:
+            warn_user(line)
+        if loop.progress:
+            tqdm.write(f"Resumed from {path}.{version_remark(before, now)}")
+    source.go_to(position, loop.progress and is_first)
+
+
+def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:
+    """The first batch of the data, from which a trainer is made.
+
+    Raises:
+        ValueError: If there is none, or microbatches and devices can't share it.
+        TypeError: If it is not a pytree of arrays.
+    """
+    sample = next(source, _END)
+    if sample is _END:
+        raise ValueError(EMPTY)
+    with naming_batch(1):
+        check_batch(sample, microbatches, num_devices=num_devices)
+    return sample

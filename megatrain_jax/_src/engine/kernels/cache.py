@@ -1,0 +1,186 @@
+"""A cache of compiled functions, with the memory that they need.
+
+Equal stages and groups share one function, so a model of any depth compiles only a few.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.engine.kernels.code_passes import with_code_passes
+from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
+from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.kernels.liveness import temporary_bytes
+from megatrain_jax._src.engine.kernels.products_by_cublas import (
+    NO_TRITON,
+    compiles_float8_by_cublas,
+    has_only_large_products,
+    with_float8_by_cublas,
+)
+from megatrain_jax._src.engine.kernels.scaled_sums import with_scaled_sums
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.float8 import is_float8_product
+from megatrain_jax._src.engine.state.placement import LARGEST_PART, PART
+
+# With frees pending, CUDA's pool was seen to refuse a piece of 5.8 GiB while 53 GiB of the GPU were
+# free, and 7 GiB while 33 of 67 were in use. So kernels with a large piece of temporaries are
+# dispatched one by one, which delays each by some milliseconds.
+_LARGE_TEMPORARIES = 4 * 2**30
+
+
+class KernelCache:
+    """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
+
+    def __init__(
+        self,
+        compiler_options: Mapping[str, str | bool] | None = None,
+        platform: str = "cpu",
+        *,
+        code_passes: bool = False,
+        with_triton: bool = False,
+        device: Any = None,
+    ):
+        """Makes an empty cache.
+
+        Args:
+            compiler_options: XLA options for all kernels.
+            platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
+            code_passes: Whether to compile backwards with the passes of `code_passes.py`, and with
+                the sums of `scaled_sums.py`.
+            with_triton: Whether the devices run kernels that Triton compiles.
+            device: One of the devices, to find out what JAX compiles for it; None if there is none.
+        """
+        self._options = dict(compiler_options or {})
+        self._code_passes = code_passes
+        self._with_triton, self._device = with_triton, device
+        self._temporary_bytes = gpu_temporary_bytes if platform == "gpu" else temporary_bytes
+        self._functions: dict[tuple[str, Hashable], Callable] = {}
+        self._estimates: dict[tuple[str, Hashable], int] = {}
+        # The largest piece of each kernel's temporaries, if XLA divides them.
+        self._pieces: dict[tuple[str, Hashable], int] = {}
+        self._temporaries: dict[tuple[str, Hashable], int] = {}
+        self._beside: list[Kernel] = []
+
+    def get(self, kernel: Kernel) -> Any:
+        """The jitted function of a kernel, built if it is new."""
+        key = kernel.name, kernel.key
+        if key not in self._functions:
+            self._functions[key] = self._built(kernel)
+        return self._functions[key]
+
+    def _built(self, kernel: Kernel) -> Any:
+        # Given if callers rely on shardings that XLA might not choose by itself.
+        placed = {} if kernel.out_shardings is None else {"out_shardings": kernel.out_shardings}
+        build = kernel.build_for_triton if self._with_triton else None
+        function = (build or kernel.build)()
+        in_passes = self._code_passes and kernel.name.startswith("backward")
+        if in_passes:
+            function = with_code_passes(function)
+        options, tries_triton = self._options, False
+        if PART in options and kernel.takes is not None:
+            jaxpr = jx.opened(jax.jit(function, **placed).trace(*kernel.takes).jaxpr)
+            options = self._in_parts(kernel, jaxpr)
+            in_float8 = any(jx.contains(eqn, is_float8_product) for eqn in jaxpr.eqns)
+            tries_triton = not has_only_large_products(jaxpr)
+            if tries_triton and in_float8:
+                tries_triton = compiles_float8_by_cublas(self._device)
+                function = with_float8_by_cublas(function) if tries_triton else function
+            if not tries_triton:
+                options |= NO_TRITON
+        if in_passes and not tries_triton:  # Triton's functions would expand the codes in fp32
+            function = with_scaled_sums(function)
+        return jax.jit(
+            function, donate_argnums=kernel.donated, compiler_options=options or None, **placed
+        )
+
+    def _in_parts(self, kernel: Kernel, jaxpr: Any) -> dict[str, str | bool]:
+        """The options with the largest part of the kernel's temporaries, or undivided."""
+        largest = _largest_bytes(jaxpr)
+        # Such a kernel is dispatched alone anyway, and parts with one large array each fit together
+        # badly: a decoder's block with 262,144 tokens would take 72 GiB instead of 49.
+        if largest >= _LARGE_TEMPORARIES:
+            return {name: value for name, value in self._options.items() if name != PART}
+        # XLA warns of each array that is larger than a part.
+        part = min(max(int(self._options[PART]), largest), LARGEST_PART)
+        self._pieces[kernel.name, kernel.key] = max(part, largest)
+        return {**self._options, PART: str(part)}
+
+    def __len__(self) -> int:
+        """The number of different functions."""
+        return len(self._functions)
+
+    def queue_for_compile(self, kernels: Iterable[Kernel]) -> None:
+        """Adds kernels to the next call of `compile`, which does not count their memory."""
+        self._beside += _different(kernels)
+
+    def compile(self, kernels: Iterable[Kernel]) -> int:
+        """Compiles kernels ahead of time for the arguments in `takes`.
+
+        Returns:
+            The maximum bytes per device that a kernel needs besides arguments and results; kernels
+            run one after another.
+        """
+        different, beside = _different(kernels), self._beside
+        self._beside = []
+        # Tracing holds Python's lock, so it comes first for all kernels, and threads only compile.
+        lowered = [self.get(k).lower(*k.takes or ()) for k in (*different, *beside)]
+        with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+            stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
+            found = {k: s.temp_size_in_bytes for k, s in zip(different, stats, strict=False)}
+        self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
+        return max(temporaries + k.beside_bytes for k, temporaries in found.items())
+
+    def keep_only(self, kernels: Iterable[Kernel]) -> None:
+        """Drops all other functions, with the memory of their programs."""
+        kept = {(kernel.name, kernel.key) for kernel in kernels}
+        self._functions = {key: f for key, f in self._functions.items() if key in kept}
+
+    def has_large_temporaries(self, kernel: Kernel) -> bool:
+        """Whether a kernel must wait for earlier large kernels before it is dispatched.
+
+        Until these have run, the memory that they free is pending. A kernel needs no wait if XLA
+        divides its temporaries into small pieces.
+        """
+        key = kernel.name, kernel.key
+        num_bytes = self._temporaries.get(key, 0)
+        return min(num_bytes, self._pieces.get(key, num_bytes)) >= _LARGE_TEMPORARIES
+
+    def estimate(self, kernels: Iterable[Kernel]) -> int:
+        """Estimates the result of `compile` from shapes alone, for an absent device."""
+        return max(self._estimate(k, self.get) for k in _different(kernels))
+
+    def estimate_trial(self, kernel: Kernel) -> int:
+        """Estimates the bytes of one kernel without keeping its function in the cache."""
+        return self._estimate(kernel, self._built)
+
+    def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
+        key = kernel.name, kernel.key
+        if key not in self._estimates:
+            self._estimates[key] = self._estimated_bytes(function(kernel), kernel)
+        # Equal kernels of different steps may run beside different bytes.
+        return self._estimates[key] + kernel.beside_bytes
+
+    def _estimated_bytes(self, function: Any, kernel: Kernel) -> int:
+        """Estimates the bytes of a kernel's temporaries on each device."""
+        takes = kernel.takes or ()
+        jaxpr = jx.opened(function.trace(*takes).jaxpr)
+        shardings = [x.sharding for x in jax.tree.leaves(takes)]
+        rows = zip(jaxpr.invars, shardings, strict=True)
+        # Slabs and examples are divided along their first axis.
+        divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
+        num_devices = max((sharding.num_devices for sharding in shardings), default=1)
+        return self._temporary_bytes(jaxpr, divided, num_devices)
+
+
+def _largest_bytes(jaxpr: Any) -> int:
+    """The bytes of the largest array that an open jaxpr computes."""
+    own = (jx.num_bytes(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars)
+    inner = (_largest_bytes(jx.opened(j)) for eqn in jaxpr.eqns for j in jx.inner_jaxprs(eqn))
+    return max((*own, *inner), default=0)
+
+
+def _different(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """One kernel of each name and key."""
+    return list({(kernel.name, kernel.key): kernel for kernel in kernels}.values())

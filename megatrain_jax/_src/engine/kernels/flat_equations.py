@@ -1,0 +1,159 @@
+"""A jaxpr as one list of equations, in the order that a GPU's compiler is expected to run them.
+
+Calls, remats and loops of one iteration are opened, a split becomes slices, sums with zeros
+disappear, and equations that no result needs are left out. A call gets new values, so equations
+are plain records here: JAX's equations would need new variables.
+
+Example: `jit(lambda x: 0 + sin(x))(y) * y` becomes `a = sin y; b = mul a y`.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.primitives import BARRIER, CALLS, CUSTOM_RULES, REMAT
+
+_CAST = SimpleNamespace(name="convert_element_type")
+_RESHAPE = SimpleNamespace(name="reshape")
+_SLICE = SimpleNamespace(name="slice")
+_SUMS = ("add", "add_any")
+
+
+class FlatValue:
+    """A value: its shape and dtype. Values are compared by identity."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any):
+        """Makes a new value."""
+        self.aval = aval
+
+
+class Equation(NamedTuple):
+    """An equation on values and literals, with the fields of JAX's equations."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: Sequence[Any]
+    outvars: Sequence[FlatValue]
+    effects: Any = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.primitive.name
+
+    @property
+    def operands(self) -> list[Any]:
+        """The values that it reads, once each."""
+        return list(dict.fromkeys(jx.variables(self.invars)))
+
+
+class FlatEquations:
+    """The equations of a jaxpr, with its inputs and results as values.
+
+    Attributes:
+        eqns: The equations.
+        invars: The inputs, in the order of the jaxpr's.
+        outvars: The results: values or literals.
+    """
+
+    def __init__(self, jaxpr: Any, stored: Sequence[Any] = ()):
+        """Opens a jaxpr, closed or not.
+
+        Args:
+            jaxpr: The jaxpr.
+            stored: For each input, the dtype that it is cast from first; None if it isn't cast.
+        """
+        jaxpr = jx.opened(jaxpr)
+        self.eqns: list[Equation] = []
+        self._zeros: set[FlatValue] = set()
+        values = [FlatValue(v.aval) for v in jaxpr.invars]
+        self.invars = list(values)
+        for i, dtype in enumerate(stored):
+            if dtype is not None:
+                self.invars[i] = FlatValue(values[i].aval.update(dtype=dtype))
+                self.eqns.append(Equation(_CAST, {}, [self.invars[i]], [values[i]]))
+        self.outvars = self._run(jaxpr, values)
+        needed, kept = set(jx.variables(self.outvars)), []
+        for eqn in reversed(self.eqns):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                kept.append(eqn)
+                needed.update(eqn.operands)
+        self.eqns = kept[::-1]
+
+    def _run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Adds the equations of an open jaxpr on these values; returns its results."""
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        values.update((v, FlatValue(v.aval)) for v in jaxpr.constvars)
+
+        def of(atom: Any) -> Any:
+            return atom if jx.is_literal(atom) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            values.update(zip(eqn.outvars, self._eqn(eqn, [*map(of, eqn.invars)]), strict=True))
+        return [of(atom) for atom in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, args: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if inner := jx.called(eqn, CALLS | REMAT | CUSTOM_RULES):
+            return self._run(inner.jaxpr, args)
+        if name == "scan" and eqn.params["length"] == 1:
+            return self._only_iteration(eqn, args)
+        if name == BARRIER:  # separate barriers, because the values have different readers
+            return [
+                a if jx.is_literal(a) else self._add(eqn.primitive, {}, [a], [a.aval])[0]
+                for a in args
+            ]
+        made = [v.aval for v in eqn.outvars]
+        if name == "split":  # separate slices, because a part is made when it is needed
+            return self._parts(eqn, args, made)
+        if name in _SUMS:
+            for zero, other in (args, args[::-1]):
+                if not jx.is_literal(zero) and zero in self._zeros and _is_alike(other, made[0]):
+                    return [other]
+        found = self._add(eqn.primitive, eqn.params, args, made, eqn.effects)
+        if name == "broadcast_in_dim" and jx.is_literal(args[0]) and args[0].val == 0:
+            self._zeros.add(found[0])
+        return found
+
+    def _only_iteration(self, eqn: Any, args: list[Any]) -> list[Any]:
+        """The equations of a loop's only iteration; the compiler runs it without a loop."""
+        body = jx.loop_body(eqn).jaxpr
+        num_consts, num_carry = jx.scan_parts(eqn)
+        whole = num_consts + num_carry
+        rows = zip(args[whole:], body.invars[whole:], strict=True)
+        out = self._run(body, [*args[:whole], *(self._reshaped(a, v.aval) for a, v in rows)])
+        stacked = zip(out[num_carry:], eqn.outvars[num_carry:], strict=True)
+        return [*out[:num_carry], *(self._reshaped(a, v.aval) for a, v in stacked)]
+
+    def _parts(self, eqn: Any, args: list[Any], made: Sequence[Any]) -> list[Any]:
+        axis, start, found = eqn.params["axis"], 0, []
+        for aval in made:
+            starts = [0] * len(aval.shape)
+            starts[axis], start = start, start + aval.shape[axis]
+            ends = [a + n for a, n in zip(starts, aval.shape, strict=True)]
+            params = {"start_indices": tuple(starts), "limit_indices": tuple(ends), "strides": None}
+            found += self._add(_SLICE, params, args, [aval])
+        return found
+
+    def _reshaped(self, atom: Any, aval: Any) -> FlatValue:
+        params = {"new_sizes": aval.shape, "dimensions": None}
+        return self._add(_RESHAPE, params, [atom], [aval])[0]
+
+    def _add(
+        self,
+        primitive: Any,
+        params: dict[str, Any],
+        invars: Sequence[Any],
+        made: Sequence[Any],
+        effects: Any = frozenset(),
+    ) -> list[FlatValue]:
+        found = [FlatValue(aval) for aval in made]
+        self.eqns.append(Equation(primitive, params, invars, found, effects))
+        return found
+
+
+def _is_alike(atom: Any, aval: Any) -> bool:
+    return (atom.aval.shape, atom.aval.dtype) == (aval.shape, aval.dtype)

@@ -1,0 +1,159 @@
+"""The kernels around the stages of a step: its begin, zero gradients, metrics and end."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.kernels.stage_kernels import shardings
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.state.layout import Layout
+from megatrain_jax._src.engine.state.placement import Placement
+
+
+def begin(key: Hashable, program: Program, microbatches: int, placement: Placement) -> Kernel:
+    """The kernel `(variables, batch, key, step, *scale) -> (values, seed, new variables)`.
+
+    Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
+    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from passes from microbatch
+    to microbatch; the remaining state changes once per step, as in the first microbatch.
+
+    Args:
+        key: Key of the program.
+        program: The cut loss. `values` are its prologue's values for each microbatch, and `seed` is
+            the cotangent of each microbatch's loss, multiplied by the scale if there is one.
+        microbatches: Number of parts that the batch is split along its first axis.
+        placement: Placement of its arrays.
+    """
+    row = shardings(program, placement, program.prologue_values)
+    small = placement.small_on_device
+    place = {v: i for i, v in enumerate(program.prologue_values)}
+    new_ids = program.new_variables
+    drawn = program.state.drawn
+    loss = program.values[program.outputs[0]]
+
+    # Keys are folded with the step's number, not split step by step, so that a restored run draws
+    # the same numbers.
+    def begin_step(variables, batch, key, step, scale=1.0):
+        step_key = jax.random.fold_in(key, step)
+        rows, once = [], None
+        for m in range(microbatches):
+            part = [_slice(x, m, microbatches) for x in batch]
+            rng = jax.random.fold_in(step_key, m)
+            data = [*program.prologue_consts, *variables, *part, rng]
+            values = jx.evaluate(program.prologue, data)
+            rows.append(values)
+            new = [
+                values[place[i]] if i in place else v
+                for i, v in zip(new_ids, variables, strict=True)
+            ]
+            # A counter increases once per step, as in one call on the whole batch. But microbatches
+            # must not draw from the same keys.
+            once = new if once is None else once
+            variables = _chosen(drawn, new, variables)
+        # The loss is the mean over microbatches, so with these seeds gradients sum to its gradient.
+        seed = jnp.full((), scale / microbatches, loss.dtype)
+        return rows, seed, _chosen(drawn, new, once)
+
+    out_shardings = [row] * microbatches, small, small
+    return Kernel(name="begin", key=key, build=lambda: begin_step, out_shardings=out_shardings)
+
+
+def _chosen(mask, yes, no):
+    return [y if m else n for m, y, n in zip(mask, yes, no, strict=True)]
+
+
+def _slice(x, m, microbatches):
+    # The division is exact, because indivisible batches were refused.
+    size = x.shape[0] // microbatches
+    return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
+
+
+def zeros(layout: Layout, placement: Placement, dtype: DTypeLike) -> Kernel:
+    """The kernel `() -> gradient` of one group's masters: zeros, to be added to.
+
+    Args:
+        layout: Layout of the masters.
+        placement: Placement of the gradient.
+        dtype: Dtype of the gradient.
+    """
+    avals = layout.gradient_avals(dtype)
+
+    def build() -> Callable:
+        return lambda: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals)
+
+    # The key has only sizes and dtype, so that groups of the same sizes share the function.
+    return Kernel(name="zeros", key=avals, build=build, out_shardings=placement.slabs_on_device)
+
+
+def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
+    """The kernel `rows of loss and metrics, one per microbatch -> dict of means`.
+
+    The metric "weight" is summed; it is the number of examples or tokens in a row's mean loss.
+
+    Args:
+        names: Names of the metrics.
+        weighted: Whether rows count by their weights, if they have any, as in an evaluation.
+            Otherwise they count alike, as they do in the gradient.
+    """
+    names = ("loss", *names)
+
+    def means(rows):
+        columns = [[x.astype(jnp.float32) for x in column] for column in zip(*rows, strict=True)]
+        result = dict(zip(names, columns, strict=True))
+        weights = result.get("weight") if weighted else None
+        result = {name: _mean(column, weights) for name, column in result.items()}
+        if "weight" in names:
+            result["weight"] = sum(columns[names.index("weight")])
+        return result
+
+    return Kernel(name="means", key=(names, weighted), build=lambda: means)
+
+
+def joined(shardings: Sequence[Sharding]) -> Kernel:
+    """The kernel `lists of arrays, one per microbatch -> arrays with the rows of all`."""
+
+    def join(rows):
+        return [jnp.concatenate(parts) for parts in zip(*rows, strict=True)]
+
+    key = tuple(shardings)
+    return Kernel(name="joined", key=key, build=lambda: join, out_shardings=list(shardings))
+
+
+def _mean(column, weights):
+    if weights is None:
+        return sum(column) / len(column)
+    # A row with weight 0 has the mean of nothing as its loss, which may be 0 / 0.
+    parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
+    return sum(parts) / sum(weights)
+
+
+def _end_step(metrics, squares, step):
+    # The step counts on the device, so that a dispatch sends no number there.
+    total = jnp.sum(jnp.stack(squares))
+    return {**metrics, "grad_norm": jnp.sqrt(total)}, step + 1
+
+
+END = Kernel(name="end", build=lambda: _end_step)
+"""The kernel `(metrics, squared norms, step) -> (metrics with grad_norm, step + 1)`."""
+
+
+def _keep_if_ok(new, old, ok):
+    return [jnp.where(ok, n, o) for n, o in zip(new, old, strict=True)]
+
+
+def keep(placement: Placement) -> Kernel:
+    """The kernel `(new, old, ok) -> new where ok, else old`, of lists of small arrays.
+
+    A stage may return them sharded over the devices, like values with a row for each example:
+    statistics of 32 features look like such values to a batch of 8.
+    """
+    return Kernel(name="keep", build=lambda: _keep_if_ok, out_shardings=placement.small_on_device)
+
+
+ADD = Kernel(name="add", build=lambda: jnp.add)
+"""The kernel `(cotangent, cotangent) -> their sum`."""

@@ -1,0 +1,350 @@
+"""The kernels of the optimizer: a group's *reduce* and update, and the *combine* between them.
+
+They wrap jaxprs, cut by `program.optimizer`, in packing, unpacking and the guard against non-finite
+numbers. Masters and state are passed as arrays at rest (see `state.layout`).
+
+Example: clipping by a global norm of 1, with two groups that have gradients (3, 0) and (0, 4).
+*reduce* gives 9 and 16. *combine* computes the global norm, 5, and sends it to each group's update.
+The updates then use the gradients (0.6, 0) and (0, 0.8).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine.kernels.fused_updates import update_in_one_pass
+from megatrain_jax._src.engine.kernels.kernel import Kernel, placed
+from megatrain_jax._src.engine.kernels.leaf_updates import update_by_leaf
+from megatrain_jax._src.engine.kernels.reducing import reduction, squared_norm_and_ok
+from megatrain_jax._src.engine.kernels.update_pieces import Compute, InOnePass, update_in_pieces
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.engine.program.optimizer.elementwise import find_elementwise_functions
+from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
+from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.layout import Layout
+from megatrain_jax._src.engine.state.placement import Placement
+
+_NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+_OK = jax.ShapeDtypeStruct((), jnp.bool_)
+_STEP = jax.ShapeDtypeStruct((), jnp.int32)
+_GROUP = jax.ShapeDtypeStruct((), jnp.uint32)
+
+
+def reduce(
+    cut: OptimizerCut,
+    layout: GroupLayout,
+    group: int,
+    gradient: DTypeLike,
+    placement: Placement,
+) -> Kernel:
+    """The kernel `(gradient, masters, state, numbers, globals, ok) -> (scalars, squared norm, ok)`.
+
+    The numbers are the loss and, if gradients are scaled, the scale. Scalars of one dtype are
+    returned as one array, because each result takes time to dispatch.
+
+    Args:
+        cut: The optimizer. Masters and state are None unless its reduction reads them.
+        layout: Layout of the group.
+        group: Number of the group.
+        gradient: Dtype of the group's gradient.
+        placement: Placement of its arrays.
+    """
+    fragment, reads = cut.reduce[group], cut.reduce_reads
+    slabs, small = placement.slabs_on_device, placement.small_on_device
+
+    def build() -> Callable:
+        reduced = reduction(fragment, layout)
+
+        # A fragment takes all arrays of its group, so that equal groups have equal fragments.
+        # Arrays that it doesn't read were not fetched and are passed as None.
+        def reduce_group(gradient, masters, state, numbers, small, ok):
+            shards, scale = layout.master.num_shards, numbers[1:]
+            square, ok = squared_norm_and_ok(gradient, ok, cut.guarded, shards, *scale)
+            masters = layout.master.decode_segments(masters) if Kind.MASTERS in reads else None
+            state = layout.state.decode_segments(state) if Kind.OPTIMIZER_STATE in reads else ()
+            return _stacked(reduced(gradient, masters, state, [*numbers, *small])), square, ok
+
+        return reduce_group
+
+    return Kernel(
+        name="reduce",
+        key=(fragment.key, layout, jnp.dtype(gradient)),
+        build=build,
+        takes=(
+            placed(layout.master.gradient_avals(gradient), slabs),
+            placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
+            placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
+            placed([_NUMBER] * (1 + cut.is_scaled), small),
+            placed(list(cut.globals), small),
+            placed(_OK, small),
+        ),
+        out_shardings=small,
+    )
+
+
+def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Concatenates small values into one array per dtype."""
+    rows: dict[Any, list[jax.Array]] = {}
+    for x in values:
+        rows.setdefault(x.dtype, []).append(x.reshape(-1))
+    return [jnp.concatenate(row) for row in rows.values()]
+
+
+def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Array]:
+    """Undoes `_stacked`; `like` has variables with the values' shapes and dtypes, in order."""
+    rows = {row.dtype: row for row in stacked}
+    taken = dict.fromkeys(rows, 0)
+    values = []
+    # Only the order within each dtype matters; it is the order of `_stacked`.
+    for aval in (v.aval for v in like):
+        start = taken[aval.dtype]
+        taken[aval.dtype] = end = start + aval.size
+        values.append(rows[aval.dtype][start:end].reshape(aval.shape))
+    return values
+
+
+def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
+    """The kernel `(numbers, globals, scalars of each group, ok) -> (messages, globals, ok)`.
+
+    The numbers are the loss and, if gradients are scaled, the scale. If the optimizer is guarded, a
+    loss that is not finite changes nothing.
+    """
+    fragment, num_messages, guarded = cut.combine, cut.num_messages, cut.guarded
+
+    def combine_groups(numbers, state, stacked, ok):
+        loss = numbers[0]
+        ok = ok & jnp.isfinite(loss) if guarded else ok
+        scalars = [
+            x
+            for row, reduced in zip(stacked, cut.reduce, strict=True)
+            for x in _unstacked(row, reduced.jaxpr.outvars)
+        ]
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *numbers, *state, *scalars])
+        new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
+        return out[:num_messages], new if guarded else out[num_messages:], ok
+
+    # It needs no key, because a cache serves one optimizer, which has one combine.
+    return Kernel(
+        name="combine", build=lambda: combine_groups, out_shardings=placement.small_on_device
+    )
+
+
+def update(
+    cut: OptimizerCut,
+    layout: GroupLayout,
+    group: int,
+    gradient: DTypeLike,
+    placement: Placement,
+) -> Kernel:
+    """The kernel `(masters, state, gradient, messages, ok, draw) -> (masters, state)` of one group.
+
+    `draw` seeds random bits: the run's key, the number of the gradient's step, and the group's
+    number; None if the layout draws no bits.
+
+    If `ok` is false, nothing changes. An immediate update also measures its gradient, and returns
+    `(masters, state, squared norm, ok)`.
+
+    Args:
+        cut: The optimizer.
+        layout: Layout of the group.
+        group: Number of the group.
+        gradient: Dtype of the group's gradient.
+        placement: Placement of its arrays.
+    """
+    fragment = cut.apply[group]
+    # A deferred update follows a REDUCE, which has already measured the gradient.
+    build = _update if cut.deferred else _immediate_update
+    slabs, small = placement.slabs_on_device, placement.small_on_device
+    in_one_pass = partial(update_in_one_pass, sharding=slabs)
+    return Kernel(
+        name="update",
+        key=(fragment.key, layout, jnp.dtype(gradient)),
+        build=lambda: build(fragment, layout, cut.guarded),
+        build_for_triton=lambda: build(fragment, layout, cut.guarded, in_one_pass),
+        takes=(
+            placed(layout.master.at_rest, slabs),
+            placed(layout.state.at_rest, slabs),
+            placed(layout.master.gradient_avals(gradient), slabs),
+            placed([cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]], small),
+            placed(_OK, small),
+            placed((_key(), _STEP, _GROUP), small) if layout.draws else None,
+        ),
+        out_shardings=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),
+        donated=(0, 1),
+    )
+
+
+def is_updated_in_one_pass(fragment: Fragment, layout: GroupLayout) -> bool:
+    """Whether a GPU goes through memory once to update a group's codes."""
+    return layout.num_coded > 0 and _update_of_elements(fragment, layout) is not None
+
+
+def _key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def _update(
+    fragment: Fragment, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
+) -> Callable:
+    """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
+    elements = _update_of_elements(fragment, layout)
+    if elements is None:
+        return update_by_leaf(fragment, layout, guarded)
+    if layout.num_coded:
+        return update_in_pieces(elements, layout, guarded, in_one_pass)
+    edges = {tuple((s.start, s.stop) for s in slab.segments) for slab in layout.slabs}
+    run = (_update_by_segment if len(edges) == 1 else _update_at_once)(elements, layout)
+
+    def update_group(masters, state, gradient, messages, ok, draw=None):
+        new = run(masters, state, gradient, messages, layout.slab_draws(draw))
+        if not guarded:
+            return new
+        # Selects among arrays at rest, so that unchanged state is not rounded again.
+        old = tuple(masters), tuple(state)
+        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+    return update_group
+
+
+def _update_by_segment(elements: Compute, layout: GroupLayout) -> Callable:
+    """The update `(masters, state, gradient, messages, draws) -> (masters, state)`, by segment.
+
+    All slabs have the same segments.
+    """
+    slabs, shards = layout.slabs, layout.master.num_shards
+
+    def update(masters, state, gradient, messages, draws):
+        given = [layout.master.decode_segments(masters), *layout.state.decode_segments(state)]
+        found: list[tuple] = [() for _ in slabs]
+        for n, segment in enumerate(layout.master.segments):
+            compute = _update_of_slabs(elements, layout, segment.start, segment.stop)
+            own, *others = (arrays[n] for arrays in given)
+            own, others = compute(own, others, gradient[n].astype(slabs[0].dtype), messages)
+            for k, row in enumerate((own, *others)):
+                row = row.reshape(shards, -1)
+                found[k] = (*found[k], *slabs[k].encode_columns(row, n, 0, draws[k]))
+        return found[0], tuple(x for arrays in found[1:] for x in arrays)
+
+    return update
+
+
+def _update_at_once(elements: Compute, layout: GroupLayout) -> Callable:
+    """The update `(masters, state, gradient, messages, draws) -> (masters, state)` of slabs."""
+    compute = _update_of_slabs(elements, layout)
+
+    def update(masters, state, gradient, messages, draws):
+        slabs = layout.master.decode(masters), layout.state.decode(state)
+        gradient = layout.master.joined(gradient).astype(layout.master.dtype)
+        masters, state = compute(*slabs, gradient, messages)
+        own, *others = draws
+        return layout.master.encode(masters, own), layout.state.encode(state, others)
+
+    return update
+
+
+def _immediate_update(
+    fragment: Fragment, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
+) -> Callable:
+    """The immediate update, which measures its gradient as well; see `update`."""
+    apply = _update(fragment, layout, guarded, in_one_pass)
+
+    def update_group(masters, state, gradient, messages, ok, draw=None):
+        # Only its own gradient can be checked; gradients of earlier stages don't exist yet.
+        square, ok = squared_norm_and_ok(gradient, ok, guarded, layout.master.num_shards)
+        return *apply(masters, state, gradient, messages, ok, draw), square, ok
+
+    return update_group
+
+
+def _update_of_slabs(
+    elements: Compute, layout: GroupLayout, start: int = 0, stop: int | None = None
+) -> Callable:
+    """An update of all elements of slabs, or of a segment's, at once.
+
+    Args:
+        elements: The update of some elements.
+        layout: Layout of the group.
+        start: First column of the segment in each shard.
+        stop: The column after its last; None for the slabs' end.
+    """
+    shards = layout.master.num_shards
+    size = shards * ((layout.master.size // shards if stop is None else stop) - start)
+
+    def compute(masters, state, gradient, messages):
+        columns = jnp.arange(size)
+        if shards > 1:
+            columns = columns % (size // shards)
+        columns = columns + start if start else columns
+        masters, *state = elements([gradient, masters, *state], columns, messages)
+        return masters, tuple(state)
+
+    return compute
+
+
+def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | None:
+    """The update of any elements of the slabs; None if the optimizer is not elementwise."""
+    # Updating leaf by leaf would cut each leaf out of three slabs and put it back. One pass over
+    # whole slabs updates in place, which is faster and has a lower peak (docs/performance.md).
+    count, first = len(layout.master.shapes), len(fragment.consts)
+    slabs = layout.state.layouts
+    # State with different offsets than the masters' can't be updated element by element.
+    if any(slab.offsets != layout.master.offsets for slab in slabs):
+        return None
+    state = [
+        [i for i, (slab, _) in enumerate(layout.state.places) if slab == s]
+        for s in range(len(slabs))
+    ]
+    leaves = list(range(count))
+    # The fragment takes constants, gradients, masters, state and messages, in this order, and
+    # gives masters and state.
+    starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
+    inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
+    outputs = [leaves, *([count + i for i in row] for row in state)]
+    found = find_elementwise_functions(fragment.jaxpr, layout.master.shapes, inputs, outputs)
+    if found is None:
+        return None
+    kind_of, functions = found
+
+    def compute(rows, columns, messages):
+        others = dict(enumerate(fragment.consts))
+        others.update(enumerate(messages, first + sum(map(len, inputs))))
+        # Padding is updated like its neighbours. Its values don't matter: they are never read, and
+        # encoding excludes them from scales.
+        results = zip(*(function(rows, others) for function in functions), strict=True)
+        return [
+            _by_leaf(layout.master, kind_of, columns, [row.astype(slab.dtype) for row in kinds])
+            for slab, kinds in zip(layout.slabs, results, strict=True)
+        ]
+
+    return compute
+
+
+def _by_leaf(
+    layout: Layout, kind_of: Sequence[int], columns: jax.Array, kinds: Sequence[jax.Array]
+) -> jax.Array:
+    """Elements of a slab, where each leaf's elements come from the array of its kind.
+
+    For example, with leaves of kinds 0, 1 and 0 at offsets 0, 64 and 128, the elements of leaf 1
+    come from `kinds[1]`, and all remaining elements from `kinds[0]`.
+
+    Args:
+        layout: Layout of the slab.
+        kind_of: For each leaf, the number of the function that computes it.
+        columns: Column of each element in its shard.
+        kinds: The results of each function for all elements.
+    """
+    chosen = kinds[0]
+    for kind, values in enumerate(kinds[1:], 1):
+        inside = jnp.zeros(columns.shape, bool)
+        for leaf, other in enumerate(kind_of):
+            if other == kind:
+                start = layout.offsets[leaf]
+                inside |= (columns >= start) & (columns < start + layout.shares[leaf])
+        chosen = jnp.where(inside, values, chosen)
+    return chosen

@@ -1,0 +1,335 @@
+"""The options of a run, as records with checks.
+
+`fit`, `train`, `Trainer` and `plan` make these records from their keywords first. So a mistake is
+reported before data is drawn, and before anything is traced, made or saved. To add an option, add
+its default and its check here, and the keyword with the same default to these functions; a test
+compares their signatures with these records.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from types import EllipsisType
+from typing import Any, Literal, get_args
+
+from jax.sharding import AbstractMesh, Mesh
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.sizes import bytes_of
+from megatrain_jax._src.engine.options.machine import (
+    check_mesh_given,
+    check_products,
+    found_hardware,
+)
+from megatrain_jax._src.engine.options.precision import Precision
+from megatrain_jax._src.engine.state.hardware import Hardware
+
+Microbatches = int | Literal["auto"]
+DeviceBudget = int | str | None
+HostBudget = int | str | None
+OnNonfinite = Literal["raise", "skip"]
+PrecisionGiven = (
+    Precision | Literal["auto", "compact", "two_bytes", "float32", "bfloat16", "float16"]
+)
+TrainableFilter = (
+    str | type | bool | EllipsisType | Callable[[str], bool] | Callable[[Any, Any], bool]
+)
+Trainable = TrainableFilter | Sequence[TrainableFilter] | None
+EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
+Callbacks = Sequence[Callable[[Any, dict[str, Any]], None]]
+
+# A smaller number was meant in GiB: no device has 1024 GiB, and any model needs 1024 bytes.
+_LEAST_DEVICE_BYTES = 1024
+# JAX converts a seed to a signed 64-bit integer.
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run and its steps; see `Trainer`. Integers are stored as Python `int`s.
+
+    Raises:
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed.
+    """
+
+    microbatches: Microbatches = 1
+    waves: int | None = None
+    precision: PrecisionGiven = "auto"
+    device_budget: DeviceBudget = None
+    host_budget: HostBudget = None
+    trainable: Trainable = None
+    on_nonfinite: OnNonfinite = "raise"
+    max_skipped: int = 10
+    seed: int = 0
+    hardware: Hardware | str | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that share the run; one if no mesh is given."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def least_microbatches(self) -> int:
+        """The number of microbatches; 1 if the plan chooses it."""
+        return 1 if isinstance(self.microbatches, str) else self.microbatches
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory that the process may take; None for all of the machine's."""
+        assert not isinstance(self.host_budget, str)
+        return self.host_budget
+
+    @property
+    def machine(self) -> Hardware | None:
+        """The hardware as a record, also if a name was given."""
+        assert not isinstance(self.hardware, str)
+        return self.hardware
+
+    @property
+    def dtypes(self) -> Precision:
+        """The precision as a record, also if a name was given, with the machine's compute dtype."""
+        assert not isinstance(self.precision, str)
+        return self.precision.on(self.machine)
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        _store(
+            self,
+            precision=Precision.of(self.precision),
+            trainable=_trainable(self.trainable),
+            microbatches=_microbatches(self.microbatches),
+            waves=_integer_or_none("waves", self.waves, "None for the plan's choice"),
+            device_budget=checks.device_budget(self.device_budget, _LEAST_DEVICE_BYTES),
+            host_budget=checks.num_bytes("host_budget", self.host_budget),
+            max_skipped=checks.integer("max_skipped", self.max_skipped),
+            seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
+            hardware=found_hardware(self.hardware),
+        )
+        _check_waves(self.waves, self.microbatches)
+        _check_on_nonfinite(self.on_nonfinite)
+        check_products(self.dtypes, self.machine)
+        check_mesh_given(self.mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The options of a plan that change its hardware, or measure it; see `plan`.
+
+    Raises:
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed.
+    """
+
+    host_gib: float | str | None = None
+    num_gpus: int | None = None
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        if self.host_gib is not None:
+            _store(self, host_gib=_gib("host_gib", self.host_gib))
+        _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
+        checks.boolean("measure", self.measure)
+        for name in ("host_gib", "num_gpus"):
+            if self.measure and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`measure`=True times functions on this machine's GPUs, and `{name}` "
+                    "describes another machine: leave one of them out (`mesh` chooses GPUs, "
+                    "`host_budget` limits host memory)"
+                )
+
+    def applied(self, run: Options) -> Options:
+        """The options of a run on the changed hardware.
+
+        Raises:
+            ValueError: If there is no hardware to change, or a mesh sets the number of GPUs.
+        """
+        machine, mesh = run.machine, run.mesh
+        assert not isinstance(self.host_gib, str)
+        if self.host_gib is not None:
+            if machine is None:
+                raise ValueError(f"`host_gib`={self.host_gib:g} needs `hardware`")
+            machine = replace(machine, host_bytes=int(self.host_gib * 2**30))
+        if self.num_gpus is not None:
+            if mesh is not None:
+                raise ValueError(f"`num_gpus`={self.num_gpus} and `mesh` can't both be given")
+            mesh = AbstractMesh((self.num_gpus,), ("data",))
+        return replace(run, hardware=machine, mesh=mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """The options of the training loop; see `fit`. Integers are stored as Python `int`s.
+
+    Raises:
+        TypeError: If an option has the wrong type.
+        ValueError: If an option's value is not allowed, or an option that it needs is missing.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    eval_data: EvalData | None = None
+    eval_every: int | None = None
+    checkpoint_dir: str | PathLike[str] | None = None
+    checkpoint_every: int | None = None
+    keep: int = 3
+    callbacks: Callbacks = ()
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        _store(
+            self,
+            steps=_integer_or_none("steps", self.steps),
+            epochs=_integer_or_none("epochs", self.epochs),
+            eval_every=_integer_or_none("eval_every", self.eval_every),
+            checkpoint_every=_integer_or_none("checkpoint_every", self.checkpoint_every),
+            keep=checks.integer("keep", self.keep),
+            callbacks=_callbacks(self.callbacks),
+            progress=checks.boolean("progress", self.progress),
+        )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"`steps`={self.steps} and `epochs`={self.epochs} can't both be given")
+        if self.eval_data is not None:
+            _check_eval_data(self.eval_data)
+        elif self.eval_every is not None:
+            raise ValueError(f"`eval_every`={self.eval_every} needs `eval_data`")
+        if self.checkpoint_dir is not None:
+            checks.path("checkpoint_dir", self.checkpoint_dir, ", or None")
+        elif self.checkpoint_every is not None:
+            raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
+        elif self.keep != LoopOptions.keep:
+            raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
+
+    @property
+    def agreed_options(self) -> dict[str, Any]:
+        """The options that must be equal in all processes, which step and save together."""
+        return {
+            "`steps`": self.steps,
+            "`eval_data`": self.eval_data is not None,
+            "`eval_every`": self.eval_every,
+            "`checkpoint_every`": self.checkpoint_every,
+            "`keep`": self.keep,
+        }
+
+
+def are_batches(value: Any) -> bool:
+    """Whether a value looks like an iterable of batches, not like a single batch."""
+    # A batch is usually a dict, which is also iterable: over its keys.
+    is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
+    return isinstance(value, Iterable) and not is_one
+
+
+def _store(record: Any, **values: Any) -> None:
+    for name, value in values.items():
+        # The way a frozen dataclass sets its own fields.
+        object.__setattr__(record, name, value)
+
+
+def _integer_or_none(name: str, value: Any, none: str = "None") -> int | None:
+    return None if value is None else checks.integer(name, value, other=f", or {none}")
+
+
+def _trainable(value: Any) -> Any:
+    """Returns the option `trainable`, a list as a tuple.
+
+    Raises:
+        TypeError: If it is neither a pattern, a function, a filter of `flax.nnx`, a list of these
+            nor None.
+        ValueError: If a pattern is no regular expression.
+    """
+    listed = tuple(value) if isinstance(value, list | tuple) and value else None
+    for one in listed or (() if value is None else (value,)):
+        if isinstance(one, str):
+            try:
+                re.compile(one)
+            except (re.error, OverflowError, RecursionError) as error:
+                given = f"`trainable`={value!r}"
+                at = f": {one!r}" if listed else ""
+                raise ValueError(f"{given}{at} is no regular expression: {error}") from error
+        elif not isinstance(one, type | bool | EllipsisType) and not (
+            callable(one) and any(checks.can_be_called(one, count) for count in (1, 2))
+        ):
+            allowed = (
+                "a regular expression, a function of a parameter's path, a filter of flax.nnx "
+                "(such as nnx.LoRAParam), a list of these, or None"
+            )
+            is_compiled = isinstance(one, re.Pattern)
+            hint = f"pass the text {one.pattern!r}" if is_compiled else ""
+            raise TypeError(refused("trainable", allowed, value, hint))
+    return listed or value
+
+
+def _gib(name: str, value: Any) -> float:
+    """A number of GiB, from a number or from text with any unit."""
+    if isinstance(value, str):
+        try:
+            value = float(value)  # GiB, as the name of the argument has it
+        except ValueError:
+            return bytes_of(name, value) / 2**30
+    return checks.number(name, value, above=0)
+
+
+def _microbatches(value: Any) -> Microbatches:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return checks.integer("microbatches", value, other=', or "auto"')
+
+
+def _check_waves(waves: int | None, microbatches: Microbatches) -> None:
+    if waves is None or waves == 1:
+        return
+    if isinstance(microbatches, str):
+        raise ValueError(
+            f'`waves`={waves} needs a number of `microbatches`: with "auto" the plan chooses both'
+        )
+    if microbatches % waves:
+        raise ValueError(
+            f"`waves`={waves} does not divide `microbatches`={microbatches}: each wave has equally "
+            "many microbatches"
+        )
+
+
+def _check_on_nonfinite(value: Any) -> None:
+    allowed = get_args(OnNonfinite)
+    if not isinstance(value, str):
+        raise TypeError(refused("on_nonfinite", '"raise" or "skip"', value))
+    if value not in allowed:
+        raise ValueError(refused("on_nonfinite", '"raise" or "skip"', value))
+
+
+def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
+    allowed = "a sequence of functions callback(trainer, record)"
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        hint = "pass [f], a list, for one function f" if callable(value) else ""
+        raise TypeError(refused("callbacks", allowed, value, hint))
+    callbacks = tuple(value)
+    for i, callback in enumerate(callbacks):
+        if not callable(callback) or not checks.can_be_called(callback, 2):
+            raise TypeError(refused(f"callbacks[{i}]", "a function (trainer, record)", callback))
+    return callbacks
+
+
+def _check_eval_data(value: Any) -> None:
+    # Refused now, not at the second evaluation, hours later.
+    if isinstance(value, Iterator):
+        raise TypeError(
+            "`eval_data` is an iterator, which can be used only once, but each evaluation goes "
+            "through it anew: pass a list, or a function that returns a new iterator"
+        )
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError("`eval_data` is empty")
+    if are_batches(value):
+        return
+    if isinstance(value, Iterable) or not callable(value):
+        hint = "; to evaluate on one batch, pass [batch]" if isinstance(value, Mapping) else ""
+        raise TypeError(
+            "`eval_data` must be an iterable of batches or a function that returns one, but is of "
+            f"type {type(value).__name__}{hint}"
+        )
+    if not checks.can_be_called(value, 0):
+        raise TypeError(refused("eval_data", "a function without arguments", value))

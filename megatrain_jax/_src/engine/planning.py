@@ -1,0 +1,202 @@
+"""`plan`: the memory and time that a run will need, from shapes alone."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from megatrain_jax._src.common.attention_kernel import planned_for
+from megatrain_jax._src.common.garbage import gc_paused
+from megatrain_jax._src.common.hopper_kernels import planned_card
+from megatrain_jax._src.common.remembering import IdentityKey, remembered, remembering
+from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
+from megatrain_jax._src.engine.options.inputs import check_order, check_parts
+from megatrain_jax._src.engine.options.options import (
+    DeviceBudget,
+    HostBudget,
+    MachineOptions,
+    Microbatches,
+    OnNonfinite,
+    Options,
+    PrecisionGiven,
+    Trainable,
+)
+from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.plan import Plan
+from megatrain_jax._src.engine.report.run_warnings import PlanWarning
+from megatrain_jax._src.engine.spec.budget import fit_to_machine
+from megatrain_jax._src.engine.spec.host import fit_to_host, process_base_bytes
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.measured import by_measured_times
+from megatrain_jax._src.engine.spec.microbatches import fit_with_microbatches
+from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
+from megatrain_jax._src.engine.spec.tile_search import TileFinder
+from megatrain_jax._src.engine.start import (
+    empty_kernel_cache,
+    fit_and_compile,
+    local_run_spec,
+    on_this_machine,
+)
+from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.placement import default_device, placed_on
+
+
+def plan(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    *,
+    microbatches: Microbatches = 1,
+    waves: int | None = None,
+    precision: PrecisionGiven = "auto",
+    device_budget: DeviceBudget = None,
+    host_budget: HostBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
+    seed: int = 0,
+    hardware: Hardware | str | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    host_gib: float | str | None = None,
+    num_gpus: int | None = None,
+    measure: bool = False,
+) -> Plan:
+    """Estimates a run's needs without allocating anything and without a GPU.
+
+    Args:
+        model: See `Trainer`; a function that builds the model costs no memory.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: A batch, or its `jax.ShapeDtypeStruct`s.
+        microbatches: See `Trainer`; "auto" needs `hardware`, and is 1 without.
+        waves: See `Trainer`.
+        precision: See `Trainer`.
+        device_budget: See `Trainer`. None plans the budget that `fit` would choose on `hardware`,
+            with an estimate of the memory of compiled functions; the minimum if its memory isn't
+            known.
+        host_budget: See `Trainer`. None plans with the host memory of `hardware`.
+        trainable: See `Trainer`.
+        on_nonfinite: See `Trainer`.
+        max_skipped: See `Trainer`; a plan doesn't depend on it.
+        seed: See `Trainer`.
+        hardware: The machine to plan for, a `Hardware` or the name of a card such as "H100" or "RTX
+            4090"; with None, numbers that depend on it are left out.
+        mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
+            for one device.
+        host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
+            the host memory of `hardware`.
+        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        measure: Whether to plan for this machine's GPU, and to compile and time the step's
+            functions on it, as the start of a run does: the seconds then come from measured times,
+            and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
+            on the GPU.
+
+    Returns:
+        The plan; print it, or let a notebook show it.
+
+    Raises:
+        TypeError: See `Trainer`.
+        ValueError: See `Trainer`; or if `host_gib` is given without `hardware`, or `num_gpus` and
+            `mesh` are both given, or `measure` is true on a machine without a GPU.
+
+    Examples:
+        >>> import jax, optax
+        >>> def build():
+        ...     layers = {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}
+        ...     return {"layers": layers}
+        >>> def loss_fn(model, batch):
+        ...     x = batch
+        ...     for layer in model["layers"].values():
+        ...         x = x @ layer["w"]
+        ...     return (x**2).mean()
+        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
+        >>> result = plan(build, loss_fn, optax.adamw(1e-3), batch)
+        >>> result.num_parameters, result.host_bytes // result.num_parameters
+        (6291456, 12)
+    """
+    run = Options(
+        microbatches=microbatches,
+        waves=waves,
+        precision=precision,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+        hardware=hardware,
+        mesh=mesh,
+    )
+    machine_options = MachineOptions(host_gib=host_gib, num_gpus=num_gpus, measure=measure)
+    run = machine_options.applied(run)
+    order = "plan(model, loss_fn, optimizer, sample_batch)"
+    check_order(order, optimizer, "sample_batch", sample_batch)
+    check_parts(model, loss_fn, optimizer)
+    number = run.least_microbatches
+    fewer = 'mesh=AbstractMesh(({n},), ("data",))' if num_gpus is None else "num_gpus={n}"
+    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True, fewer=fewer)
+    if measure:
+        return _measured(model, loss_fn, optimizer, sample_batch, run)
+    # For any mesh: a run divides everything over all devices.
+    placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    machine, widest_heads, card = run.machine, None, None
+    # The library's own models depend on the GPU they are traced on; this machine may have none.
+    if machine is not None and default_device().platform != "gpu":
+        widest_heads, card = machine.widest_heads, machine.name
+    with planned_for(widest_heads), planned_card(card), gc_paused(), remembering():
+        batch = IdentityKey(sample_batch) if needs_batch(model) else None
+        given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, widest_heads, card
+        adapted = remembered(
+            "adapted model",
+            lambda: given,
+            lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
+        )
+        usable = machine and machine.usable_bytes
+        # Without hardware, the run is one of this machine.
+        on_cpu = machine is None and default_device().platform == "cpu"
+        kernels = KernelCache(platform="cpu" if on_cpu else "gpu")
+        base = process_base_bytes() if on_cpu else None
+        spec = fit_with_microbatches(
+            run,
+            lambda run: replace(
+                make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
+            ),
+            lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
+            num_rows(sample_batch) or 1,
+            usable,
+            TileFinder(kernels, placement),
+        )
+        return make_plan(run_with_all_waves(spec))
+
+
+def _measured(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+) -> Plan:
+    """The plan of a run on this machine's GPUs, with its functions compiled and timed there."""
+    run, placement, has_gpu = on_this_machine(run)
+    if not has_gpu:
+        raise ValueError(
+            "`measure`=True times a run's functions on a GPU, and JAX sees none on this machine; "
+            "leave it out to plan by estimates"
+        )
+    adapted = adapt(model, loss_fn, sample_batch, run.seed)[0]
+    with warnings.catch_warnings():  # the plan lists them
+        warnings.simplefilter("ignore", PlanWarning)
+        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+    kernels, spread = empty_kernel_cache(spec, placement), placement.processes.spread
+    spec, _ = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
+    found = make_plan(run_with_all_waves(spec), *spread)
+    if found.fits_device is False:
+        return found
+    spec = by_measured_times(spec, kernels, placement, sample_batch)
+    return make_plan(run_with_all_waves(spec), *spread)

@@ -1,0 +1,417 @@
+"""Everything that depends on the structure of a jaxpr: tracing, rebinding, slicing.
+
+It is kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a
+jaxpr, and `scan` has different parameters).
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.extend import core as jex
+from jax.interpreters import partial_eval
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+
+from megatrain_jax._src.common.kernel_primitives import KernelCosts, kernel_costs
+from megatrain_jax._src.engine.program.primitives import CALLS, REMAT
+from megatrain_jax._src.engine.program.short_errors import short_errors
+
+Var = jex.Var
+Literal = jex.Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A traced function.
+
+    Attributes:
+        jaxpr: Open jaxpr; its inputs are the constants, then the leaves of the arguments.
+        consts: Values of the constants.
+        out_tree: Structure of the outputs.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    out_tree: Any
+
+    def outputs(
+        self, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], Sequence[Any]]
+    ) -> Any:
+        """The tree of outputs for arguments.
+
+        Args:
+            args: The arguments, trees of arrays as in the trace.
+            evaluate: `evaluate(jaxpr, values)` returns the results for the jaxpr's inputs.
+        """
+        results = evaluate(self.jaxpr, [*self.consts, *jax.tree.leaves(args)])
+        return jax.tree.unflatten(self.out_tree, results)
+
+
+def trace(fn: Callable, *args: Any) -> Traced:
+    """Traces `fn` on `args` (trees of arrays or ShapeDtypeStructs) without running it."""
+    out_tree = None
+
+    def flat(*flat_args):
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(in_tree, flat_args)))
+        return out
+
+    leaves, in_tree = jax.tree.flatten(args)
+    with short_errors():
+        closed = jax.make_jaxpr(flat)(*leaves)
+    jaxpr = opened(closed)
+    # Constants become the first inputs, so that each piece of the jaxpr can have the constants it
+    # reads among its own inputs.
+    consts = tuple(map(_host_constant, closed.consts))
+    jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
+
+
+def _host_constant(value: Any) -> Any:
+    """A constant as a NumPy array, so that embedding it in a program transfers nothing."""
+    if isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
+        # NumPy has no dtype for keys.
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        return np.asarray(jax.device_get(value))
+    return value
+
+
+def leaked_tracer(values: Iterable[Any]) -> str | None:
+    """Shape and dtype of the first value that belongs to a finished trace, or None."""
+    found = (v for v in values if isinstance(v, core.Tracer))
+    return next((v.aval.str_short() for v in found), None)
+
+
+def opened(jaxpr: Any) -> Any:
+    """The open form of a jaxpr that may be closed."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def closed(jaxpr: Any) -> Any:
+    """The closed form of an open jaxpr without constants."""
+    return jex.ClosedJaxpr(jaxpr, ())
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The constants of a jaxpr that may be closed."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a literal."""
+    return isinstance(atom, Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The operands that are variables, in order, with repetitions."""
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def num_elements(aval: Any) -> int:
+    """Number of elements of an abstract value."""
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def num_bytes(aval: Any) -> int:
+    """Bytes of an abstract value; typed PRNG keys count as two words."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    itemsize = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return num_elements(aval) * itemsize
+
+
+def is_float(aval: Any) -> bool:
+    """Whether an abstract value can have a cotangent."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def strong(aval: Any) -> Any:
+    """An abstract value without a weak type, like an argument of a program."""
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an abstract value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def is_automatic(value: Any) -> bool:
+    """Whether a parameter is a sharding that leaves every axis to the compiler.
+
+    Derivatives on several devices ask for their operands' shardings, and these are automatic unless
+    the user's mesh is explicit.
+    """
+    if not isinstance(value, NamedSharding):
+        return False
+    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
+    return automatic and all(name is None for name in value.spec)
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Applies an equation's primitive to new operands, in its own context; returns a list."""
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Number of constants and of carried values of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        # Before JAX 0.11; from then on three trees hold the counts.
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters, in open form."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_jaxpr(item):
+                found.append(opened(item))
+    return found
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an equation.
+
+    Attributes:
+        jaxpr: The jaxpr, open.
+        consts: Values of its constants.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> "Body":
+        """The body of a jaxpr that may be closed."""
+        return cls(opened(jaxpr), constants(jaxpr))
+
+
+def called(eqn: Any, names: Collection[str] = CALLS | REMAT) -> Body | None:
+    """The body that an equation calls, if it does nothing else; else None.
+
+    Args:
+        eqn: The equation.
+        names: Primitives to look into, among `CALLS`, `REMAT` and `CUSTOM_RULES`.
+    """
+    if eqn.primitive.name not in names:
+        return None
+    return Body.of(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
+
+
+def loop_body(eqn: Any) -> Body:
+    """The body of a `scan` or a `while`."""
+    return Body.of(eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"])
+
+
+def loop_condition(eqn: Any) -> Body:
+    """The condition of a `while`."""
+    return Body.of(eqn.params["cond_jaxpr"])
+
+
+def branches(eqn: Any) -> list[Body]:
+    """The branches of a `cond`."""
+    return list(map(Body.of, eqn.params["branches"]))
+
+
+def branch(eqn: Any, index: Any) -> Body:
+    """The branch of a `cond` that an index selects; out of bounds, the nearest one, as in JAX."""
+    found = branches(eqn)
+    return found[int(np.clip(index, 0, len(found) - 1))]
+
+
+def with_bodies(eqn: Any, change: Callable[[int, Any], Any]) -> Any:
+    """A call, a `scan` or a `cond` with changed bodies.
+
+    Args:
+        eqn: The equation.
+        change: Makes a new open body from the number of a body, by branch, and the body.
+    """
+    if eqn.primitive.name == "cond":
+        found = enumerate(eqn.params["branches"])
+        new = {"branches": tuple(with_body(b, change(i, opened(b))) for i, b in found)}
+    else:
+        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+        new = {name: with_body(eqn.params[name], change(0, opened(eqn.params[name])))}
+    return eqn.replace(params={**eqn.params, **new})
+
+
+def with_body(jaxpr: Any, body: Any) -> Any:
+    """A jaxpr with a new open body, closed if it was closed."""
+    return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
+
+
+def contains(eqn: Any, is_found: Callable[[Any], bool]) -> bool:
+    """Whether a condition holds for an equation, or for one in its inner jaxprs."""
+    return is_found(eqn) or any(
+        contains(inner, is_found) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns
+    )
+
+
+def kernels_of(jaxpr: Any) -> Iterator[KernelCosts]:
+    """The costs of the kernels of libraries that a jaxpr calls, also in its inner jaxprs."""
+    for eqn in opened(jaxpr).eqns:
+        if costs := kernel_costs(eqn):
+            yield costs
+        for inner in inner_jaxprs(eqn):
+            yield from kernels_of(inner)
+
+
+def num_readers(jaxpr: Any) -> Counter[Any]:
+    """The number of times that equations and results of an open jaxpr read each variable."""
+    atoms = [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
+    return Counter(variables(atoms))
+
+
+def largest_mesh(jaxpr: Any) -> Any:
+    """The largest mesh that any equation, also an inner one, was traced in, or None."""
+    found: dict[Any, None] = {}
+    seen: set[int] = set()  # layers that call one function share its jaxpr
+    todo = [jaxpr]
+    while todo:
+        for eqn in todo.pop().eqns:
+            found.setdefault(eqn.ctx.cur_abstract_mesh)
+            found.setdefault(eqn.params.get("mesh"))  # for a shard_map
+            inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
+            seen.update(map(id, inner))
+            todo += inner
+    entered = (m for m in found if m is not None and not m.empty)
+    return max(entered, key=lambda m: m.size, default=None)
+
+
+def device_sets(jaxpr: Any, *, is_inlined: bool = True) -> set[frozenset[Any]]:
+    """The sets of devices on which equations place values, also inner ones.
+
+    Args:
+        jaxpr: A jaxpr.
+        is_inlined: Whether calls in it are inlined, so that their own shardings have no effect.
+    """
+    found: set[frozenset[Any]] = set()
+    for eqn in jaxpr.eqns:
+        is_call = is_inlined and called(eqn, CALLS) is not None
+        for value in () if is_call else eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                is_abstract = isinstance(item, NamedSharding) and not isinstance(item.mesh, Mesh)
+                if isinstance(item, Sharding) and not is_abstract:
+                    found.add(frozenset(item.device_set))
+        for inner in inner_jaxprs(eqn):
+            found |= device_sets(inner, is_inlined=is_call)
+    return found
+
+
+def without_dead_code(traced: Traced, used: Sequence[bool] | None = None) -> Traced:
+    """Drops equations that no output needs; keeps all inputs.
+
+    Args:
+        traced: A traced function.
+        used: For each output whether it is kept; None keeps all.
+    """
+    used = [True] * len(traced.jaxpr.outvars) if used is None else list(used)
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
+
+
+def used_inputs(traced: Traced) -> list[bool]:
+    """Whether an output depends on each input, constants first."""
+    used = [True] * len(traced.jaxpr.outvars)
+    return list(partial_eval.dce_jaxpr(traced.jaxpr, used)[1])
+
+
+def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -> Any:
+    """A jaxpr of some of another's equations; its constants are among its inputs."""
+    # Without this, every piece would claim the effects of the whole.
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return jaxpr.replace(
+        constvars=[],
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+    )
+
+
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that outputs are computed from, without prints and callbacks that give none."""
+    needed, found = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
+def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """The variables of a jaxpr that depend on the sources, including the sources."""
+    found = set(sources)
+    for eqn in jaxpr.eqns:
+        # One pass is enough, because an equation comes after the equations that make its operands.
+        if not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr without constants, also under a transformation."""
+    return core.eval_jaxpr(jaxpr, (), *args)
+
+
+def evaluate_by(
+    jaxpr: Any,
+    args: Sequence[Any],
+    compute: Callable[[int, Any, Callable[[Any], Any]], Sequence[Any] | None],
+) -> list[Any]:
+    """Evaluates an open jaxpr with other computations for some equations.
+
+    Args:
+        jaxpr: The jaxpr.
+        args: Values of its constants and inputs.
+        compute: `compute(number, eqn, value)` returns the results of an equation, or None to leave
+            it out; `value` gives the value of an operand.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        if (results := compute(number, eqn, value)) is not None:
+            values.update(zip(eqn.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:
+    """Splits values into two lists, by a mask."""
+    yes = [v for m, v in zip(mask, values, strict=True) if m]
+    return yes, [v for m, v in zip(mask, values, strict=True) if not m]
+
+
+def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
+    """Joins the two lists of `split` in their original order."""
+    yes_iter, no_iter = iter(yes), iter(no)
+    return [next(yes_iter) if m else next(no_iter) for m in mask]
+
+
+def members(owners: Sequence[int | None], num_owners: int) -> tuple[tuple[int, ...], ...]:
+    """Positions by owner, ascending: owners [0, 1, 0] give ((0, 2), (1,))."""
+    found: list[list[int]] = [[] for _ in range(num_owners)]
+    for position, owner in enumerate(owners):
+        if owner is not None:
+            found[owner].append(position)
+    return tuple(map(tuple, found))

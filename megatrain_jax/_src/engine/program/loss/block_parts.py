@@ -1,0 +1,191 @@
+"""Blocks in parts: a block that does not fit on the device as a whole is cut inside.
+
+A part is a run of the block's leaves, such as attention's or the MLP's, in the order of their first
+reads. A cut lies between two leaves, with all reads of earlier leaves before all reads of later
+ones. The best cut minimises the bytes of the largest part and the values handed on beside it. Parts
+are blocks of their own from then on.
+
+A worked example, a block of 100 MiB that hands on values of 8 MiB, and of 32 MiB within its MLP::
+
+    leaf     norm   qkv   out   norm   up   down
+    MiB         0    24     8      0   34     34
+    handed on       8    24     8     8    32          in MiB, at a cut behind the leaf
+
+    2 parts    norm qkv out | norm up down       the largest takes 68 + 8 MiB; with `up` in the
+                                                 first part it would be 66 + 32
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.loss.stages import Program, Stage
+
+NUMBERS_OF_PARTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of parts per block, tried in this order if a whole block doesn't fit."""
+# Begins the last word in the path of a block's part.
+_PART = "part "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cuts:
+    """The leaves of a block's stage in the order of their reads, and where it may be cut.
+
+    Attributes:
+        leaves: Positions of the leaves among the stage's.
+        sizes: Bytes of each of them, weighted.
+        handed: Bytes that a cut before each leaf passes on, and one behind the last leaf; 0 at the
+            stage's own borders, None where there can be no cut.
+    """
+
+    leaves: tuple[int, ...]
+    sizes: tuple[int, ...]
+    handed: tuple[int | None, ...]
+
+
+def in_parts(
+    leaves: Sequence[Leaf], program: Program, num_parts: int, weight: int = 1
+) -> tuple[Leaf, ...]:
+    """The leaves, with each block cut into so many parts, or as many as it can be cut into.
+
+    Args:
+        leaves: The leaves, with the blocks that the program was cut by.
+        program: The program, with each `remat` opened, because a block inside a `remat` has no
+            place to be cut.
+        num_parts: Number of parts of a block.
+        weight: Bytes on the device for each byte of a leaf, with its state and gradient, relative
+            to a byte of a value that is passed on.
+    """
+    block_of: dict[int, ModelPath] = {}
+    cut: set[ModelPath] = set()
+    done: set[ModelPath | None] = {None}
+    for stage in program.stages:
+        blocks = {leaves[i].block for i in stage.leaves} - {None}
+        if len(blocks) != 1 or not done.isdisjoint(blocks):
+            continue  # blocks that can't be separated, or one that is applied again
+        (block,) = blocks
+        done.add(block)
+        assert block is not None
+        own = [at for at, i in enumerate(stage.leaves) if leaves[i].block == block]
+        parts = _parts(_cuts(stage, own, weight), num_parts)
+        if len(parts) > 1:
+            cut.add(block)
+            for number, part in enumerate(parts, 1):
+                block_of.update((stage.leaves[at], (*block, f"{_PART}{number}")) for at in part)
+    # A leaf that its stage does not read stays in the first part.
+    firsts: dict[ModelPath | None, ModelPath] = {block: (*block, f"{_PART}1") for block in cut}
+    return tuple(
+        dataclasses.replace(leaf, block=block_of.get(i) or firsts.get(leaf.block, leaf.block))
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def largest_block(leaves: Sequence[Leaf]) -> int:
+    """The number of elements of the largest block, or of the largest part of one."""
+    sizes: Counter[ModelPath] = Counter()
+    for leaf in leaves:
+        if leaf.block is not None:
+            sizes[leaf.block] += math.prod(leaf.shape)
+    return max(sizes.values(), default=0)
+
+
+def whole_block(block: ModelPath) -> ModelPath:
+    """The block that a part belongs to; a whole block is returned unchanged."""
+    return block[:-1] if str(block[-1]).startswith(_PART) else block
+
+
+def _cuts(stage: Stage, own: Sequence[int], weight: int) -> _Cuts:
+    """The places to cut a stage between leaves of its own."""
+    jaxpr, first = stage.jaxpr, len(stage.consts)
+    variables = jaxpr.invars[first : first + len(stage.leaves)]
+    reads, reading = reads_of(stage)
+    events: dict[int, list[int]] = {at: [] for at in own}
+    for p, found in reading:
+        for at in found & events.keys():
+            events[at].append(p)
+    order = sorted((at for at in own if events[at]), key=lambda at: (events[at][0], at))
+    alive = _alive(jaxpr, reads)
+    handed: list[int | None] = [0]
+    for n in range(1, len(order)):
+        last = max(events[at][-1] for at in order[:n])
+        places = range(last + 1, events[order[n]][0] + 1)
+        handed.append(min((alive[p] for p in places), default=None))
+    return _Cuts(
+        leaves=tuple(order),
+        sizes=tuple(weight * jx.num_bytes(variables[at].aval) for at in order),
+        handed=(*handed, 0),
+    )
+
+
+def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, frozenset[int]]]]:
+    """Finds the equations of a stage that read its leaves.
+
+    Casts and transposes of leaves alone are no reads: each part repeats its own.
+
+    Returns:
+        The leaves behind each variable made from leaves alone; the position of each equation that
+        reads leaves, with these leaves. Leaves are positions among the stage's.
+    """
+    jaxpr, first = stage.jaxpr, len(stage.consts)
+    reads: dict[Any, frozenset[int]] = {v: frozenset() for v in jaxpr.invars[:first]}
+    own = jaxpr.invars[first : first + len(stage.leaves)]
+    reads |= {v: frozenset((at,)) for at, v in enumerate(own)}
+    events: list[tuple[int, frozenset[int]]] = []
+    for p, eqn in enumerate(jaxpr.eqns):
+        ins = jx.variables(eqn.invars)
+        found = frozenset().union(*(reads.get(v, ()) for v in ins))
+        if all(v in reads for v in ins):
+            reads.update(dict.fromkeys(eqn.outvars, found))
+        elif found:
+            events.append((p, found))
+    return reads, events
+
+
+def _alive(jaxpr: Any, reads: Any) -> list[int]:
+    """Bytes of values that exist before each equation and are read by it or later.
+
+    Equations of leaves alone, listed in `reads`, don't count.
+    """
+    last = {v: p for p, eqn in enumerate(jaxpr.eqns) for v in jx.variables(eqn.invars)}
+    born = dict.fromkeys(jaxpr.invars, 0)
+    born.update((v, p + 1) for p, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars)
+    change = [0] * (len(jaxpr.eqns) + 2)
+    for v, p in last.items():
+        if v not in reads:
+            change[born[v]] += jx.num_bytes(v.aval)
+            change[p + 1] -= jx.num_bytes(v.aval)
+    alive = [0]
+    for delta in change:
+        alive.append(alive[-1] + delta)
+    return alive[1:]
+
+
+def _parts(cuts: _Cuts, num_parts: int) -> list[tuple[int, ...]]:
+    """The leaves in at most so many parts, so that the largest takes the fewest bytes."""
+    places = [n for n, bytes_ in enumerate(cuts.handed) if bytes_ is not None]
+    # For each number of parts and each place the best way to get there: the bytes of the largest
+    # part, and the places of the cuts.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for _ in range(min(num_parts, len(places) - 1)):
+        further: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for end in places:
+            ways = [
+                (max(largest, _part_bytes(cuts, start, end)), (*way, end))
+                for start, (largest, way) in best.items()
+                if start < end
+            ]
+            if ways:
+                further[end] = min(ways)
+        best = further
+    _, way = best.get(len(cuts.leaves), (0, (0, len(cuts.leaves))))
+    return [cuts.leaves[start:end] for start, end in zip(way, way[1:], strict=False)]
+
+
+def _part_bytes(cuts: _Cuts, start: int, end: int) -> int:
+    handed = (cuts.handed[start] or 0) + (cuts.handed[end] or 0)
+    return sum(cuts.sizes[start:end]) + handed

@@ -1,0 +1,373 @@
+"""Builds stages: turns the equations of a loss into pure functions, as jaxprs.
+
+Stages with equal equations get equal jaxprs (same order of leaves, inputs and outputs), so that
+they share one compiled template. Values that pass between stages have ids.
+
+Example: `x @ e`, two blocks `x + tanh(x @ w) / n` with n = 1 and 3, `sum(x @ h)`:
+
+    prologue   data -> 1: batch, 3: 1.0, 5: 3.0
+    embedding  e, inputs (1,) -> outputs (2,)
+    layers.0   w0, inputs (2, 3) -> outputs (4,)    one template; its divisor is an input
+    layers.1   w1, inputs (4, 5) -> outputs (6,)
+    head       h, inputs (6,) -> outputs (0,)       0: the loss
+"""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.effects import has_side_effects
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.loss.assign import assign, without_empty
+from megatrain_jax._src.engine.program.loss.equal_stages import (
+    StageComparer,
+    hoist_remat_literals,
+    substitute,
+)
+from megatrain_jax._src.engine.program.loss.examples import find_examples
+from megatrain_jax._src.engine.program.loss.gradients import refuse_read_callbacks
+from megatrain_jax._src.engine.program.loss.partition import (
+    CONST,
+    DATA,
+    EFFECT,
+    MAIN,
+    PARAM,
+    SMALL,
+    Dataflow,
+    Stretch,
+    find_stretches,
+)
+from megatrain_jax._src.engine.program.loss.shared_parameters import find_shared, without_block
+from megatrain_jax._src.engine.program.loss.stage_warnings import find_warnings
+from megatrain_jax._src.engine.program.loss.stages import Program, Stage
+from megatrain_jax._src.engine.program.loss.variable_use import find_state_use
+from megatrain_jax._src.engine.program.structural_key import (
+    structural_key,
+    value_key,
+    variable_numbers,
+)
+
+
+def cut(
+    traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int, *, is_loss: bool = True
+) -> Program:
+    """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
+
+    A prediction, which has arrays in place of the loss, has no backward.
+
+    Raises:
+        ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
+    """
+    traced = jx.without_dead_code(traced)
+    flow = Dataflow(traced, leaves)
+    loss, *arrays = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - num_variables]
+    read = [loss] if is_loss else [loss, *arrays]
+    if all(jx.is_literal(v) or flow.kind[v] in (CONST, DATA) for v in read):
+        found = "the loss that loss_fn returns does" if is_loss else "the arrays that fn returns do"
+        raise ValueError(f"{found} not depend on any parameter")
+    if is_loss and loss not in flow.trainable:
+        raise ValueError(
+            "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
+        )
+    refuse_read_callbacks(flow)
+    if shared := find_shared(flow):
+        leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
+        flow = Dataflow(traced, leaves)
+    program = _Builder(flow, find_stretches(flow)).program(num_variables, is_loss)
+    return dataclasses.replace(program, shared=shared)
+
+
+class _Builder:
+    """Collects the equations, inputs and outputs of each stage of one program."""
+
+    def __init__(self, flow: Dataflow, stretches: list[Stretch]):
+        self.flow, self.consts = flow, flow.consts
+        self.stretches, self.stage_of = without_empty(stretches, assign(flow, stretches))
+        self.rows: list[list[int]] = [[] for _ in self.stretches]  # of each stage, ascending
+        for i in sorted(self.stage_of):
+            self.rows[self.stage_of[i]].append(i)
+        self.ids: dict[Any, int] = {}  # variable → id of its value, in order of first request
+        self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant that is its value
+        self.fixed: dict[Hashable, Any] = {}  # key of a literal or constant → its stand-in
+        self.aliases: dict[Any, Any] = {}  # stand-in → the variable that is its value
+        self.home = self._data_homes()
+
+    def id(self, var) -> int:
+        """Id of a variable's value; a stand-in has the id of the variable it stands for."""
+        return self.ids.setdefault(self.aliases.get(var, var), len(self.ids))
+
+    def _data_homes(self) -> dict[int, int | None]:
+        """The one stage that computes each data-only equation, or None for the prologue."""
+        flow, jaxpr = self.flow, self.flow.jaxpr
+        uses: dict[Any, set] = defaultdict(set)
+        for v in jx.variables(jaxpr.outvars):
+            uses[v].add(None)
+        # Backwards, so that an equation's users are placed before the equation itself.
+        home: dict[int, int | None] = {}
+        for i in range(len(jaxpr.eqns) - 1, -1, -1):
+            eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
+            if kind in (MAIN, EFFECT):
+                stage = self.stage_of[i]
+            elif kind == DATA:
+                stages = set().union(*(uses[v] for v in eqn.outvars))
+                large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
+                alone = large and len(stages) == 1 and not has_side_effects(eqn)
+                stage = home[i] = next(iter(stages)) if alone else None
+            else:
+                continue
+            for v in jx.variables(eqn.invars):
+                uses[v].add(stage)
+        return home
+
+    def program(self, num_variables: int, is_loss: bool) -> Program:
+        bodies = [self._body(s) for s in range(len(self.stretches))]
+        self._unify_inputs(bodies)
+        self._add_outputs(bodies)
+        outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
+        stages = self._activate([b.stage() for b in bodies], outputs[: int(is_loss)])
+        # Last: by now `ids` has all values that a stage or the caller needs, and the prologue makes
+        # the ones that no stage makes.
+        prologue, consts, ids = self._prologue()
+        data = self.flow.data
+        return Program(
+            stages=tuple(stages),
+            prologue=prologue,
+            prologue_consts=consts,
+            prologue_values=ids,
+            values=tuple(jx.shape_of(v.aval) for v in self.ids),
+            outputs=outputs,
+            examples=find_examples(self.flow.jaxpr, data[num_variables:-1], self.ids.items()),
+            state=find_state_use(self.flow.jaxpr, data, num_variables),
+            warnings=find_warnings(self.flow, self.stretches, self.rows),
+        )
+
+    def _output_var(self, atom):
+        """Variable of an output of the loss; a literal output is made in the prologue."""
+        if not jx.is_literal(atom):
+            return atom
+        var = jex.Var(atom.aval)
+        self.lifted[var] = atom
+        return var
+
+    def _body(self, s: int) -> "_Body":
+        """Equations of stage `s`; the last one also has outputs made from parameters alone."""
+        body = _Body(self, s)
+        for i in self.rows[s]:
+            body.pull(i)
+        if s == len(self.stretches) - 1:
+            for v in jx.variables(self.flow.jaxpr.outvars):
+                if self.flow.kind[v] == PARAM and v in self.flow.producer:
+                    body.pull(self.flow.producer[v])
+        return body
+
+    def is_input(self, var, s: int | None) -> bool:
+        """Whether stage `s` takes a variable as an input; the prologue (None): only stand-ins."""
+        if var in self.lifted or var in self.aliases:
+            return True
+        if s is None:
+            return False
+        kind = self.flow.kind[var]
+        if kind == MAIN:
+            return self.stage_of[self.flow.producer[var]] != s
+        if kind == DATA:
+            return var not in self.flow.producer or self.home[self.flow.producer[var]] != s
+        return False
+
+    def _unify_inputs(self, bodies: Sequence["_Body"]) -> None:
+        """Gives like stages the same inputs if only the sources of their operands differ.
+
+        The first block may take a literal where later blocks take a running sum, or one value twice
+        where later blocks take two; each may have its own literal.
+        """
+        alike = StageComparer(self.consts)
+        takes = {body: functools.partial(self.is_input, s=body.index) for body in bodies}
+        classes: dict[Hashable, list[_Body]] = defaultdict(list)
+        for body in bodies:
+            classes[alike.skeleton(body.eqns, takes[body])].append(body)
+        for members in classes.values():
+            if len(members) == 1:
+                continue
+            rows = [
+                hoist_remat_literals(row) for row in zip(*(b.eqns for b in members), strict=True)
+            ]
+            slots = alike.slots(rows, [takes[b] for b in members])
+            for m, body in enumerate(members):
+                body.eqns = [row[m] for row in rows]
+                # Operands that are one slot here may be two in another body: a second slot with the
+                # same value gets a separate input, so that all bodies have equally many.
+                taken: set[Any] = set()
+                for atoms, positions in slots:
+                    atom = atoms[m]
+                    if self._is_fixed(atom) or atom in taken:
+                        substitute(body.eqns, positions, self._substitute_for(atom))
+                    else:
+                        taken.add(atom)
+
+    def _substitute_for(self, atom: Any) -> Any:
+        """A new stand-in for an operand: a separate input of the stage, even if values agree."""
+        var = jex.Var(jx.strong(atom.aval))
+        self.aliases[var] = self._lifted_for(atom) if self._is_fixed(atom) else atom
+        return var
+
+    def _is_fixed(self, atom: Any) -> bool:
+        return jx.is_literal(atom) or atom in self.consts
+
+    def _lifted_for(self, atom: Any) -> Any:
+        """The stand-in for a literal or a constant; equal ones share it."""
+        key = value_key(atom.val if jx.is_literal(atom) else self.consts[atom])
+        if key not in self.fixed:
+            self.fixed[key] = var = jex.Var(jx.strong(atom.aval))
+            self.lifted[var] = atom
+        return self.fixed[key]
+
+    def _add_outputs(self, bodies: Sequence["_Body"]) -> None:
+        """Gives like stages the same outputs: if one has to pass on a value, all do."""
+        wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
+        wanted.update(jx.variables(self.flow.jaxpr.outvars))
+        classes: dict[Hashable, list[_Body]] = defaultdict(list)
+        for body in bodies:
+            classes[body.key()].append(body)
+        for members in classes.values():
+            # Like bodies number their variables alike, so a number identifies the same value in
+            # all.
+            numbers = [b.numbers() for b in members]
+            used = set()
+            for body, number in zip(members, numbers, strict=True):
+                own = [v for e in body.eqns for v in e.outvars if v in wanted]
+                used.update(number[v] for v in own if self.flow.kind[v] in (MAIN, PARAM))
+            for body, number in zip(members, numbers, strict=True):
+                by_number = {n: v for v, n in number.items()}
+                body.outputs = [by_number[n] for n in sorted(used)]
+
+    def _activate(self, stages: list[Stage], losses: Sequence[int]) -> list[Stage]:
+        """Follows the loss's cotangent backwards through the stages to floats that need one."""
+        var_of = {n: v for v, n in self.ids.items()}
+        # Stages pass values only forwards, so one pass from last to first is enough.
+        with_cotangent = set(losses)
+        done = []
+        for stage in reversed(stages):
+            arriving = tuple(
+                o in with_cotangent and jx.is_float(var_of[o].aval) for o in stage.outputs
+            )
+            active = tuple(
+                any(arriving) and jx.is_float(var_of[i].aval) and var_of[i] in self.flow.trainable
+                for i in stage.inputs
+            )
+            with_cotangent.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
+            done.append(dataclasses.replace(stage, active=active, has_cotangent=arriving))
+        return done[::-1]
+
+    def _prologue(self):
+        """The prologue's jaxpr, constants and output ids: data-only values and stand-ins."""
+        wanted = [
+            v for v in self.ids
+            if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
+        ]  # fmt: skip
+        body = _Body(self, None)
+        for i, kind in enumerate(self.flow.eqn_kind):
+            if kind == DATA and self.home[i] is None:
+                body.pull(i)
+        for v in wanted:
+            if v not in self.lifted and self.flow.kind[v] == CONST:
+                if v in self.flow.producer:
+                    body.pull(self.flow.producer[v])
+        outvars = [self.lifted.get(v, v) for v in wanted]
+        consts = list(
+            dict.fromkeys(
+                [*body.operands()[0], *(v for v in jx.variables(outvars) if v in self.consts)]
+            )
+        )
+        jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
+        return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
+
+
+class _Body:
+    """The equations of one stage while it is being built."""
+
+    def __init__(self, builder: _Builder, index: int | None):
+        self.builder, self.index = builder, index
+        self.eqns: list[Any] = []
+        self.outputs: list[Any] = []
+        self.present: set[int] = set()
+
+    def pull(self, i: int) -> None:
+        """Adds equation `i`, after the equations it needs that the stage computes or repeats."""
+        flow = self.builder.flow
+        stack = [(i, False)]  # no recursion: chains are longer than Python's limit
+        while stack:
+            i, ready = stack.pop()
+            if i in self.present:
+                continue
+            if ready:
+                self.present.add(i)
+                self.eqns.append(flow.jaxpr.eqns[i])
+                continue
+            stack.append((i, True))
+            needed = [
+                flow.producer[v] for v in jx.variables(flow.jaxpr.eqns[i].invars)
+                if v in flow.producer and not self.builder.is_input(v, self.index)
+            ]  # fmt: skip
+            stack += [(j, False) for j in reversed(needed)]
+
+    def operands(self) -> tuple[list, list, list]:
+        """Constants, leaves and inputs, each in the order of their first use."""
+        flow = self.builder.flow
+        inner: set[Any] = set()
+        consts: dict[Any, None] = {}
+        leaves: dict[Any, None] = {}
+        inputs: dict[Any, None] = {}
+        for eqn in self.eqns:
+            for v in jx.variables(eqn.invars):
+                if v in inner:
+                    continue
+                if self.builder.is_input(v, self.index):
+                    inputs.setdefault(v)
+                elif v in self.builder.consts:
+                    consts.setdefault(v)
+                elif flow.kind[v] == PARAM:
+                    leaves.setdefault(v)
+            inner.update(eqn.outvars)
+        return list(consts), list(leaves), list(inputs)
+
+    def jaxpr(self, outvars: Sequence) -> Any:
+        consts, leaves, inputs = self.operands()
+        return jx.sub_jaxpr(
+            self.builder.flow.jaxpr, self.eqns, [*consts, *leaves, *inputs], outvars
+        )
+
+    def key(self) -> Hashable:
+        consts = self.operands()[0]
+        return structural_key(self.jaxpr(()), [self.builder.consts[v] for v in consts])
+
+    def _is_perturbed(self, var) -> bool:
+        """Whether the loss may be differentiated by an operand of the stage."""
+        var = self.builder.aliases.get(var, var)
+        return var in self.builder.flow.trainable and jx.is_float(var.aval)
+
+    def numbers(self) -> dict[Any, int]:
+        return variable_numbers(self.jaxpr(()))
+
+    def stage(self) -> Stage:
+        builder = self.builder
+        assert self.index is not None
+        stretch = builder.stretches[self.index]
+        consts, leaves, inputs = self.operands()
+        number = {v: i for i, v in enumerate(builder.flow.parameters)}
+        values = tuple(builder.consts[v] for v in consts)
+        jaxpr = self.jaxpr(self.outputs)
+        return Stage(
+            name=stretch.name,
+            jaxpr=jaxpr,
+            consts=values,
+            key=structural_key(jaxpr, values, [self._is_perturbed(v) for v in (*leaves, *inputs)]),
+            leaves=tuple(number[v] for v in leaves),
+            is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
+            inputs=tuple(builder.id(v) for v in inputs),
+            outputs=tuple(builder.id(v) for v in self.outputs),
+            is_block=bool(stretch.keys),
+        )

@@ -1,0 +1,351 @@
+"""Stages with products in float8: chooses the products of a stage, and replaces them.
+
+A product is chosen if one of its operands is laid out from parameters alone (a weight: cast,
+transposed, sliced, joined, multiplied by a constant) and the second one depends on the batch. All
+calls and loops in the stage are searched, except loops of unknown length and functions with
+derivative rules of their own. The products of adapters (LoRA) stay as they are.
+
+If the user names no parameters, the purpose of a product's result counts too, so equations are
+searched from the loss backwards. A head is a product that no later product with a parameter depends
+on. A router is a product with a result that a choice, such as a `top_k`, depends on before any
+further product.
+
+Example: a block `y = softmax(q k) v` with `q = x @ w.T`; x arrives from the block before::
+
+    a = transpose w         laid out from w
+    q = dot x a             float8: x varies, a is laid out from w, and the head depends on q
+    s = dot q k             as it is: no weight
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.axis_rules import has_explicit_sharding
+from megatrain_jax._src.engine.program.float8 import ProductSpec, product
+from megatrain_jax._src.engine.program.layers.blocks import Leaf
+from megatrain_jax._src.engine.program.loss.adapter_products import adapter_products
+from megatrain_jax._src.engine.program.loss.operand_traits import (
+    CONSTANT,
+    OperandTraits,
+    input_traits,
+    leaf_traits,
+    ruled_bodies,
+    searched_bodies,
+    traits_in,
+    traits_of,
+    weight_sizes,
+)
+from megatrain_jax._src.engine.program.loss.stages import Program, Stage
+from megatrain_jax._src.engine.program.primitives import LAYOUT, PRODUCTS
+from megatrain_jax._src.engine.program.structural_key import structural_key
+
+# Narrower weights have few operations: routers, small heads.
+_LEAST_WIDTH = 1024
+# The same for the outputs of a weight beside a wide one with the same data, which is coded anyway:
+# keys and values of few heads beside queries.
+_LEAST_WIDTH_BESIDE = 512
+# Least `1 / (1 / inputs + 1 / outputs)` of a weight with many rows of data. Operations per number
+# to code are proportional to it, and below it coding takes the time that float8 saves: on an H100,
+# two products with weights of 2,048 x 2,560 (1,138) took as long as in bfloat16, and longer with
+# scales of rows. Outputs of all products with the same data count together: it is coded once.
+_LEAST_SIZE = 1150
+_CHOICES = {"argmax": 0, "argmin": 0, "top_k": 1, "approx_top_k": 1}
+_NOT_ASKED = (None, jax.lax.Precision.DEFAULT)
+
+# The products to replace in a jaxpr, by the number of their equation; for an equation with inner
+# jaxprs, the products of each.
+Chosen = Mapping[int, "ProductSpec | tuple[Chosen, ...]"]
+
+
+class LaterUse(enum.Flag):
+    """The later equations that depend on a value.
+
+    Attributes:
+        NONE: None of these.
+        PRODUCT: A product with a parameter.
+        CHOICE: A choice of positions, such as a `top_k`, with no product before it.
+    """
+
+    NONE = 0
+    PRODUCT = enum.auto()
+    CHOICE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductChoice:
+    """The rule that chooses products.
+
+    Attributes:
+        itemsize: Bytes of the compute dtype. Wider operands show that the model asks for more.
+        named: Whether a weight is named by the user, given its path. None if the library chooses:
+            then small weights, the first product with the batch itself, heads and routers stay.
+    """
+
+    itemsize: int
+    named: Callable[[str], bool] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundProducts:
+    """The result of a search.
+
+    Attributes:
+        chosen: The products to replace.
+        uses: The uses of the jaxpr's constants and inputs.
+        leaves: Numbers of the stage's leaves in chosen products.
+    """
+
+    chosen: Chosen
+    uses: tuple[LaterUse, ...]
+    leaves: frozenset[int]
+
+
+def with_float8_products(
+    program: Program, leaves: Sequence[Leaf], choice: ProductChoice
+) -> Program:
+    """The same program with products of its stages in float8.
+
+    Args:
+        program: The program.
+        leaves: Leaves of the model.
+        choice: The rule that chooses products.
+    """
+    is_named = [choice.named is None or choice.named(path_name(leaf.path)) for leaf in leaves]
+    of_batch = frozenset(program.prologue_values)
+    known: dict[Any, tuple[Any, Any, FoundProducts]] = {}
+    uses: dict[int, LaterUse] = {}
+    stages, reached = [], set()
+    for stage in reversed(program.stages):
+        named = tuple(is_named[i] for i in stage.leaves)
+        varies = tuple(i not in of_batch for i in stage.inputs)
+        after = tuple(uses.get(i, LaterUse.NONE) for i in stage.outputs)
+        like = stage.key, named, stage.is_trainable, stage.active, varies, after
+        if like not in known:
+            known[like] = _replaced(stage, named, varies, after, choice)
+        jaxpr, key, found = known[like]
+        stages.append(dataclasses.replace(stage, jaxpr=jaxpr, key=key))
+        reached.update(stage.leaves[i] for i in found.leaves)
+        of_inputs = found.uses[len(found.uses) - len(stage.inputs) :]
+        for i, use in zip(stage.inputs, of_inputs, strict=True):
+            uses[i] = uses.get(i, LaterUse.NONE) | use
+    return dataclasses.replace(program, stages=tuple(stages[::-1]), in_float8=frozenset(reached))
+
+
+def _replaced(
+    stage: Stage,
+    named: Sequence[bool],
+    varies: Sequence[bool],
+    after: Sequence[LaterUse],
+    choice: ProductChoice,
+) -> tuple[Any, Any, FoundProducts]:
+    """The jaxpr and the key of a stage with float8 products, and the search's result."""
+    inputs = [
+        *[CONSTANT] * len(stage.consts),
+        *(leaf_traits(i, trains) for i, trains in enumerate(stage.is_trainable)),
+        *map(input_traits, varies, stage.active),
+    ]
+    found = ProductSearch(choice, named).search(stage.jaxpr, inputs, after)
+    if not found.chosen:
+        return stage.jaxpr, stage.key, found
+    jaxpr = replaced(stage.jaxpr, found.chosen)
+    perturbed = [t.is_perturbed for t in inputs[len(stage.consts) :]]
+    return jaxpr, structural_key(jaxpr, stage.consts, perturbed), found
+
+
+class ProductSearch:
+    """Searches jaxprs for products to replace."""
+
+    def __init__(self, choice: ProductChoice, named: Sequence[bool]):
+        self._choice, self._named = choice, named
+
+    def search(
+        self, jaxpr: Any, inputs: Sequence[OperandTraits], after: Sequence[LaterUse]
+    ) -> FoundProducts:
+        """The products of a jaxpr to replace.
+
+        Args:
+            jaxpr: An open jaxpr.
+            inputs: Traits of its constants and inputs.
+            after: Uses of its results.
+        """
+        env = traits_in(jaxpr, inputs)
+        forms = self._forms(jaxpr, env)
+        uses = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), LaterUse.NONE)
+        read = set(jx.variables((*jaxpr.outvars, *(a for e in jaxpr.eqns for a in e.invars))))
+        for atom, use in zip(jaxpr.outvars, after, strict=True):
+            if not jx.is_literal(atom):
+                uses[atom] = uses.get(atom, LaterUse.NONE) | use
+        chosen: dict[int, Any] = {}
+        leaves: frozenset[int] = frozenset()
+        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            ins = traits_of(env, eqn.invars)
+            results = [uses.get(v, LaterUse.NONE) for v in eqn.outvars]
+            inner = self._inner(eqn, ins, results)
+            if number in forms and self._may_be_coded(results[0]):
+                chosen[number] = forms[number]
+                leaves |= ins[0].rearranged_from or ins[1].rearranged_from or frozenset()
+            elif any(found.chosen for found in inner):
+                chosen[number] = tuple(found.chosen for found in inner)
+                leaves = leaves.union(*(found.leaves for found in inner))
+            of_operands = _uses_of_operands(eqn, ins, results, inner, read)
+            for atom, use in zip(eqn.invars, of_operands, strict=True):
+                if not jx.is_literal(atom):
+                    uses[atom] = uses.get(atom, LaterUse.NONE) | use
+        own = tuple(uses[v] for v in (*jaxpr.constvars, *jaxpr.invars))
+        return FoundProducts(chosen=chosen, uses=own, leaves=leaves)
+
+    def _may_be_coded(self, use: LaterUse) -> bool:
+        """Whether a product may be in float8, by the uses of its result."""
+        return self._choice.named is not None or use == LaterUse.PRODUCT
+
+    def _inner(
+        self, eqn: Any, ins: Sequence[OperandTraits], results: Sequence[LaterUse]
+    ) -> list[FoundProducts]:
+        """The products of an equation's inner jaxprs that are searched."""
+        found: list[FoundProducts] = []
+        for body, own in ruled_bodies(eqn, ins):
+            # Its rule says how its products are computed, so only the uses matter.
+            searched = self.search(body, own, results)
+            found.append(dataclasses.replace(searched, chosen={}, leaves=frozenset()))
+        for body, own in searched_bodies(eqn, ins):
+            if eqn.primitive.name != "scan":
+                found.append(self.search(body, own, results))
+                continue
+            # A carried value is also used in the next turn.
+            consts, carry = jx.scan_parts(eqn)
+            first = len(own) - len(ins) + consts
+            after, turn = list(results), None
+            while turn is None or after != turn:
+                turn = list(after)
+                searched = self.search(body, own, turn)
+                carried = searched.uses[first : first + carry]
+                after = [*map(LaterUse.__or__, turn[:carry], carried), *turn[carry:]]
+                found = [searched]
+        return found
+
+    def _forms(self, jaxpr: Any, env: Mapping[Any, OperandTraits]) -> dict[int, ProductSpec]:
+        """The forms of a jaxpr's products that could be in float8, but for their results' uses."""
+        forms, groups, of_adapters = {}, {}, adapter_products(jaxpr, env)
+        origin: dict[Any, Any] = {}  # the same numbers in other shapes and dtypes
+        for number, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name in LAYOUT | {"convert_element_type"} and len(eqn.invars) == 1:
+                (operand,) = eqn.invars
+                if not jx.is_literal(operand):
+                    origin[eqn.outvars[0]] = origin.get(operand, operand)
+            ins = traits_of(env, eqn.invars)
+            side = self._weight_side(eqn, ins)
+            if side is not None and number not in of_adapters:
+                forms[number] = ProductSpec.of(eqn, (ins[0].is_perturbed, ins[1].is_perturbed))
+                data = eqn.invars[1 - side]
+                groups.setdefault(origin.get(data, data), {})[number] = weight_sizes(eqn, side)
+        if self._choice.named is None:
+            for widths in groups.values():
+                outputs = [outputs for _, outputs in widths.values()]
+                total = sum(outputs) if max(outputs) >= _LEAST_WIDTH else 0
+                for number, (inputs, _) in widths.items():
+                    if inputs * total < _LEAST_SIZE * (inputs + total):
+                        del forms[number]
+        return forms
+
+    def _weight_side(self, eqn: Any, ins: Sequence[OperandTraits]) -> int | None:
+        """The weight's side of a product that could be in float8; None for other equations."""
+        if eqn.primitive.name != "dot_general" or not self._is_narrow(eqn):
+            return None
+        weights = [side for side in (0, 1) if ins[side].rearranged_from]
+        if len(weights) != 1 or ins[1 - weights[0]].rearranged_from is not None:
+            return None
+        (side,) = weights
+        if not all(self._named[i] for i in ins[side].rearranged_from or ()):
+            return None
+        if self._choice.named is None:
+            inputs, outputs = weight_sizes(eqn, side)
+            is_wide = inputs >= _LEAST_WIDTH and outputs >= _LEAST_WIDTH_BESIDE
+            if not is_wide or not ins[1 - side].varies:
+                return None
+        return side
+
+    def _is_narrow(self, eqn: Any) -> bool:
+        """Whether a product has operands of the compute dtype or narrower, and real numbers."""
+        asked = eqn.params["precision"]
+        asked = asked if isinstance(asked, tuple) else (asked,)
+        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        return (
+            all(any(one is other for other in _NOT_ASKED) for one in asked)
+            and not has_explicit_sharding(eqn, "out_sharding")
+            and all(jnp.issubdtype(aval.dtype, jnp.floating) and aval.size for aval in avals)
+            and all(aval.dtype.itemsize <= 4 for aval in avals)
+            and all(aval.dtype.itemsize <= self._choice.itemsize for aval in avals[:2])
+        )
+
+
+def _uses_of_operands(
+    eqn: Any,
+    ins: Sequence[OperandTraits],
+    results: Sequence[LaterUse],
+    inner: Sequence[FoundProducts],
+    read: Collection[Any],
+) -> list[LaterUse]:
+    """The uses of an equation's operands.
+
+    Args:
+        eqn: The equation.
+        ins: Traits of its operands.
+        results: Uses of its results.
+        inner: Its inner jaxprs, searched.
+        read: The variables that are read later.
+    """
+    name = eqn.primitive.name
+    if inner:
+        return _uses_by_bodies(eqn, inner)
+    use = functools.reduce(LaterUse.__or__, results, LaterUse.NONE)
+    if name in PRODUCTS:
+        with_weight = any(t.is_weight for t in ins) and any(t.of_batch for t in ins)
+        use = LaterUse.PRODUCT if with_weight else use & LaterUse.PRODUCT
+    elif name in _CHOICES or name == "sort":
+        # The sorted numbers alone are no choice, only their positions.
+        positions = eqn.outvars[_CHOICES.get(name, 1) :]
+        use |= LaterUse.CHOICE if any(v in read for v in positions) else LaterUse.NONE
+    elif any(t.is_weight for t in ins) and any(map(_has_product, jx.inner_jaxprs(eqn))):
+        use |= LaterUse.PRODUCT
+    return [use] * len(ins)
+
+
+def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
+    """The uses of an equation's operands, from the uses of its inner jaxprs' inputs."""
+    count = len(eqn.invars) - (eqn.primitive.name == "cond")
+    rows = [found.uses[len(found.uses) - count :] for found in inner]
+    uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]
+    return uses if count == len(eqn.invars) else [LaterUse.NONE, *uses]
+
+
+def _has_product(jaxpr: Any) -> bool:
+    """Whether there is a product in an open jaxpr."""
+    return any(jx.contains(eqn, lambda e: e.primitive.name in PRODUCTS) for eqn in jaxpr.eqns)
+
+
+def replaced(jaxpr: Any, chosen: Chosen) -> Any:
+    """An open jaxpr with the chosen products in float8."""
+    eqns = [
+        _replaced_eqn(eqn, chosen[number]) if number in chosen else eqn
+        for number, eqn in enumerate(jaxpr.eqns)
+    ]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _replaced_eqn(eqn: Any, chosen: ProductSpec | tuple[Chosen, ...]) -> Any:
+    if isinstance(chosen, ProductSpec):
+        shapes = [jx.shape_of(a.aval) for a in eqn.invars]
+        with eqn.ctx.manager:
+            traced = jx.trace(lambda left, right: product(chosen, left, right), *shapes)
+        (call,) = traced.jaxpr.eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+    bodies = chosen
+    return jx.with_bodies(eqn, lambda number, body: replaced(body, bodies[number]))

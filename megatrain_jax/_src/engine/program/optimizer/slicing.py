@@ -1,0 +1,367 @@
+"""Slices a traced update into the computations of single groups and of all groups together.
+
+Groups may depend on each other only through small values made from scalars. This file knows jaxprs;
+`trace_optimizer.py` knows Optax.
+
+Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one parameter p,
+gradient g and momentum t each, all of shape (4,). Equations, labels, and destinations:
+
+    s0 = sum(square(g0))            0      scalar           reduce of group 0
+    s1 = sum(square(g1))            1      scalar           reduce of group 1
+    s0 + s1                         MIXED  junction         combine
+    n = sqrt(s0 + s1), c = n < 1    MIXED  scalar           combine; c and n are its messages
+    u0 = select(c, g0, g0 / n)      0      late             apply of group 0
+    m0 = u0 + 0.9 * t0              0      late             apply of group 0, the new momentum
+    p0 - 0.1 * m0                   0      late             apply of group 0, the new parameter
+
+Without clipping nothing is MIXED: reduce and combine are empty, and no message is sent.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.structural_key import structural_key
+
+MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
+LARGE = 65536  # elements: values up to this size may be shared by all groups
+TINY = 16  # elements: values up to this size are sent to a group, not computed in it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A fragment of an update: a pure function for one group, or for all together, as a jaxpr.
+
+    Attributes:
+        jaxpr: The equations, as a function of the constants, then of the arguments.
+        consts: Values of the constants.
+        key: Structural key: equal for fragments that compute the same.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    key: Hashable
+
+
+_FLATTENED = (
+    "optax.flatten puts all parameters into one array: pass the transformation inside of it "
+    "instead, which gives the same results if it is elementwise, as optax.adam"
+)
+_TWICE = (
+    "One such number in a step is possible, two that depend on each other are not: of two global "
+    "norms keep one, and use contrib.prodigy or contrib.dog instead of contrib.mechanize"
+)
+
+
+class Conflict(Exception):
+    """Raised if groups depend on each other in a way that can't be cut.
+
+    Attributes:
+        reason: The cause, in words.
+        variables: Inputs of the update that are combined.
+        remedy: A workaround, in sentences, if one is known for this cause.
+    """
+
+    def __init__(self, reason: str, variables: Sequence[Any], remedy: str = ""):
+        """Makes the error for combined inputs."""
+        super().__init__(reason)
+        self.reason, self.variables, self.remedy = reason, tuple(variables), remedy
+
+
+class Slicer:
+    """Labels all values of a flat traced update, and makes fragments from the labels.
+
+    Attributes:
+        group: Group of each variable, or MIXED, or NEUTRAL.
+        scalar: Labelled variables with one element, or at most LARGE if made only from such:
+            further groups may see them.
+        late: Variables of one group that depend on values of further groups.
+        varying: Neutral variables that depend on shared state or on the loss.
+        junctions: Mixed variables made from a group's own scalars and another group's.
+        private: Variables that look like junctions but stay with the one group that needs them.
+        promoted: Scalars of one group that further groups need.
+    """
+
+    def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int], outputs: Sequence[int]):
+        """Labels all variables.
+
+        Args:
+            traced: The flat update.
+            inputs: Group of each input, or NEUTRAL.
+            outputs: Group of each output, or NEUTRAL.
+
+        Raises:
+            Conflict: Arrays of two groups meet.
+        """
+        self.jaxpr = traced.jaxpr
+        # Constants are the first inputs; the arguments follow.
+        self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
+        self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+        self.inputs = frozenset(inputs)
+        # A combination of one group's scalars with scalars of all groups may serve only that group,
+        # or more. In the first case it is the group's own; the first labels can tell.
+        self.private: set[Any] = set()
+        self._label_all(inputs)
+        self.private = self._find_private(outputs)
+        if self.private:
+            self._label_all(inputs)
+
+    def _find_private(self, outputs: Sequence[int]) -> set:
+        """Combinations of one group's scalars with scalars of all that only this group needs.
+
+        Example: a factor `norm(p0) / global_norm` of group 0, computed in its *apply*.
+        """
+        several = {MIXED, NEUTRAL}
+        uses: dict[Any, set[int]] = {}
+        for atom, owner in zip(self.jaxpr.outvars, outputs, strict=True):
+            for v in jx.variables([atom]):
+                uses.setdefault(v, set()).add(owner)
+        private = set()
+        # Backwards: a mixed value belongs to a group if all its users do.
+        for eqn in reversed(self.jaxpr.eqns):
+            home = {self.group[v] for v in eqn.outvars}
+            ins = jx.variables(eqn.invars)
+            if home == {MIXED}:
+                home = set().union(*(uses.get(v, set()) for v in eqn.outvars))
+                groups = {self.group[v] for v in ins} - several
+                if len(home) != 1 or groups and groups != home:
+                    home = several
+                elif groups and home.isdisjoint(several):
+                    private.update(eqn.outvars)
+            for v in ins:
+                uses.setdefault(v, set()).update(home)
+        return private
+
+    def _label_all(self, inputs: Mapping[Any, int]) -> None:
+        self.group: dict[Any, int] = dict.fromkeys(self.consts, NEUTRAL)
+        self.group.update(inputs)
+        self.scalar = {v for v in inputs if jx.num_elements(v.aval) == 1}
+        self.late: set[Any] = set()
+        self.varying = {v for v, g in inputs.items() if g == NEUTRAL}
+        self.junctions: set[Any] = set()
+        self.promoted: set[Any] = set()
+        for eqn in self.jaxpr.eqns:
+            self._label(eqn)
+
+    def _label(self, eqn) -> None:
+        """Labels the results of an equation from the labels of its operands.
+
+        Arrays decide: with one group's arrays the result is this group's. Scalars of one group stay
+        its own, scalars of several are MIXED.
+        """
+        ins = jx.variables(eqn.invars)
+        labelled = [v for v in ins if self.group[v] != NEUTRAL]
+        large = {self.group[v] for v in labelled if v not in self.scalar} - {MIXED}
+        groups = {self.group[v] for v in labelled} - {MIXED}
+        mixed = any(self.group[v] == MIXED for v in labelled)
+        from_scalars = all(v in self.scalar for v in labelled)
+        if len(large) > 1:
+            raise self._meet(eqn)
+        if large:
+            group = next(iter(large))
+            # Another group's scalar, used unchanged, becomes a message as if it were mixed.
+            self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
+        # Only scalars. If all belong to one group, the result does, too. A combination with scalars
+        # of further groups is mixed, unless only this group needs the result.
+        elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
+            group = next(iter(groups))
+        else:
+            group = MIXED if labelled else NEUTRAL
+        # Late values can't be in *reduce*: it runs before anything of further groups is known.
+        late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
+        junction = group == MIXED and bool(groups)
+        for v in eqn.outvars:
+            size = jx.num_elements(v.aval)
+            self.group[v] = group
+            if labelled and (size == 1 or from_scalars and size <= LARGE):
+                self.scalar.add(v)
+            if late:
+                self.late.add(v)
+            # A junction is sent as a message, and messages are small.
+            if junction:
+                self.junctions.add(v)
+                if v not in self.scalar:
+                    raise self._meet(eqn)
+            if group == NEUTRAL and any(u in self.varying for u in ins):
+                self.varying.add(v)
+
+    def _meet(self, eqn) -> Conflict:
+        """The error for an equation that combines arrays of several groups."""
+        found = self._meeting(jx.variables(eqn.invars))
+        # If layers were only stacked again, the operation on the stacked array is more informative.
+        while _stacks(eqn):
+            readers = [e for e in self.jaxpr.eqns if eqn.outvars[0] in jx.variables(e.invars)]
+            if not readers:
+                break
+            eqn = readers[0]
+        name = eqn.primitive.name
+        remedy = _FLATTENED if name == "concatenate" else ""
+        return Conflict(f"arrays of several groups meet in one operation ({name})", found, remedy)
+
+    def _meeting(self, operands) -> list:
+        """Inputs of different groups behind an equation's operands, up to three per operand."""
+        found = []
+        for v in operands:
+            if self.group[v] != NEUTRAL:
+                found += sorted(self.sources([v]), key=self.jaxpr.invars.index)[:3]
+        return list(dict.fromkeys(found))
+
+    def sources(self, variables: Iterable[Any]) -> set:
+        """Inputs that some variables depend on, without the neutral ones."""
+        seen, todo = set(), list(variables)
+        while todo:
+            v = todo.pop()
+            if v not in seen:
+                seen.add(v)
+                if v in self.producer:
+                    todo += jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
+        return {v for v in seen if v in self.inputs and self.group[v] != NEUTRAL}
+
+    def is_message(self, v: Any) -> bool:
+        """Whether a group's apply receives a variable as a message instead of computing it.
+
+        Mixed and varying values beyond a few elements are recomputed in each group that needs them,
+        from messages that are small.
+        """
+        if v in self.promoted or v in self.junctions:
+            return True
+        if self.group[v] == MIXED or v in self.varying:
+            # Shared state can only be sent: no group computes it.
+            return v in self.inputs or jx.num_elements(v.aval) <= TINY
+        return False
+
+    def is_reduced(self, v: Any) -> bool:
+        """Whether combine takes a variable from its group's reduce instead of computing it.
+
+        Raises:
+            Conflict: It is an array, or made from arrays and from results of combine: reduce would
+                have to run twice.
+        """
+        if self.group[v] < 0:
+            return False
+        if v not in self.scalar:
+            raise Conflict("shared state depends on arrays of one group", self._meeting([v]))
+        if v not in self.late:
+            return True
+        if self.is_entangled(v):
+            raise Conflict(
+                "scalars of all groups are needed to compute scalars of all groups again",
+                sorted(self.sources([v]), key=self.jaxpr.invars.index),
+                _TWICE,
+            )
+        return False
+
+    def is_entangled(self, v: Any) -> bool:
+        """Whether a late variable is computed from an array of its own group."""
+        if v not in self.late:
+            return False
+        operands = jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
+        return any(self.group[u] >= 0 and u not in self.scalar for u in operands)
+
+    def closure(
+        self, outputs: Sequence[Any], stop: Callable[[Any], bool]
+    ) -> tuple[list[Any], list[Any]]:
+        """Collects the equations behind some outputs, back to variables where `stop` holds.
+
+        Returns the equations and these variables. Their order depends only on the outputs, so that
+        like groups get like fragments.
+        """
+        eqns: list[Any] = []
+        stopped: dict[Any, None] = {}
+        present: set[int] = set()
+
+        def needed(atoms):
+            rows = []
+            for v in jx.variables(atoms):
+                if v in self.consts:
+                    continue
+                if stop(v):
+                    stopped.setdefault(v)
+                elif v in self.producer and self.producer[v] not in present:
+                    rows.append((self.producer[v], False))
+            return rows[::-1]
+
+        # An explicit stack, because chains of equations are longer than Python's recursion limit.
+        todo = needed(outputs)
+        while todo:
+            i, ready = todo.pop()
+            if i in present:
+                continue
+            if ready:
+                present.add(i)
+                eqns.append(self.jaxpr.eqns[i])
+            else:
+                todo.append((i, True))
+                todo += needed(self.jaxpr.eqns[i].invars)
+        return eqns, list(stopped)
+
+    def fragment(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Fragment:
+        """Makes a fragment from equations; all arguments stay, even if nothing reads them."""
+        atoms = [a for e in eqns for a in e.invars] + list(outputs)
+        used = list(dict.fromkeys(v for v in jx.variables(atoms) if v in self.consts))
+        values = tuple(self.consts[v] for v in used)
+        jaxpr = jx.sub_jaxpr(self.jaxpr, eqns, [*used, *arguments], outputs)
+        return Fragment(jaxpr=jaxpr, consts=values, key=structural_key(jaxpr, values))
+
+
+def _stacks(eqn: Any) -> bool:
+    """Whether an equation stacks slices along a new axis."""
+    if eqn.primitive.name == "stack":
+        return len(eqn.invars) > 1
+    along = eqn.params.get("dimension")
+    if eqn.primitive.name != "concatenate" or len(eqn.invars) == 1:
+        return False
+    return all(a.aval.shape[along] == 1 for a in eqn.invars)
+
+
+def influences(
+    jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
+) -> dict[Any, tuple[frozenset, frozenset]]:
+    """Finds the groups with arrays behind each variable, and the groups that each token meets.
+
+    A token is a piece of state with an unknown owner. It meets a group if an equation combines
+    both, or values made from them, not counting paths through a single number: in `0.9 * t + g0`
+    the token t meets group 0.
+
+    Args:
+        jaxpr: The flat update.
+        groups: Group of each gradient and parameter.
+        tokens: Variables of the pieces of state.
+
+    Returns:
+        For each variable the groups with arrays behind it, and, for tokens, the groups met.
+    """
+    owners: dict[Any, frozenset] = {v: frozenset((g,)) for v, g in groups.items() if g >= 0}
+    carried: dict[Any, frozenset] = {
+        v: frozenset((v,)) for v in tokens if jx.num_elements(v.aval) > 1
+    }
+    met: dict[Any, frozenset] = dict.fromkeys(tokens, frozenset())
+    nothing = frozenset()
+    for eqn in jaxpr.eqns:
+        ins = jx.variables(eqn.invars)
+        belongs = nothing.union(*(owners.get(v, nothing) for v in ins))
+        brought = nothing.union(*(carried.get(v, nothing) for v in ins))
+        if belongs:
+            for token in brought:
+                met[token] |= belongs
+            # The result belongs to these groups, and says nothing more about the token.
+            brought = nothing
+        for v in eqn.outvars:
+            # Through a single number, such as the global norm, everything would meet everything.
+            if jx.num_elements(v.aval) > 1:
+                if belongs:
+                    owners[v] = belongs
+                if brought:
+                    carried[v] = brought
+    return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
+
+
+def groups_behind(jaxpr: Any, groups: Mapping[Any, int]) -> list[frozenset[int]]:
+    """Finds the groups with arrays behind each output of a jaxpr, from its inputs' groups."""
+    nothing: frozenset[int] = frozenset()
+    behind = {v: frozenset((g,)) for v, g in groups.items()}
+    for eqn in jaxpr.eqns:
+        found = nothing.union(*(behind.get(v, nothing) for v in jx.variables(eqn.invars)))
+        behind.update(dict.fromkeys(eqn.outvars, found))
+    return [nothing if jx.is_literal(v) else behind.get(v, nothing) for v in jaxpr.outvars]

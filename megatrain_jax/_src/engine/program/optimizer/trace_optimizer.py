@@ -1,0 +1,343 @@
+"""Traces an Optax transformation, and maps its arrays to leaves and pieces of state.
+
+Optax sees the whole tree, with stacked parameters whole. The slices used afterwards have each layer
+of a stacked parameter, and of the state that mirrors it, as a separate array: a token.
+
+Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` with the leaves `w[0]` and `w[1]`:
+
+    state in Optax            tokens
+    count ()                  count ()
+    mu, nu of e (4, 8)        mu, nu of e (4, 8)
+    mu, nu of w (2, 8, 8)     mu, nu of w, [0] and [1] of each, (8, 8): the groups of w[0], w[1]
+
+`trace_optimizer` traces the left side; `flatten.py` makes the right one, on leaves and tokens.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.effects import has_side_effects
+from megatrain_jax._src.engine.program.layers.blocks import Leaf, assemble
+from megatrain_jax._src.engine.program.layers.index import (
+    Index,
+    index_of,
+    numbers,
+    range_of,
+    remaining,
+    shown,
+    sliced_axes,
+)
+from megatrain_jax._src.engine.program.layers.sliced_values import (
+    SlicedValue,
+    Value,
+    part_at,
+    stacked,
+)
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateLeaf:
+    """One array of optimizer state as it is stored.
+
+    Attributes:
+        name: Path in Optax's state, as users write it.
+        leaf: Index of the state leaf in the flat state.
+        index: Index of this slice in the state leaf; `()` for all of it.
+        shape: Shape of this array, without the sliced axes.
+        dtype: Dtype of this array.
+        mirrors: Number of its parameter, if both have the same shape; else None.
+    """
+
+    name: str
+    leaf: int
+    index: Index
+    shape: tuple[int, ...]
+    dtype: Any
+    mirrors: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedOptimizer:
+    """The traced update and initialisation of a whole tree.
+
+    Attributes:
+        update: `(grads, params, state, loss) -> (new params, new state)`; if gradients are scaled,
+            with the loss's scale as one more argument.
+        init: `params -> state`.
+        param_shapes: Shape of each parameter.
+        state_def: Tree structure of the state.
+        state_shapes: Shape and dtype of each leaf of the state.
+        state_names: Path of each leaf of the state.
+        state_of: For each leaf of the state, the parameter with a path that is a suffix of the
+            leaf's path, or None.
+        is_scaled: Whether gradients belong to a scaled loss.
+    """
+
+    update: jx.Traced
+    init: jx.Traced
+    param_shapes: tuple[tuple[int, ...], ...]
+    state_def: Any
+    state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    state_names: tuple[str, ...]
+    state_of: tuple[int | None, ...]
+    is_scaled: bool = False
+
+    @property
+    def num_numbers(self) -> int:
+        """Number of single numbers after the update's arrays: the loss, and its scale if any."""
+        return 2 if self.is_scaled else 1
+
+
+def trace_optimizer(
+    optimizer: Any,
+    params_tree: Callable[[Sequence[Any]], Any],
+    shapes: Shapes,
+    *,
+    is_scaled: bool = False,
+) -> TracedOptimizer:
+    """Traces the update of a whole tree, and its initialisation, on abstract arrays.
+
+    Args:
+        optimizer: The Optax transformation.
+        params_tree: Function from one array per parameter to the tree that the optimizer sees.
+        shapes: Shape and dtype of each parameter's master copy.
+        is_scaled: Whether gradients belong to a scaled loss. The update then divides them by the
+            scale first.
+
+    Raises:
+        ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
+            has effects.
+    """
+    tx = optax.with_extra_args_support(optimizer)
+    init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
+    state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
+
+    def update(grads, params, state, loss, *scale):
+        if scale:
+            # A power of two, so multiplication by its inverse is exact, like a division.
+            inverse = 1 / scale[0]
+            grads = [g * inverse.astype(g.dtype) for g in grads]
+        params, grads = params_tree(params), params_tree(grads)
+        state = jax.tree.unflatten(init.out_tree, state)
+        try:
+            updates, state = tx.update(grads, state, params, value=loss)
+        except TypeError as error:
+            # Some, such as contrib.sam, accept only their own arguments.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    numbers = [number, number] if is_scaled else [number]
+    args = (list(shapes), list(shapes), list(state_shapes), *numbers)
+    # Traced as one function of the whole tree, with gradients in the masters' dtype, as kernels
+    # cast them.
+    traced = _explained(lambda: jx.trace(update, *args))
+    _check_results(traced, shapes, init.out_tree, state_shapes)
+    if has_side_effects(traced.jaxpr) or has_side_effects(init.jaxpr):
+        raise ValueError(
+            "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
+            "kept where its update is cut by group: take it out, or print from loss_fn"
+        )
+    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    # Numbers stand in for arrays, because only paths are needed.
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    # Optax keeps state in trees like the parameters', so a path's suffix identifies its parameter.
+    owners = {tuple(path): i for path, i in params}
+    return TracedOptimizer(
+        update=jx.without_dead_code(traced),
+        init=jx.without_dead_code(init),
+        param_shapes=tuple(tuple(shape.shape) for shape in shapes),
+        state_def=init.out_tree,
+        state_shapes=state_shapes,
+        state_names=tuple(map(jax.tree_util.keystr, paths)),
+        state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+        is_scaled=is_scaled,
+    )
+
+
+def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
+    """The parameter with the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+    suffixes = (path[i:] for i in range(len(path) + 1))
+    return next((owners[s] for s in suffixes if s in owners), None)
+
+
+# Messages with which Optax asks for a function of the parameters.
+_ASKING = ("required keyword-only", "grad_fn must be provided", "obj_fn must be provided")
+_ASKS_FOR_MORE = (
+    "A streamed step gives it gradients, parameters, its state and the loss (`value`), and no "
+    "function of the parameters to evaluate again. Line searches such as optax.lbfgs need one, and "
+    "so do contrib.sophia and contrib.sam(opaque_mode=True); use optax.adamw or another "
+    "transformation that takes gradients only, as contrib.sam(opaque_mode=False) does"
+)
+_AS_OPTAX_CALLS_IT = (
+    "It is called as `optimizer.init(params)` and `optimizer.update(grads, state, params, "
+    "value=loss)`, with traced arrays of the parameters' own shapes: try these calls under "
+    "`jax.eval_shape`"
+)
+
+
+def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
+    """Traces, and rewords any error, which may come from the user's code."""
+    try:
+        return trace()
+    except Exception as error:
+        asks = any(words in str(error) for words in _ASKING)
+        raise ValueError(
+            f"optimizer could not be traced ({type(error).__name__}: {error}). "
+            + (_ASKS_FOR_MORE if asks else _AS_OPTAX_CALLS_IT)
+        ) from error
+
+
+def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+    # State returns to its slab, so its shape and dtype must not change.
+    _, new_def = traced.out_tree.children()
+    if new_def != state_def:
+        raise ValueError(
+            f"optimizer changes the structure of its state from {state_def} to {new_def}"
+        )
+    outs = [jx.shape_of(a.aval) for a in traced.jaxpr.outvars]
+    names = [f"a parameter of shape {s.shape}" for s in shapes] + [
+        f"its state{jax.tree_util.keystr(path)}" for path, _ in
+        jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(state_def, range(len(state_shapes))))
+    ]  # fmt: skip
+    for name, new, old in zip(names, outs, [*shapes, *state_shapes], strict=True):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"optimizer turns {name} from {old.dtype}{list(old.shape)} into "
+                f"{new.dtype}{list(new.shape)}"
+            )
+
+
+class LeafMap:
+    """Maps between Optax's whole arrays and the stored arrays: leaves, and tokens of state.
+
+    Attributes:
+        traced: The traced optimizer.
+        leaves: Leaves of the parameters.
+        group_of: Group of each leaf.
+        groups: Leaves of each group, ascending.
+        num_groups: Number of groups.
+        tokens: Pieces of state, each a whole state leaf or a slice of one.
+        likely: Group that owns each token, as far as its path tells; None if it doesn't.
+    """
+
+    def __init__(
+        self,
+        traced: TracedOptimizer,
+        leaves: Sequence[Leaf],
+        group_of: Sequence[int],
+        num_groups: int,
+    ):
+        """Splits each state leaf like the parameter whose path is a suffix of its path."""
+        self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
+        self.group_of = tuple(group_of)
+        self.groups = jx.members(group_of, num_groups)
+        groups: list[dict[tuple[int, ...], int]] = [{} for _ in traced.param_shapes]
+        indices: list[list[Index]] = [[] for _ in traced.param_shapes]
+        for leaf, group in zip(leaves, group_of, strict=True):
+            groups[leaf.parameter][numbers(leaf.index)] = group
+            indices[leaf.parameter].append(leaf.index)
+        self.tokens: list[StateLeaf] = []
+        self.likely: list[int | None] = []
+        for j, shape in enumerate(traced.state_shapes):
+            p = traced.state_of[j]
+            whole = None if p is None else traced.param_shapes[p]
+            cuts: list[Index] = [()]
+            if p is not None and whole is not None:
+                cuts = _cuts_of_state(whole, indices[p], shape.shape)
+            mirrors = p if whole == shape.shape else None
+            for index in cuts:
+                name = traced.state_names[j] + shown(index)
+                self.tokens.append(
+                    StateLeaf(name=name, leaf=j, index=index, shape=_part(shape.shape, index),
+                              dtype=shape.dtype, mirrors=mirrors)
+                )  # fmt: skip
+                at = numbers(index)
+                self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
+
+    @staticmethod
+    def _only(groups: dict) -> int | None:
+        """The group of all slices of a parameter, or None if they differ."""
+        return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+
+    def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each leaf's master copy."""
+        # The first inputs are gradients, in the parameters' order, with their shapes and dtypes.
+        invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
+            for leaf in self.leaves
+        ]
+
+    def params(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
+        """Whole parameters, from one array per leaf."""
+        return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
+
+    def leaf_values(self, params: Sequence[Value | SlicedValue]) -> list[Any]:
+        """One array per leaf, from whole parameters: the inverse of `params`."""
+        return [part_at(params[leaf.parameter], leaf.index) for leaf in self.leaves]
+
+    def state(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
+        """Whole flat state, from one array per token."""
+        values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
+        for token, array in zip(self.tokens, arrays, strict=True):
+            values[token.leaf][token.index] = Value(array)
+        return [stacked(slices) for slices in values]
+
+    def token_values(self, state: Sequence[Value | SlicedValue]) -> list[Any]:
+        """One array per token, from whole flat state: the inverse of `state`."""
+        return [part_at(state[token.leaf], token.index) for token in self.tokens]
+
+
+def _cuts_of_state(
+    whole: tuple[int, ...], indices: Sequence[Index], shape: tuple[int, ...]
+) -> list[Index]:
+    """The indices of the arrays in which a parameter's state is stored; `()` if it is whole.
+
+    Args:
+        whole: Shape of the parameter.
+        indices: The indices of its leaves.
+        shape: Shape of its state.
+    """
+    if range_of(indices[0]) is not None:
+        return list(indices) if _axes_within(whole, (0,), shape) == (0,) else [()]
+    axes = sliced_axes(indices[0])
+    own = axes and _axes_within(whole, axes, shape) or ()
+    return [index_of(own, at) for at in np.ndindex(*(shape[a] for a in own))]
+
+
+def _part(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """The shape of the part of an array at an index."""
+    if (part := range_of(index)) is not None:
+        return (part.stop - part.start, *shape[1:])
+    return remaining(shape, sliced_axes(index))
+
+
+def _axes_within(
+    whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Finds axes of a parameter in its state, which may lack some of the parameter's axes.
+
+    For (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, of shape (3,
+    5) as axis 0.
+
+    Returns:
+        The axes of the state; None if it lacks one of them, or has axes that the parameter lacks.
+    """
+    for kept in itertools.combinations(range(len(whole)), len(part)):
+        if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
+            return tuple(kept.index(a) for a in axes)
+    return None

@@ -1,0 +1,260 @@
+"""Keys of jaxprs, equal if they compute the same, so that they share one compiled function.
+
+Two blocks of a model are traced to equations on different variables. Their keys are equal, because
+variables are numbered in order of appearance:
+
+    a:f32[8] = dot x w1; b:f32[8] = tanh a     dot 0 1 -> 2; tanh 2 -> 3
+    c:f32[8] = dot b w2; d:f32[8] = tanh c     dot 0 1 -> 2; tanh 2 -> 3
+
+Literals and constants are compared by their bytes, parameters of equations recursively, functions
+among them by their code and closure, and a custom derivative rule by its VJP's jaxpr. Names of
+nested jits don't count. A rule that asks which operands are perturbed, or rejects some, is compared
+within the VJP of the whole jaxpr, under the same conditions as in training.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.function_key import function_key, is_function
+from megatrain_jax._src.engine.program.primitives import CUSTOM_RULES
+
+# Equations with a custom derivative rule for which a plan remembers the key of the VJP.
+_MOST_VJPS = 1024
+
+
+class StructuralKey:
+    """A stand-in for a computation: equal jaxprs have the same key object.
+
+    A step looks up a function for every call, and hashing the full description would take longer
+    than the call.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+# Weak, so a key is freed with the last stage or fragment that holds it.
+_keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
+# The keys of jaxprs inside equations, by the level of comparison.
+_inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionary()
+
+
+def structural_key(
+    jaxpr: Any, consts: Sequence[Any] = (), perturbed: Sequence[bool] | None = None
+) -> StructuralKey:
+    """A key that is equal for two jaxprs exactly if they and their derivatives compute the same.
+
+    Variables are numbered. Literals and constants are compared by their bytes, parameters
+    recursively, and custom derivative rules by the jaxpr of their VJP. Names of nested jits are
+    ignored. The context in which an equation was traced, such as a mesh, counts too.
+
+    Args:
+        jaxpr: Open jaxpr.
+        consts: Values of its first inputs, if these are fixed.
+        perturbed: Whether the loss is differentiated by each of the remaining inputs; None for all
+            floating-point inputs.
+    """
+    try:
+        return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
+    except _AsksForPerturbedError:
+        pass
+    inputs = jaxpr.invars[len(consts) :]
+    perturbed = [jx.is_float(v.aval) for v in inputs] if perturbed is None else perturbed
+    try:
+        pullback = _pullback_key(jaxpr, [*[False] * len(consts), *perturbed])
+    except Exception:
+        # Nothing can tell such a derivative from another one, so the key equals only itself. When
+        # the loss is differentiated, the error is raised again, for the user.
+        return StructuralKey()
+    return _standing_for((_jaxpr_key(jaxpr, consts, _VALUES), pullback))
+
+
+class _AsksForPerturbedError(Exception):
+    """A derivative rule depends on the perturbed operands, or allows only some to be perturbed."""
+
+
+def _standing_for(key: Hashable) -> StructuralKey:
+    return _keys.setdefault(key, StructuralKey())
+
+
+def form(eqn: Any) -> Hashable:
+    """The form of an equation: its primitive and parameters, without the values of literals."""
+    return eqn.primitive.name, _params_key(eqn, _FORM)
+
+
+# Levels of comparison of equations: by primitives and parameters; also by the literals in their
+# jaxprs; also by their derivative rules.
+_FORM, _VALUES, _RULES = range(3)
+
+
+def _jaxpr_key(jaxpr, consts, level):
+    """The hashable form of a jaxpr: inputs, equations and results, on numbered variables."""
+    numbers: dict[Any, int] = {}
+
+    def define(v):
+        numbers[v] = len(numbers)
+        return _aval_key(v.aval)
+
+    def read(a):
+        if not jx.is_literal(a):
+            return numbers[a]
+        return (*(value_key(a.val) if level > _FORM else ()), str(a.aval))
+
+    invars = (*jaxpr.constvars, *jaxpr.invars)
+    head = tuple((define(v), value_key(c)) for v, c in zip(invars, consts, strict=False))
+    head += tuple(define(v) for v in invars[len(consts) :])
+    body = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(read(a) for a in eqn.invars)
+        outs = tuple(define(v) for v in eqn.outvars)
+        body.append((eqn.primitive.name, ins, _params_key(eqn, level), outs, eqn.ctx))
+    tail = tuple(read(a) for a in jaxpr.outvars)
+    return (head, tuple(body), tail)
+
+
+def _inner_key(jaxpr, level):
+    """The key of a jaxpr inside an equation; layers that call one function share its jaxpr."""
+    known = _inner_keys.setdefault(jaxpr, {})
+    if level not in known:
+        key = _jaxpr_key(jx.opened(jaxpr), jx.constants(jaxpr), level)
+        known[level] = _standing_for(key)
+    return known[level]
+
+
+def variable_numbers(jaxpr: Any) -> dict[Any, int]:
+    """The number that `structural_key` gives to each variable."""
+    numbers: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
+        numbers[v] = len(numbers)
+    return numbers
+
+
+def _aval_key(aval):
+    return (
+        getattr(aval, "shape", None),
+        _dtype_name(getattr(aval, "dtype", aval)),
+        getattr(aval, "weak_type", False),
+        getattr(aval, "memory_space", None),  # of the references in a kernel of Pallas
+    )
+
+
+# NumPy builds a dtype's name anew on each request, and every variable asks for it.
+_dtype_name = functools.lru_cache(maxsize=256)(str)
+
+
+def value_key(value: Any) -> tuple[Any, ...]:
+    """Shape, dtype and bytes of a fixed array; for many bytes, their hash."""
+    if isinstance(value, Tracer):
+        # Pallas kernels close over references without values: each equals only itself.
+        return ("tracer", id(value))
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
+    array = np.asarray(value)
+    raw = array.tobytes()
+    return (array.shape, str(array.dtype), raw if len(raw) <= 64 else hashlib.sha256(raw).digest())
+
+
+def _params_key(eqn, level):
+    params = eqn.params
+    if eqn.primitive.name in CUSTOM_RULES:
+        key = _inner_key(params["call_jaxpr"], level)
+        # A rule may call its own function, so only the first derivative is compared.
+        if level != _RULES:
+            return key
+        # A stage's key is asked for before and after its outputs are known.
+        return key, remembered("VJPs", lambda: IdentityKey(eqn), lambda: _vjp_key(eqn), _MOST_VJPS)
+    skipped = ("name",) if "jaxpr" in params else ()
+    if eqn.primitive.name != "sharding_constraint":
+        params = {k: None if jx.is_automatic(v) else v for k, v in params.items()}
+    return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
+
+
+# The types of most parameters, and of the numbers in their tuples.
+_PLAIN = frozenset((int, bool, float, str, type(None)))
+
+
+def _param_key(value, level):
+    if type(value) in _PLAIN:
+        return (type(value).__name__, value)
+    if hasattr(value, "eqns"):
+        return _inner_key(value, level)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(_param_key(v, level) for v in value))
+    if isinstance(value, dict):
+        return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value_key(value)
+    if _is_frozen_dataclass(value):
+        # A Pallas grid, with jaxprs that are new in each trace, or a function with its arguments.
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return (type(value), *(_param_key(v, level) for v in fields))
+    # A stage with this key also holds the jaxpr, which holds the function. So no new object gets
+    # the id of the function, or of an object it closes over.
+    if is_function(value):
+        return function_key(value)
+    if callable(value) and not isinstance(value, type):
+        return ("callable", id(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value).__name__, value)
+
+
+def _is_frozen_dataclass(value):
+    """Whether a value is a frozen dataclass, so that its fields define it for good."""
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and params.frozen
+
+
+def _vjp_key(eqn):
+    """The key of one equation's VJP, which distinguishes two custom derivative rules."""
+    if eqn.params.get("symbolic_zeros"):
+        raise _AsksForPerturbedError
+    try:
+        return _key_of_pullback(
+            lambda *args: jx.bind(eqn, args), eqn.invars, eqn.outvars, [True] * len(eqn.invars)
+        )
+    except Exception as error:
+        # The user's own rule may raise anything.
+        raise _AsksForPerturbedError from error
+
+
+def _pullback_key(jaxpr, perturbed):
+    """The key of a jaxpr's VJP with some inputs perturbed; it contains the results of its rules."""
+    if not jaxpr.outvars or not any(perturbed):
+        return ()
+    return _key_of_pullback(
+        lambda *args: jx.evaluate(jaxpr, args), jaxpr.invars, jaxpr.outvars, perturbed
+    )
+
+
+def _key_of_pullback(function, invars, outvars, perturbed):
+    """The key of a function's values and cotangents, as a jaxpr of operands and cotangents."""
+    is_diff = [p and jx.is_float(v.aval) for p, v in zip(perturbed, invars, strict=True)]
+    keep = [jx.is_float(v.aval) for v in outvars]
+
+    def vjp(diff, others, cotangents):
+        diff_out, pull = jax.vjp(
+            lambda *d: _floats(function(*jx.merge(is_diff, d, others)), keep), *diff
+        )
+        return diff_out, pull(cotangents)
+
+    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in invars])
+    cotangents = [jx.shape_of(v.aval) for v, k in zip(outvars, keep, strict=True) if k]
+    traced = jx.trace(vjp, diff, others, cotangents)
+    return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
+
+
+def _floats(values, keep):
+    return [v for v, k in zip(values, keep, strict=True) if k]

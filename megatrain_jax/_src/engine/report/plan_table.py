@@ -1,0 +1,317 @@
+"""The table of a plan as cells and as plain text.
+
+Each cell row has a name, a number and a remark. The groups of parameters come first, then totals:
+host memory, device memory, transfers and computation per step, and the bottleneck.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.report.bound import Bound, Resource
+from megatrain_jax._src.engine.report.table import UNFIT, aligned, seconds, short
+from megatrain_jax._src.engine.state.hardware import Hardware
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.engine.report.plan import Plan
+
+_SHOWN_ROWS = 11
+# Fraction of a step's operations from which attention gets its own line; likewise loops. A batch
+# gets one if its copy takes more than this fraction of a step.
+_LARGE_SHARE = 0.05
+_OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
+_UNCOUNTED = "known where functions are compiled for a GPU"
+BOUNDS: dict[Bound, str] = {
+    "link": "the link",
+    "host": "the host's memory",
+    "arithmetic": "arithmetic",
+    "memory": "the device's memory traffic",
+    "collectives": "the exchange between devices",
+    "loops": "loops of short kernels and copies",
+    "dispatch": "Python's dispatch",
+    "neither": "neither: balanced",
+}
+
+
+def as_text(plan: "Plan") -> str:
+    """The plan as a table of plain text."""
+    blocks = [aligned(group_cells(plan)), aligned(total_cells(plan))]
+    if plan.warnings:
+        blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
+    return f"{title(plan)}\n\n" + "\n\n".join(blocks)
+
+
+def title(plan: "Plan") -> str:
+    """The line above the table: parameters, groups, stages, devices."""
+    groups = sum(row.count for row in plan.groups)
+    devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
+    # A run that doesn't fit has the number of parts that takes the least.
+    purpose = "" if plan.fits_device is False else " to fit"
+    experts = plan.num_expert_groups
+    divided = "" if experts == 1 else f", experts into {experts} groups"
+    cut = f", blocks cut into {plan.num_parts} parts{divided}{purpose}"
+    parts = "" if plan.num_parts == 1 else cut
+    return (
+        f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
+        f"from {plan.num_templates} templates{parts}; {plan.update_mode} update{devices}"
+    )
+
+
+def group_cells(plan: "Plan") -> list[list[str]]:
+    """The table of parameter groups with a header; a long table omits its middle."""
+    size = _sizes(plan)
+    cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
+    for row in plan.groups:
+        cells.append(
+            [
+                row.name,
+                str(row.count),
+                short(row.num_parameters),
+                size(row.host_bytes),
+                size(row.count * row.host_bytes),
+                str(row.template),
+            ]
+        )
+    hidden = len(plan.groups) - _SHOWN_ROWS
+    if hidden > 0:
+        # Row 0 is the header; the row of dots counts as a shown row.
+        middle = 1 + (_SHOWN_ROWS + 1) // 2
+        count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
+        cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
+    return cells
+
+
+def total_cells(plan: "Plan") -> list[list[str]]:
+    """The table of a run's memory, transfers and computation: rows of name, number and remark."""
+    machine, size = plan.hardware, _sizes(plan)
+    known, budget = plan.device_temporary_bytes, plan.device_budget
+    guess = "estimate" if plan.device_temporary_estimated else ""
+    temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
+    within = "the minimum" if budget is None else f"of a budget of {size(budget)}"
+    if plan.num_frozen:
+        trained = plan.num_parameters - plan.num_frozen
+        # Host bytes if every parameter were trained, at the average bytes per trained parameter.
+        whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
+        saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
+        frozen = [["parameters not trained", short(plan.num_frozen), saved]]
+    else:
+        frozen = []
+    shared = "they share state and batch; the rows below are for one device"
+    devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
+    cells = [
+        *frozen,
+        *_host_cells(plan),
+        *devices,
+        ["device memory, state and activations", size(plan.device_state_bytes), within],
+        ["device memory, other values", size(plan.device_other_bytes), "estimate"],
+        ["device memory, temporaries", *temporaries],
+        ["device memory, in all", size(plan.device_bytes), _device_verdict(plan)],
+        ["to the device, a step", size(plan.bytes_in), seconds(plan.seconds_in)],
+        ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
+        *_shared_cells(plan),
+        *_part_cells(plan),
+        *_batch_cells(plan),
+        *_arithmetic_cells(plan),
+        *_recompute_cells(plan),
+        *_tile_cells(plan),
+    ]
+    if machine is not None:
+        number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
+        source = "from functions measured here" if plan.is_measured else ""
+        cells += [
+            ["a step, estimate", seconds(plan.seconds_per_step), source],
+            ["on", f"{number}{machine.name}", _rates(plan, machine)],
+            ["bound by", BOUNDS[plan.bound], _busy(plan)],
+        ]
+    return cells
+
+
+def _host_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of host memory: the parts of the peak, then the parts of the process's memory."""
+    size, number = _sizes(plan), plan.devices_per_host
+    share = at_peak = ""
+    if plan.num_devices > 1:
+        share = f"{size(plan.host_share_bytes)} of each device"
+    if number < plan.num_devices:
+        share += f", {size(number * plan.host_share_bytes)} of each host"
+        at_peak = f"{size(plan.host_peak_bytes * number // plan.num_devices)} of each host"
+    # The first part is the state at rest. Parts after the fourth are reported per process.
+    state, *parts = plan.host_parts.items()
+    passing, beside = parts[:4], [(name, n // plan.num_processes) for name, n in parts[4:]]
+
+    def cells(rows: list[tuple[str, int]]) -> list[list[str]]:
+        return [[f"host memory, {name}", size(n), ""] for name, n in rows if n]
+
+    rows = [["host memory at rest", size(state[1]), share], *cells(passing)]
+    # The verdict appears once: in the row of the process if its memory is known.
+    taken, fits = plan.host_process_bytes, _host_verdict(plan)
+    said = at_peak if taken else ", ".join(filter(None, (at_peak, fits)))
+    rows.append(["host memory at peak", size(plan.host_peak_bytes), said])
+    if not taken:
+        return rows
+    several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
+    said = ", ".join(filter(None, (f"{several}estimate", fits)))
+    process = ["host memory, the process", size(taken), said]
+    return [*rows, *cells(beside), process]
+
+
+def _sizes(plan: "Plan") -> Callable[[int], str]:
+    """A formatter of bytes that uses the unit of the table's largest number where it can."""
+    process, through = plan.host_process_bytes or 0, plan.bytes_through_host
+    return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
+
+
+def _busy(plan: "Plan") -> str:
+    """The busy seconds that decide the bottleneck: the GPU's, its link's, the host's, Python's.
+
+    The GPU's are the sum of arithmetic, loops, remaining kernels and collectives.
+    """
+    names: dict[Resource, str] = {"device": "GPU", "link": "link"}
+    if plan.num_devices > 1:
+        names["host"] = "host's memory"
+    if plan.bound == "dispatch":
+        names["dispatch"] = "Python"
+    return ", ".join(f"{name} {seconds(plan.busy[key][1])}" for key, name in names.items())
+
+
+def _shared_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of the bytes exchanged between devices, and of all bytes through the host's memory."""
+    if plan.num_devices == 1:
+        return []
+    size = _sizes(plan)
+    exchanged = size(plan.collective_bytes)
+    cells = [["from other devices, a step", exchanged, seconds(plan.seconds_collectives)]]
+    if plan.seconds_host:
+        passed = size(plan.bytes_through_host)
+        cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
+    return cells
+
+
+def _part_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of the number of microbatches, which the plan may have chosen, and of several waves."""
+    cells = [["microbatches", str(plan.microbatches), ""]]
+    if plan.waves > 1:
+        each = plan.microbatches // plan.waves
+        said = f"of {each} microbatch{'es' * (each > 1)} each"
+        busy = "" if plan.link_share is None else f"; the link is busy for {plan.link_share:.0%}"
+        cells.append(["waves", str(plan.waves), said + busy])
+    return cells
+
+
+def _batch_cells(plan: "Plan") -> list[list[str]]:
+    """A row of the time until a batch is on the device, if that is a large part of the step."""
+    batch = 0.0 if plan.workload is None else plan.workload.costs.batch
+    if plan.seconds_per_step is None or batch <= _LARGE_SHARE * plan.seconds_per_step:
+        return []
+    return [["the batch's arrival, a step", seconds(batch), "partly beside the previous step"]]
+
+
+def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of a step's operations, of attention and loops if large, and of other kernels."""
+    of_all = "" if plan.num_devices == 1 else " of all devices"
+    flops, attention = plan.flops_per_step, plan.attention_flops_per_step
+    name = f"arithmetic{of_all}, a step"
+    cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
+    if attention > _LARGE_SHARE * flops:
+        said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
+        cells.append(
+            ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
+        )
+    if float8 := plan.float8_flops_per_step:
+        of_it = f"{float8 / flops:.0%} of it"
+        cells.append(["float8 products, of that", short(float8, flops=True), of_it])
+    if _has_own_rate(plan):
+        wide = plan.float32_flops_per_step
+        cells.append(
+            ["float32 products, of that", short(wide, flops=True), f"{wide / flops:.0%} of it"]
+        )
+    if plan.by_kernels:
+        cells.append([" and ".join(plan.by_kernels), "by kernels", _OF_EXTRA])
+    if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
+        kernels = f"{short(plan.loop_kernels_per_step)} kernels"
+        cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])
+    if plan.seconds_memory:
+        moved, more = _sizes(plan)(round(plan.memory_bytes)), seconds(plan.seconds_memory)
+        cells.append(["other kernels, beside it", moved, f"of memory traffic, {more} more"])
+    return cells
+
+
+def _has_own_rate(plan: "Plan") -> bool:
+    """Whether float32 products are many, and the machine has a rate of their own for them."""
+    has_rate = plan.hardware is not None and plan.hardware.float32_share < 1
+    return has_rate and plan.float32_flops_per_step > _LARGE_SHARE * plan.flops_per_step
+
+
+def _recompute_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of the stages that save results for their backward, or run their forward again."""
+    cells = []
+    if plan.num_kept:
+        every = "no recomputation of products in"
+        which = "costliest products kept in" if plan.keeps_costliest else every
+        cells.append([which, f"{plan.num_kept} of {plan.num_stages} stages", ""])
+    if plan.num_again:
+        again = f"{plan.num_again} of {plan.num_stages} stages"
+        cells.append(["forward computed again in", again, "as the host can't hold all inputs"])
+    return cells
+
+
+def _tile_cells(plan: "Plan") -> list[list[str]]:
+    """Rows of the forwards and backwards that run in tiles."""
+    return [
+        [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
+        for row in plan.tiles
+    ]
+
+
+def _rates(plan: "Plan", machine: Hardware) -> str:
+    inward, outward = (rate / 1e9 for rate in machine.link_rates)
+    alike = f"{inward:g} GB/s each way"
+    rates = [alike if inward == outward else f"{inward:.3g} GB/s in and {outward:.3g} out"]
+    if plan.num_devices > 1:
+        if machine.host_bytes_per_s != math.inf:
+            rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
+        if machine.peer_bytes_per_s is not None:
+            rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
+    computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
+    if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
+        computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"
+    if _has_own_rate(plan):
+        computing += f", {machine.float32_share * machine.flops_per_s / 1e12:.4g} in float32"
+    return ", ".join([*rates, computing, machine.source])
+
+
+def _host_verdict(plan: "Plan") -> str:
+    machine, most = plan.hardware, plan.host_process_limit
+    limit = machine and machine.assumed_host_bytes
+    if most is not None and most == plan.host_budget:
+        return f"{_verdict(plan.fits_host)} in a budget of {sized(most)}"
+    if machine is None:
+        return ""
+    if most is None or limit is None:
+        return "unknown: the hardware has no `host_bytes`"
+    typical = "" if machine.host_bytes is not None else ", a typical host"
+    if plan.processes_per_host > 1:
+        typical += f", together with {plan.processes_per_host - 1} more"
+    if plan.fits_host is False and most < limit // plan.processes_per_host:
+        typical += f", of which a process can take {sized(most)}"
+    return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
+
+
+def _device_verdict(plan: "Plan") -> str:
+    machine = plan.hardware
+    if machine is None:
+        return ""
+    limit, whole = machine.usable_bytes, machine.device_bytes
+    if limit is None or whole is None:
+        return "unknown: the hardware has no `device_bytes`"
+    if plan.fits_device is None:
+        return "unknown: without temporaries"
+    share = f", {limit / whole:.0%} of the card" if limit < whole else ""
+    excess = f"; {plan.device_excess}" if plan.device_excess and not plan.fits_device else ""
+    return f"{_verdict(plan.fits_device)} in {sized(limit)}{share}{excess}"
+
+
+def _verdict(fits: bool | None) -> str:
+    return "fits" if fits else UNFIT

@@ -1,0 +1,285 @@
+"""Warnings about parts of a run that perform badly, reported at the user's own line."""
+
+from collections.abc import Iterable
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.options.precision_values import NF4
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.flops import count_flops, is_product
+from megatrain_jax._src.engine.program.loss.stage_warnings import WORTH_CUTTING
+from megatrain_jax._src.engine.program.loss.stages import Stage
+from megatrain_jax._src.engine.program.primitives import LAYOUT
+from megatrain_jax._src.engine.spec.codecs import coded_differences, stored_dtype
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+
+# Fraction of the parameters from which on a stage counts as most of the model.
+_MOST = 3 / 4
+# With fewer operations in a step, float32 products take a GPU only milliseconds, or less time than
+# Python takes to dispatch the step.
+_WORTH_NARROWING = 1e12
+
+
+class PlanWarning(UserWarning):
+    """The category of warnings about a run's performance; `Plan.warnings` has the texts.
+
+    Examples:
+        To silence them:
+
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", PlanWarning)
+    """
+
+
+def warn_of(texts: Iterable[str]) -> None:
+    """Warns of each text at the innermost line outside this package."""
+    for text in texts:
+        warn_user(text, PlanWarning)
+
+
+def find_warnings(spec: RunSpec) -> tuple[str, ...]:
+    """The texts of a run's warnings, beginning with warnings of cutting the loss."""
+    own = (
+        *(_no_bfloat16, _one_stage, _wide_products),
+        *(_no_float8, _coded_differences, _coded_frozen, _no_nf4, _nothing_frozen),
+    )
+    return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
+
+
+def _no_bfloat16(spec: RunSpec) -> list[str]:
+    """Warns if the GPU has no bfloat16 and the user chose bfloat16, or float16 replaces it."""
+    machine, given = spec.options.machine, spec.options.precision
+    if machine is not None and not machine.has_bfloat16 and spec.precision.compute == "bfloat16":
+        return [
+            "this GPU has no bfloat16: products in it are slow, and the plan counts them at the "
+            'rate of float16. Leave `compute` out, or use precision="float16"'
+        ]
+    was_chosen = not isinstance(given, str) and given.compute is None
+    if not was_chosen or not spec.precision.scales_loss:
+        return []
+    return ["this GPU has no bfloat16; computing in float16 with dynamic loss scaling"]
+
+
+def _one_stage(spec: RunSpec) -> list[str]:
+    """Warns if most of the model is one stage, so that little is streamed by block."""
+    sizes = [*map(jx.num_elements, spec.leaves)]
+    stages = [bound.stage for bound in spec.first.stages]
+    whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
+    if whole < WORTH_CUTTING or not held:
+        return []
+    at = max(range(len(held)), key=lambda s: sum(held[s]))
+    name, mine = stages[at].name, held[at]
+    # A single array, such as an embedding, would be as large in any stage.
+    large = sum(mine) > _MOST * whole and sum(mine) - max(mine, default=0) > (1 - _MOST) * whole
+    has_blocks = any(stage.is_block for stage in stages)
+    if has_blocks and not large:
+        return []
+    # Already reported, with a specific reason.
+    if any(f"stage {name} holds" in text or "can't be separated" in text
+           for text in spec.first.program.warnings):  # fmt: skip
+        return []
+    parameters = f"{sized(4 * sum(mine))} of fp32 parameters"
+    if has_blocks:
+        said = (
+            f"little of this model is streamed block by block: its stage {name} holds {parameters} "
+            f"of {sized(4 * whole)}, as no list of layers was found in it. These"
+        )
+    else:
+        said = (
+            "nothing of this model is streamed block by block, because no blocks were found: its "
+            + parameters
+        )
+    return [
+        f"{said} have to be on the device together, with their gradients and optimizer state. Keep "
+        "layers that run one after another in a list (`layers/3`), name them by number "
+        "(`Block_3`), or scan over stacked ones"
+    ]
+
+
+def _wide_products(spec: RunSpec) -> list[str]:
+    """Warns of much computation outside the compute dtype, which users rarely intend."""
+    given, name = spec.options.precision, np.dtype(spec.precision.compute).name
+    wide, every = _wide_flops(spec)
+    # A router or a loss in fp32 is intended, and takes only a few percent of the operations.
+    if wide <= every / 10:
+        return []
+    # Who asks for a dtype learns that most products are not in it, even if they take little time.
+    is_asked = not isinstance(given, str) and given.compute is not None
+    is_asked = is_asked or spec.precision.asks_for_float8
+    # Forward, its recomputation, and backward.
+    costs_time = 4 * spec.microbatches * wide >= _WORTH_NARROWING
+    if not costs_time and not (is_asked and wide > every / 2):
+        return []
+    beside = ", and none of these can be in float8" if spec.precision.asks_for_float8 else ""
+    return [
+        f"{wide / every:.0%} of the matrix products have operands wider than {name}, the compute "
+        f"dtype{beside}{_widened_by(spec)}. A layer that fixes its dtype when it is built "
+        "(nnx.Embed does), a wide array in the batch, or a cast in the loss widens all that "
+        f"follow: give it the compute dtype, as in nnx.Embed(..., dtype=jnp.{name}), or ask for "
+        'the wider one, as in precision="float32"'
+    ]
+
+
+def _wide_flops(spec: RunSpec) -> tuple[int, int]:
+    """Operations of a forward's products wider than the compute dtype, and of all products."""
+    itemsize = np.dtype(spec.precision.compute).itemsize
+    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
+    wide = sum(count_flops(j, lambda e: _is_wide(e, itemsize)) for j in jaxprs)
+    return wide, sum(count_flops(j, is_product) for j in jaxprs)
+
+
+def _widened_by(spec: RunSpec) -> str:
+    """A clause on what makes the operands of the first wide product wide; empty if unknown.
+
+    A wide operand is followed back, from stage to stage, to the equation or the input where
+    numbers become wide.
+    """
+    itemsize = np.dtype(spec.precision.compute).itemsize
+    stages = [bound.stage for bound in spec.first.stages]
+    makers = {value: stage for stage in stages for value in stage.outputs}
+    found = [
+        (stage, eqn)
+        for stage in stages
+        for eqn in stage.jaxpr.eqns
+        if jx.contains(eqn, lambda e: _is_wide(e, itemsize))
+    ]
+    at = found[0] if found else None
+    while at is not None:
+        stage, eqn = at
+        made = {variable: e for e in stage.jaxpr.eqns for variable in e.outvars}
+        while wide := [v for v in jx.variables(eqn.invars) if _width(v) > itemsize]:
+            if wide[0] not in made:
+                break
+            eqn = made[wide[0]]
+        if not wide:  # narrow operands: this one widens
+            parameter = _parameter(stage, eqn, made, spec)
+            what = f"`{parameter}` is" if parameter else "numbers are"
+            return f": {what} cast to {_widest(eqn)} in stage {stage.name}"
+        place = list(stage.jaxpr.invars).index(wide[0]) - len(stage.consts)
+        value = stage.inputs[place - len(stage.leaves)] if place >= len(stage.leaves) else None
+        if value not in makers:
+            what = "a constant" if place < 0 else "an array of the batch"
+            if value is None and place >= 0:
+                what = f"`{path_name(spec.leaves[stage.leaves[place]].path)}`"
+            return f": {what} is {wide[0].aval.dtype.name} in stage {stage.name}"
+        stage = makers[value]
+        result = stage.jaxpr.outvars[stage.outputs.index(value)]
+        at = next(((stage, e) for e in stage.jaxpr.eqns if result in e.outvars), None)
+    return ""
+
+
+def _width(atom: Any) -> int:
+    """Bytes of a floating-point number of a variable; 0 for other dtypes."""
+    return atom.aval.dtype.itemsize if jx.is_float(atom.aval) else 0
+
+
+def _widest(eqn: Any) -> str:
+    """The dtype of an equation's widest result."""
+    return max(eqn.outvars, key=_width).aval.dtype.name
+
+
+def _parameter(stage: Stage, eqn: Any, made: dict[Any, Any], spec: RunSpec) -> str | None:
+    """The path of the parameter that an equation reads, as it is or rearranged; None if none."""
+    leaves = dict(zip(stage.jaxpr.invars[len(stage.consts) :], stage.leaves, strict=False))
+    for variable in jx.variables(eqn.invars):
+        while (e := made.get(variable)) is not None and e.primitive.name in LAYOUT:
+            variable = e.invars[0]
+        if not jx.is_literal(variable) and variable in leaves:
+            return path_name(spec.leaves[leaves[variable]].path)
+    return None
+
+
+def _is_wide(eqn: Any, itemsize: int) -> bool:
+    """Whether an equation is a product of operands wider than `itemsize` that could be narrower."""
+    if not is_product(eqn, itemsize):
+        return False
+    # The narrowest complex numbers have 8 bytes.
+    return not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+
+
+def _no_float8(spec: RunSpec) -> list[str]:
+    """Warns if float8 was asked for, in all or by a pattern, and no product is computed in it."""
+    precision, reached = spec.precision, spec.first.program.in_float8
+    if not precision.asks_for_float8:
+        return []
+    wide, every = _wide_flops(spec)
+    if not reached and wide > every / 2:  # `_wide_products` says it
+        return []
+    if not reached:
+        return [
+            "`precision` asks for float8, but no product of this model is computed in it: see the "
+            "page Float8 for the products that stay as they are. Products with small parameters, "
+            'such as narrower than 1,024, have to be named, as in Precision(products={"*": '
+            '"float8"})'
+        ]
+    patterns: dict[str, bool] = {}
+    for i, leaf in enumerate(spec.leaves):
+        if (pattern := precision.float8_pattern(path_name(leaf.path))) is not None:
+            patterns[pattern] = patterns.get(pattern, False) or i in reached
+    unused = [repr(pattern) for pattern, is_used in patterns.items() if not is_used]
+    if not unused:
+        return []
+    return [
+        f"Precision(products=...) asks for float8 by {', '.join(unused)}, but no product with "
+        "these parameters is computed in it: see the page Float8 for the products that stay as "
+        "they are"
+    ]
+
+
+def _coded_differences(spec: RunSpec) -> list[str]:
+    """Warns of coded state that can turn parameters into NaN."""
+    counts = [len(rows) for rows in spec.grouping.leaves]
+    paths = coded_differences(spec.precision, spec.optimizer, counts)
+    if not paths:
+        return []
+    return [
+        "the optimizer takes roots of differences of state that `precision` holds in fewer bits, "
+        f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: rounded, a difference may "
+        "fall below zero, and parameters become NaN. Map these paths to float32 in "
+        "Precision(state={...})"
+    ]
+
+
+def _coded_frozen(spec: RunSpec) -> list[str]:
+    """Warns of frozen parameters that are rounded because masters are held in codes."""
+    precision = spec.precision
+    # With `frozen` or a mapping, the user chose the dtype of these parameters.
+    if precision.frozen is not None or isinstance(precision.master, tuple):
+        return []
+    frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
+    coded = [leaf for leaf in frozen if stored_dtype(precision, leaf) == np.dtype("int8")]
+    if not coded:
+        return []
+    return [
+        f"{sum(map(jx.num_elements, coded)):,} parameters that are not trained are held in 8 bits "
+        "like the masters, each rounded by at most 1/254 of the largest number in its block of "
+        '128. Precision(frozen="bfloat16") or frozen="float32" holds them more exactly, and '
+        'frozen="int8" silences this warning'
+    ]
+
+
+def _no_nf4(spec: RunSpec) -> list[str]:
+    """Warns if frozen parameters were to be stored in NF4, and none is."""
+    frozen = [leaf for leaf in spec.leaves if not leaf.is_trainable]
+    if spec.precision.frozen != NF4 or any(stored_dtype(spec.precision, x) == NF4 for x in frozen):
+        return []
+    return [
+        'Precision(frozen="nf4") stores matrices of the model\'s blocks that are not trained in 4 '
+        'bits, but this run has none, and its frozen parameters are bfloat16. frozen="int8" codes '
+        "parameters outside of blocks, too"
+    ]
+
+
+def _nothing_frozen(spec: RunSpec) -> list[str]:
+    """Warns if a choice of trained parameters chooses all of them."""
+    given = spec.options.trainable
+    is_meant = given is None or isinstance(given, bool | EllipsisType) or given is nnx.Param
+    if is_meant or not all(leaf.is_trainable for leaf in spec.leaves):
+        return []
+    return [f"`trainable`={given!r} chooses all parameters, so none is frozen: leave it out"]

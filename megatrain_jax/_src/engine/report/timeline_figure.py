@@ -1,0 +1,95 @@
+"""Draws the timeline of a step: copies in, computation, copies out, and the memory below."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.engine.report.table import seconds
+from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.timeline import LANES, Lane, Span
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
+
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Kind.MASTERS: "masters",
+    Kind.OPTIMIZER_STATE: "optimizer state",
+    Kind.GRADIENT: "gradients",
+    Kind.ACTIVATION: "activations",
+    Kind.RESIDUALS: "residuals",
+    "exchange": "between devices",
+}
+_COLOURS = {
+    "forward": "#55a868",
+    "backward": "#dd8452",
+    "update": "#c44e52",
+    "masters": "#4c72b0",
+    "optimizer state": "#937860",
+    "gradients": "#8172b3",
+    "activations": "#64b5cd",
+    "residuals": "#ccb974",
+    "between devices": "#8c8c8c",
+}
+
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def draw_timeline(
+    spans: Iterable[Span], memory: Sequence[tuple[float, int]], title: str
+) -> "NotebookFigure":
+    """Draws the spans of a step, and the device memory used for state and activations.
+
+    Args:
+        spans: The spans.
+        memory: Seconds from the beginning of the step, and bytes from then on.
+        title: Title of the figure.
+
+    Returns:
+        A figure that belongs to no window, so it works without a display; a notebook shows it.
+    """
+    from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
+
+    bars: dict[tuple[Lane, str], list[tuple[float, float]]] = {}
+    for span in spans:
+        name = _NAMES.get(span.what, "update")  # includes zeroing and summing an update's gradients
+        bars.setdefault((span.lane, name), []).append((span.start, span.end - span.start))
+    last = max((start + length for rows in bars.values() for start, length in rows), default=0.0)
+    scale, unit = (1.0, "s") if last >= 0.1 else (1e3, "ms") if last >= 1e-3 else (1e6, "µs")
+    figure = NotebookFigure(figsize=(10, 4))
+    axes, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    # One legend entry per name, even if it is in two lanes.
+    labelled = set()
+    for (lane, name), rows in bars.items():
+        axes.broken_barh(
+            [(scale * start, scale * length) for start, length in rows],
+            (LANES.index(lane) - 0.4, 0.8),
+            facecolors=_COLOURS[name],
+            linewidth=0,
+            label=None if name in labelled else name,
+        )
+        labelled.add(name)
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.invert_yaxis()
+    largest = max((size for _, size in memory), default=0)
+    part, name = (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+    below.step(
+        [scale * at for at, _ in memory],
+        [size / part for _, size in memory],
+        where="post",
+        color="#4c72b0",
+    )
+    below.set_ylim(bottom=0)
+    below.set_ylabel(f"{name} on the device")
+    below.set_xlabel(unit)
+    axes.set_title(title, fontsize=10)
+    if labelled:
+        figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def title_of(step_seconds: float, machine: str) -> str:
+    """The title of a timeline: the time of a step, and the machine."""
+    return f"a step of {seconds(step_seconds)}, as scheduled for {machine}"

@@ -1,0 +1,411 @@
+"""The engine: executes the instructions of a schedule.
+
+All dispatches are asynchronous. A step waits for the device only at the schedule's waits, to
+enforce the byte budget, and before stages with large temporaries. The engine dispatches
+computations, `Transfers` dispatches copies, and the store holds the state.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.kernels import loss_scale, steps, updates
+from megatrain_jax._src.engine.kernels.bound_stage import BackwardMode, BoundStage
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.engine.runtime.dispatched import Dispatched
+from megatrain_jax._src.engine.runtime.live_values import LiveValues
+from megatrain_jax._src.engine.runtime.random_arguments import RandomArguments
+from megatrain_jax._src.engine.runtime.store import Slabs, Store
+from megatrain_jax._src.engine.runtime.transfers import Transfers
+from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.engine.schedule.schedule import Schedule
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.step_kernels import begin_kernel, group_kernel, stage_kernel
+
+
+class Engine:
+    """Runs steps on the state in a store.
+
+    Attributes:
+        store: The run's state. Steps replace it.
+        group_ok: Numbers of groups in the order of the last step's gradients, each with the value
+            of `store.ok` after its gradient.
+        kernels: The run's compiled functions.
+    """
+
+    def __init__(self, store: Store, optimizer: OptimizerCut, kernels: KernelCache):
+        """Makes an engine for a store that is at rest or still to be filled."""
+        self.store, self.optimizer, self.kernels = store, optimizer, kernels
+        self.group_ok: list[tuple[int, jax.Array]] = []
+        self._transfers, self._draws = Transfers(store), RandomArguments(store)
+        self._messages: list[jax.Array] = []
+        self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
+        # `ok` and the step number of the pending updates.
+        self._combined_ok, self._combined_step = store.ok, store.step
+        self._found: dict[Hashable, Callable] = {}
+        self._large: set[Hashable] = set()  # keys of functions with large temporaries
+        self._dispatched = Dispatched()
+        self._running: Schedule | None = None  # of the steps since the state was last at rest
+        self._task_offset = 0  # number of tasks in these steps
+
+    # ---- whole steps
+
+    def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """Dispatches one training step and returns its metrics, maybe before they are ready."""
+        schedule = step.schedule
+        assert not schedule.left_out
+        # A steady step continues from the device state that its own schedule left. A step with a
+        # different schedule starts at rest.
+        if self._running is not None and self._running != schedule:
+            self.flush()
+        instructions = schedule.steady if self._running is not None else schedule.cold
+        self._wake()
+        if self.optimizer.skips:
+            self.store.ok = self._true  # a skipped step must not make later steps skip
+        self._running = schedule
+        # The old ones are restored if a number is not finite.
+        variables = self.store.variables
+        scale = () if self.store.scaling is None else self.store.scaling[:1]
+        live, seed, self.store.variables = self._begin(step, batch, scale)
+        for cotangents in live.cotangents:
+            cotangents[step.program.outputs[0]] = seed
+        for instruction in instructions:
+            self.obey(instruction, live)
+        self._transfers.dispatch()  # offloads after the last computation
+        self._task_offset += schedule.num_tasks
+        new = list(self.store.variables)
+        # From the first microbatch, because state changes once per step.
+        for k, i in step.late_state.items():
+            new[k] = live.rows[0][i]
+        keep = self._find("keep", lambda: steps.keep(self.store.placement))
+        new = keep(new, variables, self.store.ok) if new else new
+        self.store.variables = new
+        self.group_ok = live.group_ok
+        end = self.kernels.get(steps.END)
+        metrics, self.store.step = end(self._means(live), live.squares, self.store.step)
+        if self.store.scaling is not None:
+            metrics["loss_scale"] = self.store.scaling[0]
+            change = self._find("change scale", loss_scale.change)
+            self.store.scaling = change(*self.store.scaling, self.store.ok)
+        return metrics
+
+    def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> Any:
+        """Computes the loss and metrics of one batch, or the arrays of a prediction.
+
+        It changes no state, even if it fails.
+        """
+        self.flush()
+        self._wake()
+        try:
+            live, _, _ = self._begin(step, batch)
+            for instruction in step.schedule.evaluation:
+                self.obey(instruction, live)
+            is_loss = step.program.rows is None
+            found = self._means(live, weighted=True) if is_loss else self._arrays(live)
+        except BaseException:
+            self._transfers.abandon()
+            self.store.forget_step()
+            raise
+        finally:
+            self._rest()
+        return found
+
+    def flush(self) -> None:
+        """Applies pending updates and brings all state to rest in pinned host memory."""
+        if self._running is not None:
+            for instruction in self._running.flush:
+                self.obey(instruction, None)
+            self._rest()
+
+    def recover(self) -> None:
+        """Drops the pending updates of a step that was not finite, and resets `ok`."""
+        self.flush()  # updates do nothing while `ok` is false
+        self.store.ok = self.store.small(jnp.array(True))
+
+    def abandon(self) -> None:
+        """Drops the running schedule and its transfers; the store must be refilled afterwards."""
+        self._transfers.abandon()
+        self._dispatched.clear()
+        self._running, self._task_offset = None, 0
+
+    def set_step(self, step: int) -> None:
+        """Sets the number of the next step; all state must be at rest."""
+        assert self._running is None
+        self.store.step = self.store.small(jnp.array(step, jnp.int32))
+
+    def _rest(self) -> None:
+        self._transfers.rest()
+        self._running, self._task_offset = None, 0
+        self._dispatched.clear()
+        self.store.rest()
+
+    def _wake(self) -> None:
+        if self._running is None:
+            self.store.wake()
+
+    def _begin(
+        self, step: BoundStep, batch: Sequence[jax.Array], scale: Sequence[jax.Array] = ()
+    ) -> tuple[LiveValues, jax.Array, list[jax.Array]]:
+        begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
+        rows, seed, variables = begin(
+            self.store.variables, list(batch), self.store.key, self.store.step, *scale
+        )
+        ids = step.program.prologue_values
+        live = LiveValues(
+            step=step,
+            rows=[dict(zip(ids, row, strict=True)) for row in rows],
+            cotangents=[{} for _ in rows],
+            rounded=self._draws.number(0),
+        )
+        return live, seed, variables
+
+    def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
+        """Means of loss and metrics over the microbatches; computed once per step."""
+        if not live.means:
+            names, ids = live.step.program.metrics, live.step.program.results
+            key = "means", names, weighted
+            means = self._find(key, lambda: steps.means(names, weighted=weighted))
+            live.means = means([[row[i] for i in ids] for row in live.rows])
+        return live.means
+
+    def _arrays(self, live: LiveValues) -> Any:
+        """The arrays of a prediction, with the rows of all microbatches in order."""
+        program = live.step.program
+        arrays, *others = [[row[i] for i in program.results] for row in live.rows]
+        if others:
+            sizes = [len(live.rows) * x.shape[0] for x in arrays]
+            join = self.kernels.get(steps.joined(list(map(self.store.placement.batch, sizes))))
+            arrays = join([arrays, *others])
+        return jax.tree.unflatten(program.rows, arrays)
+
+    def _numbers(self, live: LiveValues) -> list[jax.Array]:
+        """The loss and, if it is scaled, its scale: an optimizer's arguments besides arrays."""
+        scaling = self.store.scaling
+        return [self._means(live)["loss"], *(() if scaling is None else scaling[:1])]
+
+    # ---- instructions
+
+    def obey(self, instruction: Instruction, live: LiveValues | None) -> None:
+        """Executes one instruction of the schedule.
+
+        Transfers are collected until the next computation. A wait dispatches them first if they
+        include a fetch, so that it is not delayed; offloads queue behind earlier ones
+        anyway.
+        """
+        # Negative numbers are tasks of the previous step, already in `_task_offset`.
+        task = self._task_offset + (instruction.task or 0)
+        waits = instruction.op in WAITS
+        key = instruction.key
+        if key is not None and not waits:
+            # An activation moves only within the wave that makes and reads it.
+            self._transfers.move(instruction.op, key, task, [] if live is None else live.wave_rows)
+            return
+        if not waits or self._transfers.fetching:
+            self._transfers.dispatch()
+        if instruction.op is Op.WAIT:
+            self._dispatched.wait(task)
+        elif key is not None:
+            self._dispatched.wait(task)  # a part can land while its task still computes with it
+            self._transfers.wait_for_offload(task, key)
+        elif instruction.op is Op.UPDATE:
+            self._update(live, _known(instruction.group), task)
+        elif live is None:
+            raise AssertionError(f"{instruction} outside a step")
+        elif instruction.op is Op.ZEROS:
+            self._zeros(live.step, _known(instruction.group))
+        elif instruction.op is Op.COMBINE:
+            self._combine(live)
+        elif instruction.op is Op.REDUCE:
+            self._reduce(live, _known(instruction.group), task)
+        else:
+            stage, live.wave = _known(instruction.stage), instruction.wave
+            compute = self._forward if instruction.op is Op.FORWARD else self._backward
+            compute(live, stage, task)
+            for i in live.step.last_read.get(_known(instruction.task), ()):
+                self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # left by an earlier offload
+                for row in live.wave_rows:
+                    row.pop(i, None)
+
+    def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
+        """A kernel's function, by a cheap key, because kernels are slow to make and hash."""
+        if key not in self._found:
+            kernel = make()
+            self._found[key] = self.kernels.get(kernel)
+            if self.kernels.has_large_temporaries(kernel):
+                self._large.add(key)
+        return self._found[key]
+
+    def _stage_function(
+        self,
+        op: Op,
+        number: int,
+        step: BoundStep,
+        microbatch: int = 0,
+        mode: BackwardMode | None = None,
+    ) -> Callable:
+        """A stage's compiled function; waits if it has large temporaries, so call it at once."""
+        key, placement = (op, number, step, mode), self.store.placement
+        function = self._find(key, lambda: stage_kernel(step, op, number, placement, microbatch))
+        if key in self._large:
+            self._dispatched.wait_for_stage()
+        return function
+
+    def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
+        key, store = (op, number, gradient), self.store
+        what = self.optimizer, store.layouts, gradient, store.placement
+        function = self._find(key, lambda: group_kernel(op, number, *what))
+        if key in self._large:
+            self._dispatched.wait_for_stage()
+            self._dispatched.forget_stage()  # the next large kernel waits for this one
+        return function
+
+    def _masters(self, bound: BoundStage) -> list[Slabs]:
+        return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
+
+    def _forward(self, live: LiveValues, number: int, task: int) -> None:
+        bound = live.step.stages[number]
+        keeps, kept = number in live.step.schedule.kept, []
+        for row in live.wave_rows:
+            run = self._stage_function(Op.FORWARD, number, live.step)
+            outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
+            if keeps:
+                outputs, residuals = outputs
+                kept += residuals
+            self._keep(live, bound, row, outputs, task)
+        if keeps:
+            self.store.on_device[Key(Kind.RESIDUALS, number)] = tuple(kept)
+
+    def _backward(self, live: LiveValues, number: int, task: int) -> None:
+        bound = live.step.stages[number]
+        stage, mode = bound.stage, bound.mode
+        assert mode is not None
+        keeps = number in live.step.schedule.kept
+        kept = self._pop_part(Key(Kind.RESIDUALS, number)) if keeps else ()
+        rows, waiting = live.wave_rows, live.wave_cotangents
+        each = len(kept) // len(rows)
+        sums = {g: self._pop_part(Key(Kind.GRADIENT, g)) for g in bound.accumulated}
+        made: dict[int, Slabs] = {}  # the wave's sums in fp32, if sums are stored in bfloat16
+        for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
+            part = live.step.part(number, m)
+            assert part.mode is not None
+            run = self._stage_function(Op.BACKWARD, number, live.step, m, part.mode)
+            added_to = made if part.mode.is_partial else sums
+            outputs, gradients, back, *more = run(
+                self._masters(bound),
+                [row[i] for i in stage.inputs],
+                *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
+                [cotangents.pop(o) for o in bound.arriving],
+                # Removed here, because the kernel reuses their memory.
+                [added_to.pop(g) for g in part.accumulated],
+                [cotangents.pop(i) for i in bound.sent],
+                *self._rounding(live, part, made),
+            )
+            added_to.update(zip(bound.trained, gradients, strict=True))
+            live.rounded = more[-1] if more else live.rounded
+            if mode.give_outputs:
+                self._keep(live, bound, row, outputs, task)
+            self._send(bound, cotangents, back)
+            # To wait for a kernel, one result is enough, preferably one whose memory no later
+            # kernel reuses.
+            lasting = [i for i in bound.leaving if i not in live.step.accumulated_cotangents]
+            held = [cotangents[i] for i in lasting or bound.leaving]
+            self._dispatched.note_stage(task, (held or gradients[0])[0], hold=bool(held))
+            del gradients, more
+        for g in bound.trained:
+            self.store.on_device[Key(Kind.GRADIENT, g)] = sums.pop(g)
+
+    def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
+        step = live.step
+        kept = step.kept if row is live.rows[0] else step.kept - step.kept_once
+        for i, value in zip(bound.stage.outputs, outputs, strict=True):
+            if i in kept:
+                row[i] = value
+        # A stage that only prints has no result.
+        self._dispatched.note_stage(task, next(iter(outputs), None))
+
+    def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
+        for i, cotangent in zip(bound.leaving, back, strict=True):
+            if i in cotangents:  # one value at two inputs of this stage
+                cotangent = self.kernels.get(steps.ADD)(cotangents[i], cotangent)
+            cotangents[i] = cotangent
+
+    def _pop_part(self, key: Key) -> Slabs:
+        self.store.host.pop(key, None)
+        return self.store.on_device.pop(key)
+
+    def _rounding(self, live: LiveValues, bound: BoundStage, made: dict[int, Slabs]) -> tuple:
+        """The further arguments of a backward that rounds gradients to bfloat16."""
+        groups, store = bound.rounded, self.store
+        if not groups:
+            return ()
+        numbers = [self._draws.number(g) for g in groups]
+        of_wave = [made.pop(g) for g in groups if g in made]
+        return of_wave, (store.key, store.step, numbers, live.rounded)
+
+    def _zeros(self, step: BoundStep, group: int) -> None:
+        dtype = step.gradient_dtypes[group]
+        layout, placement = self.store.layouts[group].master, self.store.placement
+        key = Op.ZEROS, group, dtype
+        make = self._find(key, lambda: steps.zeros(layout, placement, dtype))
+        self.store.on_device[Key(Kind.GRADIENT, group)] = make()
+
+    def _reduce(self, live: LiveValues, group: int, task: int) -> None:
+        store, reads = self.store, self.optimizer.reduce_reads
+        gradient = store.on_device[Key(Kind.GRADIENT, group)]
+        masters = store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
+        state = None
+        if Kind.OPTIMIZER_STATE in reads:
+            state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
+        run = self._of_group(Op.REDUCE, group, gradient[0].dtype)
+        numbers = self._numbers(live)
+        scalars, *measured = run(gradient, masters, state, numbers, store.globals, store.ok)
+        live.scalars[group] = scalars
+        self._note(live, group, *measured)
+        self._dispatched.note(task, measured[0])
+
+    def _note(self, live: LiveValues, group: int, square: jax.Array, ok: jax.Array) -> None:
+        """Records the squared norm of a group's gradient, and whether all numbers were finite."""
+        self.store.ok = ok
+        live.squares.append(square)
+        live.group_ok.append((group, ok))
+
+    def _combine(self, live: LiveValues) -> None:
+        store = self.store
+        run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer, store.placement))
+        scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
+        numbers = self._numbers(live)
+        self._messages, store.globals, store.ok = run(numbers, store.globals, scalars, store.ok)
+        self._combined_ok, self._combined_step = store.ok, store.step
+
+    def _update(self, live: LiveValues | None, group: int, task: int) -> None:
+        cut, store = self.optimizer, self.store
+        masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
+        # Removed here, because the kernel writes the new arrays into their memory.
+        masters = store.on_device.pop(masters_key)
+        state = store.on_device.pop(state_key, ())
+        gradient = self._pop_part(Key(Kind.GRADIENT, group))
+        run = self._of_group(Op.UPDATE, group, gradient[0].dtype)
+        messages = [self._messages[i] for i in cut.messages[group]]
+        store.host.pop(masters_key, None)  # stale from now on
+        store.host.pop(state_key, None)
+        # A deferred update runs one step after its gradient.
+        ok = self._combined_ok if cut.deferred else store.ok
+        draw = self._draws.of(group, self._combined_step if cut.deferred else store.step)
+        masters, state, *measured = run(masters, state, gradient, messages, ok, draw)
+        if live is not None and not cut.deferred:
+            self._note(live, group, *measured)
+        store.on_device[masters_key] = masters
+        self._dispatched.note(task, (measured or masters)[0])
+        if state:
+            store.on_device[state_key] = state
+
+
+def _known(number: int | None) -> int:
+    assert number is not None
+    return number

@@ -1,0 +1,48 @@
+"""Evaluation: the loss and metrics of batches, or predictions, without training on them."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megatrain_jax._src.engine.options.batch_checks import num_rows
+from megatrain_jax._src.engine.runtime.batch import put_batch
+from megatrain_jax._src.engine.runtime.engine import Engine
+from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.run_spec import batch_key
+
+_END = object()
+_AGREED_SHAPES = "the shapes of the batches that are evaluated, and their number,"
+
+
+def evaluate_batches(
+    engine: Engine, batches: Iterable[Any], bind: Callable[[Any], BoundStep]
+) -> Iterator[tuple[Any, int | None]]:
+    """Evaluates batch by batch; a signal takes effect between two batches.
+
+    Args:
+        engine: The engine, at rest or not.
+        batches: Pytrees of arrays on the host, drawn one by one.
+        bind: Function that checks a batch and returns its bound step.
+
+    Yields:
+        What `Engine.evaluate` computes for each batch, on the device and maybe not ready yet, and
+        the number of examples of each; None for unequal leading axes.
+    """
+    iterator, placement = iter(batches), engine.store.placement
+    for number in itertools.count(1):
+        # A second signal interrupts an iterator that hangs.
+        with deferred_interrupt(second_interrupts=True):
+            batch = next(iterator, _END)
+        step = None if batch is _END else bind(batch)
+        with deferred_interrupt(), placement.outside_meshes():
+            where = f"batch {number} of an evaluation"
+            # All processes agree on the end too: a process with one more batch would wait for its
+            # peers in a collective.
+            facts = {_AGREED_SHAPES: None if step is None else batch_key(batch)}
+            placement.processes.agree(where, facts.copy)
+            if step is None:
+                return
+            arrays = put_batch(batch, step, placement)
+            found = engine.evaluate(step, arrays), num_rows(arrays)
+        yield found

@@ -1,0 +1,175 @@
+"""The store: the single owner of a run's state, during steps and at rest.
+
+Parts of groups (masters, optimizer state, gradients), residuals, and activations that wait in the
+host are tuples of arrays by key, in two tiers: pinned host memory and the devices. Example: a
+streamed update of group 3's masters:
+
+                          host[key]       on_device[key]      key = Key(Kind.MASTERS, 3)
+    at rest               version 1       -
+    FETCH                 version 1       version 1
+    UPDATE                -               version 2          the stale host copy is dropped
+    OFFLOAD, at rest      version 2       -
+
+Arrays in the host are never modified; only the entry is replaced. So a reader, such as a checkpoint
+being written, keeps reading the arrays it was given.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.engine.kernels.loss_scale import Scaling
+from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.host_leaves import Run, read_leaves, runs_of
+from megatrain_jax._src.engine.state.placement import Placement
+
+Slabs = tuple[jax.Array, ...]
+Reader = Callable[[], list[Run]]
+"""Reads this process's part of an array, as it was when the reader was made."""
+
+
+class Store:
+    """Holds all state of a run.
+
+    Between steps, and whenever it is read or filled, everything is at rest: in pinned host memory,
+    with nothing on the devices. The next step moves the small state to the devices.
+
+    Attributes:
+        layouts: Layout of each group's state in slabs, by the group's number.
+        placement: The devices and memories of its arrays.
+        host: Slabs in pinned host memory, and activations and residuals of all microbatches.
+        on_device: Slabs and residuals on the devices; activations are in `LiveValues.rows`.
+        variables: The model's variables beside its parameters.
+        globals: Optimizer state that belongs to no group.
+        ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
+            updates do nothing while it is false.
+        step: Number of the next step, from 0.
+        key: The key from which all random numbers of the loss are drawn.
+        scaling: Scale of the next step's loss and the count of good steps; None without scaling.
+        before_replacing: Called with a group before its state gets new arrays in the host, if the
+            old ones are still being read.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        placement: Placement,
+        key: jax.Array,
+        scaling: Scaling | None = None,
+    ):
+        """Makes a store at rest and without slabs, before step 0.
+
+        Args:
+            layouts: Layout of each group's state in slabs, by the group's number.
+            placement: The devices and memories of its arrays.
+            key: The key from which all random numbers of the loss are drawn.
+            scaling: Scale of the first step's loss and its count; None without scaling.
+        """
+        self.layouts, self.placement = tuple(layouts), placement
+        self.host: dict[Key, Slabs] = {}
+        self.on_device: dict[Key, Slabs] = {}
+        self.variables: list[jax.Array] = []
+        self.globals: list[jax.Array] = []
+        self.ok = self.small(jnp.array(True))
+        self.step = self.small(jnp.array(0, jnp.int32))
+        self.key, self.scaling = self.small(key), self.small(scaling)
+        self.before_replacing: Callable[[int], None] | None = None
+        # With several processes: the slabs that were gathered last, and the gathered copies. A
+        # slab's leaves are read one by one; without this cache, each read would gather the slab.
+        self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
+
+    # ---- filling, at rest
+
+    def append(self, key: Key, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
+        """Adds arrays, encoded by a layout, to a part at rest; slabs come in order.
+
+        Returns:
+            The arrays at rest, which may still be in flight.
+        """
+        return self._append(key, self.placement.put(list(arrays), self.placement.slabs_at_rest))
+
+    def append_shards(self, key: Key, arrays: Sequence[Mapping[int, np.ndarray]]) -> Slabs:
+        """Adds arrays like `append`, given as the shards of this process's devices."""
+        placement = self.placement
+        return self._append(key, placement.put_shards(arrays, placement.slabs_at_rest))
+
+    def _append(self, key: Key, resting: Iterable[jax.Array]) -> Slabs:
+        added = tuple(resting)
+        self.host[key] = (*self.host.get(key, ()), *added)
+        return added
+
+    def small(self, value: Any) -> Any:
+        """A copy at rest of a small array, or a pytree of them; the store doesn't keep it."""
+        return self.placement.put(value, self.placement.small_at_rest)
+
+    def drop(self) -> None:
+        """Drops all slabs in both tiers, to be filled anew."""
+        self.host.clear()
+        self.on_device.clear()
+        self.ok = self.small(jnp.array(True))
+
+    # ---- reading, at rest
+
+    def leaves(self, key: Key) -> list[np.ndarray]:
+        """The leaves of a part as host arrays, which share its memory if possible."""
+        layout, arrays = self.layouts[key.owner], self._readable(self.host.get(key, ()))
+        own = layout.master if key.kind is Kind.MASTERS else layout.state
+        return read_leaves(own, arrays)
+
+    def reader(self, key: Key, position: int, part: int) -> Reader:
+        """A function that reads this process's runs of one part of a leaf; it keeps the slab."""
+        layout, arrays = self.layouts[key.owner], self.host[key]
+        own, i = layout.leaf(key.kind, position)
+        if key.kind is Kind.OPTIMIZER_STATE:
+            arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]
+        return lambda: runs_of(own, arrays, i, part)
+
+    def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
+        """Arrays at rest that this process can read completely; the last copies are cached."""
+        if self.placement.processes.count == 1:
+            return arrays
+        # Arrays at rest are never modified, so the same objects have the same copies.
+        if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
+            self._copied = arrays, tuple(map(self.placement.readable, arrays))
+        return self._copied[1]
+
+    def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
+        """Small state as NumPy arrays; typed keys, which NumPy can't represent, on the device."""
+        return [
+            self.placement.put(x, self.placement.small_on_device)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else np.asarray(x)
+            for x in arrays
+        ]
+
+    # ---- between rest and steps
+
+    def wake(self) -> None:
+        """Moves the small state to the devices; slabs are fetched one by one."""
+        self._copied = None  # steps replace the originals
+        self._move_small(self.placement.small_on_device)
+
+    def rest(self) -> None:
+        """Moves the small state to the host, where slabs already rest, and waits for it."""
+        assert not self.on_device
+        self._move_small(self.placement.small_at_rest)
+        jax.block_until_ready([self.variables, self.globals])
+
+    def forget_step(self) -> None:
+        """Drops the device's slabs of an interrupted step, and its temporary parts in the host.
+
+        Masters and optimizer state in the host stay: only an evaluation is dropped this way, and it
+        updates nothing.
+        """
+        self.on_device.clear()
+        for key in [key for key in self.host if key.kind not in LASTING]:
+            del self.host[key]
+
+    def _move_small(self, sharding: jax.sharding.Sharding) -> None:
+        small = (self.variables, self.globals, self.ok, self.step, self.key, self.scaling)
+        moved = self.placement.put(small, sharding)
+        self.variables, self.globals, self.ok, self.step, self.key, self.scaling = moved

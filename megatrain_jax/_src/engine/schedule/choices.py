@@ -1,0 +1,292 @@
+"""The choices of a schedule search: stages that save residuals, and parts that stay on the device.
+
+A `Choice` fixes the stages that save residuals from forward to backward, and how many of them may
+offload these residuals to the host in between. The remaining residuals stay on the device. It also
+ranks further *units* that may stay there: masters with optimizer state, gradients, activations,
+residuals. The search then tries several numbers of units.
+
+Example: 6 stages have equal residuals. The device has memory for 2 of them beside the tasks' needs,
+and the host for 3. Stages 1 to 5 save residuals, because late stages need theirs for a shorter
+time::
+
+    stages    residuals
+    4, 5      stay on the device
+    1 to 3    wait in the host, or stay if the search finds more memory
+    0         computes its results again
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.engine.schedule import memory_demand
+from megatrain_jax._src.engine.schedule.order import gradient_tasks
+from megatrain_jax._src.engine.schedule.tasks import TaskLists, build_task_lists
+from megatrain_jax._src.engine.schedule.workload import Workload
+
+# Number of candidates for the count of stages that save residuals.
+_NUM_KEPT_CANDIDATES = 6
+# Up to this fraction, the stages that save residuals are few.
+_FEW = 1 / 8
+# Number of task lists that a search keeps for reuse; each takes some MiB.
+_MOST_LISTS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A set of stages that save residuals, and the parts that may stay on the device.
+
+    Attributes:
+        lists: The tasks.
+        num_offloadable: Number of stages that may offload their residuals, as activations are.
+        spares_host: Whether activations stay on the device in preference to masters and optimizer
+            state. This saves host memory, because state has its memory there anyway.
+        masters_first: Whether masters stay in preference to gradients and optimizer state. This
+            saves time where a step waits for the link, because a step fetches masters twice.
+        spread: Whether the groups that stay are spread over the stages, instead of the first ones.
+    """
+
+    lists: TaskLists
+    num_offloadable: int = 0
+    spares_host: bool = False
+    masters_first: bool = False
+    spread: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """Number of stages that save residuals."""
+        return len(self.lists.workload.kept)
+
+    @functools.cached_property
+    def units(self) -> list[tuple[Key, ...]]:
+        """Units that may stay, best first; the parts of a unit stay together or not at all."""
+        offloadable = [(key,) for key in self._residuals[self._num_staying :]]
+        units = [*_units(self.lists, self.masters_first, self.spread), *offloadable]
+        return sorted(units, key=_rests_in_host) if self.spares_host else units
+
+    def residents(self, count: int) -> frozenset[Key]:
+        """The resident parts if the first `count` units stay."""
+        return frozenset(self._residuals[: self._num_staying]).union(*self.units[:count])
+
+    def least_bytes(self, count: int) -> int:
+        """The minimum device memory in bytes if the first `count` units stay."""
+        return memory_demand.least_bytes(self.lists, self.residents(count))
+
+    @functools.cached_property
+    def _residuals(self) -> list[Key]:
+        # Late stages come first, because they need their residuals for the shortest time.
+        stages = sorted(self.lists.workload.kept, reverse=True)
+        return [Key(Kind.RESIDUALS, stage) for stage in stages]
+
+    @property
+    def _num_staying(self) -> int:
+        return len(self._residuals) - self.num_offloadable
+
+
+def find_choices(
+    workload: Workload, selective: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
+) -> list[Choice]:
+    """The choices with saved residuals that fit on the device.
+
+    Args:
+        workload: See `find_schedule`.
+        selective: See `find_schedule`.
+        budget: Maximum bytes on the device.
+        fits_host: Returns whether the host has memory for a choice's waiting residuals.
+    """
+    able, found = len(_ranked(workload)), []
+    for kinds in (workload, selective):
+        # If not all residuals of all stages fit, the costliest results of each are tried as well.
+        if kinds is not None and not any(choice.num_kept == able for choice in found):
+            found += _staying(kinds, budget)
+    # Moving all residuals would fill the host, while each byte of them saves little time.
+    if (
+        workload.may_offload_residuals
+        and selective is not None
+        and all(c.num_kept < able for c in found)
+    ):
+        found += _choices_with_offload(selective, budget, fits_host)
+    # If the device can hold the residuals of few stages only, further residuals may be offloaded.
+    most = max((choice.num_kept for choice in found), default=0)
+    if workload.may_offload_residuals and most <= _FEW * able:
+        found += _spread_out(workload, budget, fits_host)
+    return found
+
+
+def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
+    """Choices from few stages with residuals to the most that fit.
+
+    They include the most stages that fit while all units stay.
+    """
+
+    @functools.cache
+    def keeping(count: int) -> Choice:
+        return choice_saving_residuals(workload, count)
+
+    def fits(count: int, *, with_all: bool) -> bool:
+        choice = keeping(count)
+        return choice.least_bytes(len(choice.units) if with_all else 0) <= budget
+
+    # More residuals leave memory for fewer residents; the clock decides between them.
+    most = memory_demand.most_that_fit(
+        len(_ranked(workload)), lambda count: fits(count, with_all=False)
+    )
+    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
+    counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
+    counts.add(memory_demand.most_that_fit(most, lambda count: fits(count, with_all=True)))
+    for count in sorted(counts - {0}):
+        yield keeping(count)
+
+
+def _choices_with_offload(
+    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
+) -> Iterator[Choice]:
+    """The choice with the most stages that save residuals, if some are offloaded to the host."""
+    able = len(_ranked(workload))
+    every = choice_saving_residuals(workload, able, able)
+    if not able or every.least_bytes(0) > budget:
+        return
+    if fits_host(every):
+        yield every
+        return
+
+    @functools.cache
+    def keeping(count: int) -> Choice:
+        """Residuals of `count` stages; as many stay on the device as fit."""
+
+        def beside(num_staying: int) -> Choice:
+            return choice_saving_residuals(workload, count, count - num_staying)
+
+        return beside(
+            memory_demand.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget)
+        )
+
+    if count := memory_demand.most_that_fit(able, lambda count: fits_host(keeping(count))):
+        yield keeping(count)
+
+
+def _spread_out(
+    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
+) -> Iterator[Choice]:
+    """Choices that offload the residuals of stages far from each other.
+
+    The residuals of neighbours would be on the device, and on the link, at the same time. With
+    stages between them, the residuals of one stage move while these stages compute.
+    """
+
+    @functools.cache
+    def moving(stages: tuple[int, ...]) -> Choice:
+        return _keeping(workload, frozenset(stages), len(stages))
+
+    def fits(stages: tuple[int, ...]) -> bool:
+        return moving(stages).least_bytes(0) <= budget
+
+    # Around the ends of a model, larger groups may leave no memory for residuals.
+    able = [stage for stage in _ranked(workload) if fits((stage,))]
+    of_a_kind = groupby(able, lambda s: (workload.costs.recompute[s], workload.residuals[s]))
+    stages = tuple(stage for _, alike in of_a_kind for stage in _spread(list(alike)))
+    most = memory_demand.most_that_fit(len(stages), lambda count: fits(stages[:count]))
+    most = memory_demand.most_that_fit(most, lambda count: fits_host(moving(stages[:count])))
+    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
+    for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
+        yield moving(stages[:count])
+
+
+def choice_saving_residuals(workload: Workload, count: int, num_offloadable: int = 0) -> Choice:
+    """The choice in which the best `count` stages save residuals.
+
+    Args:
+        workload: The step.
+        count: Number of stages that save residuals.
+        num_offloadable: See `Choice`.
+    """
+    return _keeping(
+        workload, frozenset(_ranked(workload)[:count] if count else ()), num_offloadable
+    )
+
+
+def _keeping(workload: Workload, kept: frozenset[int], num_offloadable: int) -> Choice:
+    """The choice in which these stages save residuals."""
+
+    def lists() -> TaskLists:
+        return build_task_lists(replace(workload, kept=kept), few_waves=True)
+
+    # A search within the host's memory follows one on the same workload without that limit.
+    found = remembered("task lists", lambda: (IdentityKey(workload), kept), lists, _MOST_LISTS)
+    return Choice(lists=found, num_offloadable=num_offloadable)
+
+
+def _ranked(workload: Workload) -> list[int]:
+    """The stages that can save residuals, best first.
+
+    Stages that save the most time per byte come first. Among equal stages, later ones come first,
+    because they need their residuals for the shortest time.
+    """
+    seconds, sizes = workload.costs.recompute, workload.residuals
+    able = (stage for stage, size in enumerate(sizes) if size and stage not in workload.again)
+    return sorted(able, key=lambda stage: (-seconds[stage] / sizes[stage], -stage))
+
+
+def _rests_in_host(unit: tuple[Key, ...]) -> bool:
+    """Whether a unit always has host memory; moving any other unit takes additional memory."""
+    return unit[0].kind in LASTING
+
+
+def _spread(groups: Sequence[int]) -> list[int]:
+    """Reorders groups so that the first few, and the rest, are spread over all of them.
+
+    While a forward computes with groups that stay, the next group that moves arrives. Moving groups
+    in a row would arrive one after another, and each forward would wait. In turn, late groups in a
+    row may stay from their forward to their backward.
+
+    Example: of groups 0 to 7, the first four in the new order are 0, 4, 2 and 6, and the rest are
+    1, 5, 3 and 7.
+    """
+    num_bits = (len(groups) - 1).bit_length()
+
+    def reversed_bits(at: int) -> int:
+        return sum((at >> bit & 1) << (num_bits - 1 - bit) for bit in range(num_bits))
+
+    return [groups[at] for at in sorted(range(len(groups)), key=reversed_bits)]
+
+
+def _units(lists: TaskLists, masters_first: bool, spread: bool) -> list[tuple[Key, ...]]:
+    """The units without residuals that may stay on the device, best first."""
+    workload = lists.workload
+    # A gradient that is made and consumed within one task never has to stay.
+    lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
+    # The ends of a model come first: an embedding and a head are often larger than blocks, so that
+    # computation hides less of their transfer. Groups that no stage reads come last.
+    ends = (*workload.stages[0], *workload.stages[-1])
+    blocks = list(dict.fromkeys(group for stage in workload.stages for group in stage))
+    blocks = _spread(blocks) if spread else blocks
+    groups = dict.fromkeys((*ends, *blocks, *range(len(workload.sizes))))
+    # Gradients that are made last are used first.
+    last = workload.waves - 1
+    produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]
+    gradients = [(Key(Kind.GRADIENT, group),) for group in reversed(produced)]
+    activations = [(Key(Kind.ACTIVATION, i),) for i in workload.activations]
+    masters = [(Key(Kind.MASTERS, group),) for group in groups]
+    state = [(Key(Kind.OPTIMIZER_STATE, group),) for group in groups]
+    together = [(*m, *s) for m, s in zip(masters, state, strict=True)]
+    if workload.waves > 1:
+        # Each wave fetches masters twice, and moves gradients and activations in and out once;
+        # activations need their memory only for a part of the time. Optimizer state moves once per
+        # step. Sums of late stages come first: the first wave updates these last, when the device
+        # waits for the link, while sums of early stages arrive before it begins.
+        units = [*masters, *activations, *reversed(gradients), *state]
+    elif masters_first:
+        # Everything else moves in and out once.
+        units = [*masters, *gradients, *state, *activations]
+    elif workload.deferred:
+        # A resident gradient saves a round trip for few bytes. An activation moves out and in once,
+        # which is less traffic per byte than state.
+        units = [*gradients, *together, *activations]
+    else:
+        of_group = zip(together, groups, strict=True)
+        units = [(*unit, Key(Kind.GRADIENT, group)) for unit, group in of_group] + activations
+    sized = (tuple(key for key in unit if key in lasting) for unit in units)
+    return [unit for unit in sized if unit]

@@ -1,0 +1,387 @@
+"""Finds a run's device budget; an automatic budget is the memory that compiled functions leave.
+
+Functions depend on the schedule, and the schedule depends on the budget, so they are found in
+turns: functions for the minimum budget, then the budget that these leave, then the functions that
+the new schedule needs. A function that doesn't fit is tiled. Functions are also tiled if that makes
+room for residuals that save more time. If a block still doesn't fit, all blocks are cut into parts,
+as few as possible; if no number of parts fits, blocks stay whole. Whole blocks that take the
+memory in reserve are also cut, if their parts save residuals in the same memory.
+
+Example: a device has 100 GiB free, and 5% stay in reserve:
+
+    1. for the minimum budget, functions need 6 GiB, values that the schedule doesn't count 1, the
+       largest slab 2
+    2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages save residuals by new functions
+    3. these need 8 GiB, more than 6: the budget is 84 GiB
+
+With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the minimum budget 10:
+
+    4. functions may take 100 - 20 - 10 = 70 GiB; the estimate is 62 GiB in 2 tiles, 32 GiB in 4,
+       and 17 GiB in 8
+    5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are chosen,
+       because 8 are faster only within the estimates' uncertainty
+    6. the compiled functions need 30 GiB: the budget is 43 GiB
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.schedule.schedule import BudgetError, Schedule
+from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
+from megatrain_jax._src.engine.spec.tile_search import TileFinder
+from megatrain_jax._src.engine.state.placement import Placement
+
+RESERVED = 0.05
+"""Fraction of device memory that an automatic budget reserves for the allocator's gaps, in addition
+to one more of the largest arrays."""
+LARGE = 0.2
+"""If functions need more than this fraction of device memory, smaller tiles are tried."""
+# Fractions of the functions' memory to try instead, if it exceeds `LARGE` of the device.
+_SHARES = (0.5, 0.25)
+# Fraction of a step's estimated time that smaller tiles must save.
+_WORTH = 0.05
+# An estimate may be this factor larger than the compiler's figure; see
+# tests/engine/kernels/test_gpu_memory.py.
+_MOST_ESTIMATED = 1.5
+# A function with a shorter estimate, in seconds, compiles quickly.
+_QUICK = 0.5
+# Maximum number of times that tiles shrink because functions need more than estimated.
+_MAX_TURNS = 3
+
+
+def fit_to_machine(
+    spec: RunSpec,
+    kernels: KernelCache,
+    device_bytes: int | None,
+    placement: Placement,
+    to_host: Callable[[RunSpec], RunSpec | None],
+) -> RunSpec:
+    """Finds the memory of a step's functions, and an automatic budget from the rest.
+
+    Args:
+        spec: The run before the memory of its functions is known.
+        kernels: Cache that receives the functions.
+        device_bytes: Free device memory; None if unknown, and then no function is tiled.
+        placement: Placement of the run, to compile for; without devices, memory is estimated.
+        to_host: Fits a run that is fitted to its device to its host, or returns None; see
+            `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
+            need no host memory.
+    """
+
+    def fitted(spec: RunSpec, reserved: int | None = None) -> RunSpec:
+        return _Fitting(spec, kernels, device_bytes, placement, to_host, reserved).to_machine()
+
+    whole = smallest = finer = fitted(spec)
+    if device_bytes is None:
+        return whole
+    if (left := device_bytes - least_device_bytes(whole)) >= 0:
+        return _faster_in_parts(whole, lambda spec: fitted(spec, left), device_bytes)
+    while (finer := _finer(finer)) is not None:
+        if _room(finer, device_bytes) > 0:  # otherwise compiling its functions is useless
+            finer = fitted(finer)
+            if least_device_bytes(finer) <= device_bytes:
+                return finer
+        smallest = min(smallest, finer, key=least_device_bytes)
+    # Parts that don't fit either would only pass more activations to each other.
+    return dataclasses.replace(whole, smallest=smallest)
+
+
+def _faster_in_parts(
+    whole: RunSpec, fitted: Callable[[RunSpec], RunSpec], device_bytes: int
+) -> RunSpec:
+    """The run with blocks cut into parts if they are faster in the same memory, or whole.
+
+    Parts may save residuals where whole blocks can't.
+
+    Args:
+        whole: The fitted run with whole blocks.
+        fitted: Fits a run to the memory that `whole` takes.
+        device_bytes: Free device memory.
+    """
+    schedule, able = whole.first.schedule, any(whole.first.workload.residuals)
+    has_more = _left(whole, device_bytes, None) >= schedule.smallest_bytes
+    # With more than the minimum, whole blocks may use the rest.
+    if whole.options.device_budget is not None or schedule.kept or has_more or not able:
+        return whole
+    finer = _finer(whole)
+    # Experts are divided only if they don't fit: each group passes on the rows of all tokens.
+    if finer is None or finer.num_groups > whole.num_groups:
+        return whole
+    trial = fitted(finer)
+    fits = trial.fits_host and least_device_bytes(trial) <= device_bytes
+    is_faster = trial.first.schedule.seconds < (1 - _WORTH) * schedule.seconds
+    return trial if fits and is_faster else whole
+
+
+def _finer(spec: RunSpec) -> RunSpec | None:
+    """The run with smaller parts of blocks, or of their experts; None if there are none."""
+    try:
+        return spec.finer and spec.finer()
+    except BudgetError:  # more parts pass more activations to each other
+        return None
+
+
+def least_device_bytes(spec: RunSpec) -> int:
+    """The fewest device bytes for a run's state, values and, if it is fitted, functions."""
+    known = spec.temporary_bytes or 0
+    return spec.first.schedule.smallest_bytes + uncounted_activation_bytes(spec.first) + known
+
+
+def fit_new_shape_to_device(
+    step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
+) -> BoundStep:
+    """A step of a new batch shape, tiled so that its functions fit.
+
+    If the device's memory is known, as on a GPU, its functions are compiled as well, because
+    dispatching a stage depends on its function's memory.
+
+    Args:
+        step: The step.
+        spec: The run, fitted to its device.
+        kernels: The run's functions.
+        placement: Placement of the run.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if spec.room_bytes is None:
+        return step
+    tiles = TileFinder(kernels, placement)
+    # If the estimate for the first shape is too large, estimates for later shapes are as well.
+    room = max(spec.room_bytes, tiles.most(spec.first))
+    divided = tiles.within(step, room, training=training)
+    what = divided, spec.layouts, spec.optimizer, placement
+    kernels.compile(step_kernels(*what, training=training))
+    return divided
+
+
+class _Fitting:
+    """Fits a run to its device and its host, without cutting its blocks further."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        kernels: KernelCache,
+        device_bytes: int | None,
+        placement: Placement,
+        to_host: Callable[[RunSpec], RunSpec | None],
+        reserved: int | None = None,
+    ):
+        """See `fit_to_machine`, and `with_temporaries` for the reserved bytes."""
+        self._spec, self._kernels = spec, kernels
+        self._device_bytes, self._placement = device_bytes, placement
+        self._to_host, self._reserved = to_host, reserved
+        self._tiles = TileFinder(kernels, placement)
+        self._budgets: dict[int, tuple[int | None, Schedule]] = {}
+        self._on_host: dict[int, RunSpec | None] = {}
+
+    def to_machine(self) -> RunSpec:
+        """The run fitted to its device, then to its host."""
+        device_bytes = self._device_bytes
+        fitted = self._tiled(None) if device_bytes is None else self._to_device(device_bytes)
+        # A run that never fits in the host is returned unchanged, to be refused.
+        found = self._to_its_host(fitted) or dataclasses.replace(fitted, fits_host=False)
+        if not _has_functions_of(fitted.first.schedule, found.first.schedule):
+            found = self._with_its_functions(found)
+        if device_bytes is None:
+            return found
+        left = _room(fitted, device_bytes)
+        return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
+
+    def _to_device(self, device_bytes: int) -> RunSpec:
+        """The run fitted to its device."""
+        spec, room = self._spec, _room(self._spec, device_bytes)
+        if room <= 0:  # refused in any case
+            return self._tiled(None)
+        share = 1.0
+        fitted = self._tiled(None) if self._tiles.most(spec.first) <= self._worth(room) else None
+        for _ in range(_MAX_TURNS):
+            if fitted is not None and _needed(fitted) <= room:
+                break
+            fitted = self._tiled(share * room)
+            share /= 2
+        assert fitted is not None
+        if spec.options.device_budget is None and _needed(fitted) > LARGE * device_bytes:
+            fitted = self._faster(fitted)
+        return fitted
+
+    def _worth(self, room: int) -> float:
+        """The largest estimate, in bytes, with which functions are tried without tiles.
+
+        Each tile reads and writes the sums of gradients, so unneeded tiles may take 5% of a step.
+        But XLA takes minutes to compile a huge function without tiles, because it times all
+        algorithms for products that take a second each.
+        """
+        first = self._spec.first
+        longest = max(first.workload.costs.backward) / first.wave_microbatches
+        is_quick = bool(self._placement.devices) and longest <= _QUICK
+        return room * _MOST_ESTIMATED if is_quick else room
+
+    def _faster(self, fitted: RunSpec) -> RunSpec:
+        """The run with smaller tiles, if the memory that they free saves time."""
+        trials = [
+            (self._tiled(room, estimated=True), room)
+            for room in (share * _needed(fitted) for share in _SHARES)
+        ]
+        best = self._seconds(fitted)
+        # Of two equally fast choices, the larger tiles are taken.
+        for trial, room in trials:
+            if self._seconds(trial) < (1 - _WORTH) * best:
+                fitted = trial if not self._placement.devices else self._tiled(room)
+                best = self._seconds(fitted)
+        return fitted
+
+    def _to_its_host(self, fitted: RunSpec) -> RunSpec | None:
+        """The run fitted to its host; None if it never fits."""
+        # Cached like budgets: runs with equal needs have the same schedule for any tiles, and so
+        # need the same host memory.
+        needed = _needed(fitted)
+        if needed not in self._on_host:
+            self._on_host[needed] = self._to_host(fitted)
+        found = self._on_host[needed]
+        return found and dataclasses.replace(
+            found,
+            temporary_estimated=fitted.temporary_estimated,
+            first=dataclasses.replace(found.first, stages=fitted.first.stages),
+        )
+
+    def _with_its_functions(self, spec: RunSpec) -> RunSpec:
+        """The run with the functions that its new schedule needs, tiled to need no more memory."""
+        first = self._tiles.within(spec.first, _needed(spec))
+        needed = self._needs(first, not self._placement.devices)
+        return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
+
+    def _seconds(self, fitted: RunSpec) -> float:
+        """Seconds per step of the run fitted to its host; infinite if it never fits."""
+        found = self._to_its_host(fitted)
+        return math.inf if found is None else found.first.schedule.seconds
+
+    def _tiled(self, room: float | None, *, estimated: bool = False) -> RunSpec:
+        """The run with functions of at most `room` estimated bytes, and the budget they leave.
+
+        Args:
+            room: Bytes that choose the number of tiles; None for functions without tiles.
+            estimated: Whether to estimate functions even if they can be compiled.
+        """
+        estimated = estimated or not self._placement.devices
+
+        def divided(spec: RunSpec) -> RunSpec:
+            if room is None:
+                return spec
+            return dataclasses.replace(spec, first=self._tiles.within(spec.first, room))
+
+        def with_budget(spec: RunSpec, needed: int) -> RunSpec:
+            return self._with_budget(spec, needed, estimated=estimated)
+
+        fitted = divided(self._spec)
+        needed, known = self._needs(fitted.first, estimated), [fitted.first.schedule]
+        fitted = with_budget(fitted, needed)
+        # Saving residuals needs new functions. With a smaller budget, fewer stages save residuals,
+        # by functions that are known already, or leaner ones.
+        while not any(_has_functions_of(schedule, fitted.first.schedule) for schedule in known):
+            known.append(fitted.first.schedule)
+            fitted = divided(fitted)
+            more = self._needs(fitted.first, estimated)
+            if more <= needed:
+                break
+            needed = more
+            fitted = with_budget(fitted, needed)
+        return divided(fitted)
+
+    def _with_budget(self, spec: RunSpec, needed: int, *, estimated: bool) -> RunSpec:
+        """The run with the budget that functions of `needed` bytes leave."""
+        # Tiles don't change the workload, so equal needs leave the same budget and schedule; cached
+        # because finding the schedule is slow.
+        if needed not in self._budgets:
+            free, reserved = self._device_bytes, self._reserved
+            found = with_temporaries(spec, needed, free, estimated=estimated, reserved=reserved)
+            self._budgets[needed] = found.budget_bytes, found.first.schedule
+        budget, schedule = self._budgets[needed]
+        return dataclasses.replace(
+            spec,
+            budget_bytes=budget,
+            temporary_bytes=needed,
+            temporary_estimated=estimated,
+            first=dataclasses.replace(spec.first, schedule=schedule),
+        )
+
+    def _needs(self, step: BoundStep, estimated: bool) -> int:
+        needs = self._kernels.estimate if estimated else self._kernels.compile
+        spec = self._spec
+        needed = needs(step_kernels(step, spec.layouts, spec.optimizer, self._placement))
+        # Each process compiles separately, but all have to follow the same schedule.
+        return max(self._placement.processes.gather("compiling", needed))
+
+
+def fits_machine(spec: RunSpec, device_bytes: int) -> bool:
+    """Whether a fitted run fits in the host, and its parts on the device in the free memory."""
+    return spec.fits_host and _needed(spec) <= _room(spec, device_bytes)
+
+
+def _needed(spec: RunSpec) -> int:
+    assert spec.temporary_bytes is not None
+    return spec.temporary_bytes
+
+
+def _room(spec: RunSpec, device_bytes: int) -> int:
+    """Device bytes that functions may take beside the schedule's peak and uncounted values."""
+    return device_bytes - uncounted_activation_bytes(spec.first) - spec.first.schedule.peak_bytes
+
+
+def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
+    """Whether the functions for `schedule` also run `other`, a schedule of the same step."""
+    return not other.kept or (schedule.selective == other.selective and other.kept <= schedule.kept)
+
+
+def with_temporaries(
+    spec: RunSpec,
+    temporary_bytes: int,
+    device_bytes: int | None,
+    *,
+    estimated: bool,
+    reserved: int | None = None,
+) -> RunSpec:
+    """The same run with known memory of its functions, and the automatic budget they leave.
+
+    Args:
+        spec: The run.
+        temporary_bytes: Device bytes of the functions' temporaries.
+        device_bytes: Free device memory; None if unknown.
+        estimated: Whether `temporary_bytes` is an estimate.
+        reserved: Device bytes that an automatic budget leaves free; None for the usual reserve.
+    """
+    known = dataclasses.replace(
+        spec, temporary_bytes=temporary_bytes, temporary_estimated=estimated
+    )
+    if spec.options.device_budget is not None or device_bytes is None:
+        return known
+    left = _left(known, device_bytes, reserved)
+    # At least the minimum, even if less is left: then a plan shows the excess, and training is
+    # refused.
+    budget = max(left, spec.first.schedule.smallest_bytes)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.selective)
+    first = dataclasses.replace(spec.first, schedule=schedule)
+    return dataclasses.replace(known, budget_bytes=budget, first=first)
+
+
+def _left(spec: RunSpec, device_bytes: int, reserved: int | None) -> int:
+    """Device bytes that functions of known memory leave for an automatic budget."""
+    if reserved is None:
+        free = int(device_bytes * (1 - RESERVED)) - spec.largest_slab_bytes
+    else:
+        free = device_bytes - reserved
+    return free - uncounted_activation_bytes(spec.first) - _needed(spec)
+
+
+def uncounted_activation_bytes(step: BoundStep) -> int:
+    """Bytes of the activations that live between stages and that the schedule doesn't count."""
+    others = step.kept - step.workload.activations.keys()
+    # Outputs and the prologue's values exist for the whole step; remaining values exist for one
+    # wave.
+    whole = {*step.program.outputs, *step.program.prologue_values}
+    times = {i: step.microbatches if i in whole else step.wave_microbatches for i in others}
+    times |= dict.fromkeys(others & step.kept_once, 1)
+    return sum(n * step.program.num_bytes(i, step.num_devices) for i, n in times.items())

@@ -1,0 +1,394 @@
+"""Fits a step to the host's memory: if it needs too much, more of it is recomputed.
+
+In addition to the state at rest, the host stores parts that wait between tasks: gradients of
+deferred updates, and parts that don't fit on the device. On long sequences these are the inputs of
+all stages, and the costliest residuals. There are two ways to save host memory. Without residuals,
+a stage's backward recomputes more. And if some forwards run again in the backward, only every
+second, third or further input is stored; see `schedule/order.py`. Dropping an input costs a whole
+block's forward, more than dropping residuals of its size. So as few blocks as possible run again,
+and the search for a schedule stores residuals of as many remaining blocks as fit.
+
+Example: 28 blocks with outputs of 3.8 GB each, 31 GB of state, and a host of 125 GB:
+
+    span    computed again    residuals wait    bytes that wait            total
+    1       none              28                29 x 3.8, residuals 108    249 GB
+    1       none              none              29 x 3.8                   141 GB
+    2       5 blocks          none              24 x 3.8                   122 GB: chosen
+    2       13 blocks         none              16 x 3.8                    92 GB
+
+All candidate blocks of a span run again only if fewer don't free enough. The last block never does,
+because its backward follows its forward at once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+from megatrain_jax._src.common.host_memory import resident_bytes
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.schedule.memory_demand import least_bytes, most_that_fit
+from megatrain_jax._src.engine.schedule.schedule import BudgetError
+from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.schedule.transient_host_bytes import least_transient_host_bytes
+from megatrain_jax._src.engine.schedule.workload import Workload
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.costs import batch_bytes
+from megatrain_jax._src.engine.spec.rescheduled import (
+    with_recomputed_spans,
+    workload_with_recomputed_spans,
+)
+from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state import pool
+from megatrain_jax._src.engine.state.placement import Placement
+from megatrain_jax._src.engine.state.pool_limit import beside_bytes
+
+_SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
+_MIB_BITS = 20
+# On a CPU, the C library allocates arrays. It returns freed arrays of at least this size to the
+# system, and keeps the memory of smaller ones: after some steps on arrays of 1 to 16 MiB, it held
+# 1.6 to 1.95 times their bytes.
+_RETURNED_BYTES = 2**25
+# The compiler's memory on a CPU: 120 MiB for a small model.
+_COMPILING = 2**28
+# Memory for communication in each process of a run on several GPUs. Measured on two H200s: 0.2 to
+# 1.3 GiB where one process has both, and 1.4 and 2.2 GiB where two processes have one each.
+COMMUNICATION_BYTES, BETWEEN_PROCESSES_BYTES = 7 * 2**30 // 8, 7 * 2**30 // 4
+# Number of batches that a process has in memory: the data's own, and copies on their way to a GPU,
+# for which JAX's pools grow by powers of two. A script on an H200 that made four batches of 77 MB
+# took as much as 11 of them beside its pool and what any process takes.
+_BATCHES = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostProcess:
+    """The host memory that one process of a run may take and needs.
+
+    Attributes:
+        num_devices: Number of the process's devices.
+        total_bytes: The host's memory; None if unknown.
+        usable_bytes: Maximum bytes of the process; None if unknown.
+        array_bytes: Bytes of the largest array of the store per device.
+        list_bytes: See `beside_bytes`.
+        unpinned_bytes: Bytes for batches and for communication between the run's devices.
+        base_bytes: See `RunSpec`.
+        computing_bytes: Bytes of what is on a GPU otherwise, where a CPU computes.
+        small_share: Fraction of the state in small arrays, whose memory the C library keeps.
+    """
+
+    num_devices: int
+    total_bytes: int | None
+    usable_bytes: int | None
+    array_bytes: int
+    list_bytes: int
+    unpinned_bytes: int
+    base_bytes: int | None
+    computing_bytes: int
+    small_share: float
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the process without state: interpreter, CUDA, XLA, batches, communication."""
+        if self.base_bytes is not None:
+            return self.base_bytes
+        return beside_bytes(0, self.list_bytes) + self.unpinned_bytes
+
+    @functools.cached_property
+    def most_bytes(self) -> int | None:
+        """The most bytes of arrays in its pools, to a MiB; None if `usable_bytes` is unknown."""
+        if (usable := self.usable_bytes) is None:
+            return None
+
+        def fits(mib: int) -> bool:
+            return self.needed(mib << _MIB_BITS) <= usable
+
+        return most_that_fit(usable >> _MIB_BITS, fits) << _MIB_BITS
+
+    def needed(self, num_bytes: int) -> int:
+        """Bytes of the process if the arrays in its pools, with gaps, take so many bytes."""
+        if self.base_bytes is not None:  # a CPU has no pools
+            arrays = num_bytes + self.computing_bytes
+            return self.base_bytes + round(arrays * (1 + self.small_share))
+        what = self.total_bytes, self.num_devices, self.list_bytes
+        return pool.process_bytes(num_bytes, self.array_bytes, *what) + self.unpinned_bytes
+
+    def pool_bytes(self, num_bytes: int) -> int:
+        """The pinned memory among them."""
+        what = self.total_bytes, self.num_devices, self.list_bytes
+        return pool.pool_bytes(num_bytes, self.array_bytes, *what)
+
+
+def host_process(spec: RunSpec, num_processes: int, processes_per_host: int) -> HostProcess:
+    """The host memory of each process of a run; see `fit_to_host`."""
+    own, options = spec.first.num_devices // num_processes, spec.options
+    # The devices of a host share its memory.
+    on_cpu, machine = spec.base_bytes is not None, None
+    if not on_cpu:
+        machine = options.machine and options.machine.times(own * processes_per_host)
+    total = machine and machine.assumed_host_bytes
+    lists = own * machine.list_bytes if machine else 0
+    unpinned = _BATCHES * batch_bytes(spec.first.program, spec.first.microbatches) // num_processes
+    if spec.first.num_devices > 1:
+        unpinned += COMMUNICATION_BYTES if num_processes == 1 else BETWEEN_PROCESSES_BYTES
+    return HostProcess(
+        num_devices=own,
+        total_bytes=total,
+        usable_bytes=pool.usable_bytes(
+            options.host_bytes, total, own, processes_per_host, lists, unpinned
+        ),
+        base_bytes=spec.base_bytes,
+        computing_bytes=own * (spec.first.schedule.peak_bytes + (spec.temporary_bytes or 0)),
+        small_share=_small_share(spec) if on_cpu else 0.0,
+        array_bytes=spec.largest_slab_bytes,
+        list_bytes=lists,
+        unpinned_bytes=unpinned,
+    )
+
+
+def fit_to_host(
+    spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
+) -> RunSpec | None:
+    """The run that fits in the host with the fewest stages computed again.
+
+    It has the fastest schedule with these stages. The run is unchanged if it fits already, or if
+    the host's memory is unknown.
+
+    Args:
+        spec: The run, fitted to its device.
+        num_processes: Number of processes that share the run.
+        processes_per_host: Number of processes on each host.
+
+    Returns:
+        The run; None if it never fits.
+    """
+    process = host_process(spec, num_processes, processes_per_host)
+    if (usable := process.usable_bytes) is None:
+        return spec
+
+    def fits(peak: int, first: BoundStep = spec.first) -> bool:
+        own = host_process(
+            dataclasses.replace(spec, first=first), num_processes, processes_per_host
+        )
+        return own.needed(peak) <= usable
+
+    most = process.most_bytes or 0
+    room = most // process.num_devices - state_bytes(spec.first) // spec.first.num_devices
+    spec = dataclasses.replace(spec, host_room=room)
+    if fits(peak_bytes(spec.first) // num_processes):
+        return spec
+
+    def may_fit(workload: Workload) -> bool:
+        return fits(_least_peak_bytes(spec, workload) // num_processes)
+
+    if room <= 0 or not _may_fit_any(spec, may_fit):
+        return None
+    for first in _computing_again(spec, may_fit):
+        if fits(peak_bytes(first) // num_processes, first):
+            return dataclasses.replace(spec, first=first)
+    return None
+
+
+def _least_peak_bytes(spec: RunSpec, workload: Workload) -> int:
+    """A lower bound of `peak_bytes` over all schedules of a workload of the run's step."""
+    lists = build_task_lists(workload, few_waves=True)
+    limit = spec.budget_bytes
+    limit = least_bytes(lists, frozenset()) if limit is None else limit
+    passing = least_transient_host_bytes(lists, limit)
+    return state_bytes(spec.first) + spec.first.num_devices * passing
+
+
+def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
+    """Whether the host could suffice if no activation ever waited there."""
+    if spec.budget_bytes is None:
+        return True
+    nothing = {"activations": {}, "makes": (), "reads": ()}
+    return may_fit(dataclasses.replace(spec.first.workload, **nothing))
+
+
+def agreed_host_budget(options: Options, placement: Placement) -> int | None:
+    """The host memory that each of a run's processes may take now.
+
+    Args:
+        options: The run's options; a host budget is an upper limit.
+        placement: The run's devices and processes.
+
+    Returns:
+        Bytes, the same in all processes; None if unknown.
+    """
+    processes = placement.processes
+    least = _least(options.host_bytes, pool.available_process_bytes(processes.num_here))
+    return _least(*processes.gather("asking for available host memory", least))
+
+
+def _least(*limits: int | None) -> int | None:
+    """The least of the known limits; None if none is known."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def process_base_bytes() -> int:
+    """Bytes of this process before a run, and of the compiler; see `RunSpec.base_bytes`."""
+    return resident_bytes() + _COMPILING
+
+
+def check_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> None:
+    """Refuses a run that needs more host memory than the process may take, before allocation.
+
+    Args:
+        spec: The run, fitted to its host as far as possible.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+
+    Raises:
+        MemoryError: If the run needs more.
+    """
+    process = host_process(spec, num_processes, processes_per_host)
+    most, peak = process.usable_bytes, peak_bytes(spec.first) // num_processes
+    needed, computing, beside = process.needed(peak), 0, ""
+    if spec.base_bytes is not None:
+        most = _least(most, pool.available_process_bytes(processes_per_host))
+        computing = process.computing_bytes
+        beside = f", {sized(computing)} for computation, which a CPU does there, too"
+    if most is None or needed <= most:
+        return
+    rest = needed - peak - computing
+    raise MemoryError(
+        f"Training needs {sized(needed)} of host memory: {sized(peak)} for state, waiting "
+        f"values and arrays on their way{beside}, {sized(rest)} for the rest of the "
+        f"process. It may take {sized(most)} (`host_budget`, or what is available). "
+        f"{_with_spans(process, spec, num_processes, needed)}Nothing was allocated. "
+        f"{_advice(process.fixed_bytes, most)}"
+    )
+
+
+def _with_spans(process: HostProcess, spec: RunSpec, num_processes: int, needed: int) -> str:
+    """A sentence on what a process needs if blocks are computed again; empty if no less."""
+    if spec.fits_host:  # blocks are computed again already, or needn't be
+        return ""
+    again = (workload_with_recomputed_spans(spec.first, span) for span in _SPANS)
+    peak = min(_least_peak_bytes(spec, workload) for workload in again)
+    least, more = process.needed(peak // num_processes), " or somewhat more"
+    if spec.base_bytes is not None:  # a CPU computes in this memory, too
+        # A little more, because it is shown rounded.
+        least, more = round(1.01 * min(_needed_by_spans(spec, num_processes), default=needed)), ""
+    if least >= needed:
+        return ""
+    return f"If blocks are computed again, it needs {sized(least)}{more}. "
+
+
+def _needed_by_spans(spec: RunSpec, num_processes: int) -> Iterator[int]:
+    """What a process needs with spans of each length, by the schedules of these steps."""
+    for span in _SPANS:
+        with contextlib.suppress(BudgetError):
+            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
+            process = host_process(dataclasses.replace(spec, first=first), num_processes, 1)
+            yield process.needed(peak_bytes(first) // num_processes)
+
+
+def _advice(fixed: int, most: int) -> str:
+    """Sentences on what to change where a process may take less than training needs.
+
+    Args:
+        fixed: Bytes that the process needs besides the arrays of the run.
+        most: Bytes that the process may take.
+    """
+    allowed = "give this process or container more memory, end other programs"
+    if fixed >= most:
+        return (
+            "That is too little for the rest of the process alone, so a smaller model or fewer "
+            f"bytes per parameter would not help. Use a larger `host_budget`, {allowed}, or drop "
+            "earlier trainers."
+        )
+    return (
+        f"Use a larger `host_budget`, {allowed}, drop earlier trainers, cut a large batch into "
+        "more `microbatches`, or store fewer bytes a parameter (Precision.compact(), an optimizer "
+        "with less state such as adafactor or lion)."
+    )
+
+
+def _small_share(spec: RunSpec) -> float:
+    """The fraction of the state in small arrays, since the C library keeps their memory."""
+    slabs = [slab for layout in spec.layouts for slab in layout.slabs]
+    small = sum(s.num_bytes for s in slabs if s.num_bytes // s.num_shards < _RETURNED_BYTES)
+    return small / sum(slab.num_bytes for slab in slabs)
+
+
+def _computing_again(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> Iterator[BoundStep]:
+    """The run's steps with more and more blocks computed again, starting with none.
+
+    Args:
+        spec: The run.
+        may_fit: A quick test whether any schedule of a workload could fit in the host; if not, the
+            slow search for a schedule is skipped.
+    """
+    inputs = sum(spec.first.workload.activations.values())
+    lacking = 0.0  # missing host bytes with nothing computed again
+    # Spans skip numbers, because each needs a search for a schedule, and beyond 8 one more frees
+    # almost nothing. The first one is always searched, because it gives the missing bytes.
+    for span in _SPANS:
+        # A span frees at most the inputs of all but one of its blocks.
+        if lacking > inputs * (1 - 1 / span):
+            continue
+        try:
+            if lacking > 0 and may_fit(workload_with_recomputed_spans(spec.first, span, lacking)):
+                yield with_recomputed_spans(
+                    spec.first, span, spec.budget_bytes, spec.host_room, lacking
+                )
+            if lacking > 0 and not may_fit(workload_with_recomputed_spans(spec.first, span)):
+                continue
+            first = with_recomputed_spans(spec.first, span, spec.budget_bytes, spec.host_room)
+        # The blocks of a span need more device memory at once than the budget.
+        except BudgetError:
+            continue
+        yield first
+        lacking = lacking or first.schedule.transient_bytes - spec.host_room
+
+
+def fit_new_shape_to_host(
+    step: BoundStep,
+    spec: RunSpec,
+    num_processes: int,
+    processes_per_host: int,
+    *,
+    training: bool,
+) -> BoundStep:
+    """A step of a new batch shape, with as many stages computed again as it needs.
+
+    `spec` is the run, fitted to its host; see `fit_to_host` for the numbers of processes.
+
+    Raises:
+        MemoryError: If the host never suffices.
+    """
+    if math.isinf(spec.host_room):
+        return step
+    if training:
+        asked = dataclasses.replace(spec, first=step)
+        if found := fit_to_host(asked, num_processes, processes_per_host):
+            return found.first
+        what, passing = "A step", step.schedule.transient_bytes
+        tried = ", and too much even if blocks are computed again"
+    else:
+        what, passing, tried = "An evaluation", step.schedule.evaluation_bytes, ""
+        if passing <= spec.host_room:
+            return step
+    own = step.num_devices // num_processes
+    state = state_bytes(step) // num_processes
+    raise MemoryError(
+        f"{what} on batches of this shape takes {sized(own * passing)} in host memory beside "
+        f"{sized(state)} of state{tried}, where a process can take "
+        f"{sized(state + int(own * spec.host_room))} in all. Nothing was computed. Use smaller or "
+        "shorter batches."
+    )
+
+
+def peak_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' state, waiting parts, and arrays in flight."""
+    return state_bytes(step) + step.num_devices * step.schedule.transient_bytes
+
+
+def state_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' masters and optimizer state."""
+    state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
+    return step.num_devices * state

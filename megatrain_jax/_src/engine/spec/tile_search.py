@@ -1,0 +1,123 @@
+"""Finds the tiles of a step's stages: for each kernel, the fewest that fit in memory.
+
+The memory of a kernel is estimated from its equations, undivided and for each number of tiles.
+
+Example: 16 GiB for temporaries, and the backward of a block with 524,288 tokens:
+
+    tiles      undivided     2       4       8
+    estimate    97 GiB      55      29      15 GiB: chosen
+
+The block's forward needs 12 GiB and stays undivided.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.kernels.tiled_stages import Divisible, Tiling
+from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.spec.step_kernels import stage_kernels
+from megatrain_jax._src.engine.state.placement import Placement
+
+# Every tile reads and writes the sums of gradients once more, so many small tiles are slow.
+_MOST_TILES = 64
+# If no number of tiles fits, tiles are used if they reduce the memory to less than the first
+# fraction. Then the fewest tiles are taken that need at most the least possible memory divided by
+# the second fraction.
+_WORTH, _NEAR = 0.8, 0.95
+
+
+class TileFinder:
+    """Finds tiles for the steps of one run, and remembers the estimates."""
+
+    def __init__(self, cache: KernelCache, placement: Placement):
+        """Finds tiles for kernels of a placement.
+
+        Args:
+            cache: Cache that estimates kernels; it keeps no functions of tiled kernels.
+            placement: Placement of the run.
+        """
+        self._cache, self._placement = cache, placement
+        self._divisible: dict[Hashable, Divisible] = {}
+        self._divided: dict[Hashable, tuple[Tiling, int] | None] = {}
+
+    def most(self, step: BoundStep) -> int:
+        """The maximum estimated bytes of a stage's function, in its current tiles."""
+        needs = []
+        for number, kernels in self._kernels(step):
+            for kernel in kernels:
+                tiling = step.stages[number].tiles.get(kernel.name)
+                divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
+                needs.append(divided[1] if divided else self._cache.estimate([kernel]))
+        return max(needs)
+
+    def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
+        """The same step with its stages in the fewest tiles that fit.
+
+        Args:
+            step: The step; its stages may be tiled already.
+            room: Maximum bytes of a kernel's temporaries. A kernel that fits in no number of tiles
+                gets the fewest that need about as few bytes as the most tiles.
+            training: Whether it is a training step, not an evaluation.
+        """
+        # Kernels that this schedule doesn't run keep their tiles, because a later one may run them.
+        stages = list(step.stages)
+        for number, kernels in self._kernels(step, training):
+            name = kernels[0].name
+            tiles = {k: v for k, v in stages[number].tiles.items() if k != name}
+            if found := [tiling for k in kernels if (tiling := self._fewest(k, room))]:
+                tiles[name] = max(found, key=lambda tiling: tiling.num_tiles)
+            stages[number] = dataclasses.replace(stages[number], tiles=tiles)
+        return dataclasses.replace(step, stages=tuple(stages))
+
+    def _kernels(
+        self, step: BoundStep, training: bool = True
+    ) -> Iterator[tuple[int, list[Kernel]]]:
+        """The undivided kernels of the stages that a step runs, with the stages' numbers.
+
+        Kernels of one computation, for different microbatches, are together.
+        """
+        # `stage_kernels` applies a stage's tiles, so they are removed first.
+        bare = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
+        whole, schedule = dataclasses.replace(step, stages=tuple(bare)), step.schedule
+        instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
+        # Together, these lists have every forward and backward.
+        for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
+            if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
+                yield number, list(stage_kernels(whole, op, number, self._placement))
+
+    def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
+        """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
+        whole = self._cache.estimate([kernel])
+        if whole <= room:
+            return None
+        counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
+        if not counts:
+            return None
+        first = self._in_tiles(kernel, counts[0])
+        if first is not None and first[1] <= room:
+            return first[0]
+        # More tiles never need more memory than fewer, and the most need mainly the undivided
+        # parts. Comparing with the most, not with the tiles tried before, depends on no tie.
+        most = self._in_tiles(kernel, counts[-1])
+        least = min(whole, most[1]) if most else whole
+        if least > room and least >= _WORTH * whole:
+            return None
+        limit = room if least <= room else least / _NEAR
+        rows = (self._in_tiles(kernel, count) for count in counts)
+        return next((found[0] for found in rows if found and found[1] <= limit), None)
+
+    def _of(self, kernel: Kernel) -> Divisible:
+        like = kernel.name, kernel.key
+        if like not in self._divisible:
+            self._divisible[like] = Divisible(kernel)
+        return self._divisible[like]
+
+    def _in_tiles(self, kernel: Kernel, count: int) -> tuple[Tiling, int] | None:
+        like = kernel.name, kernel.key, count
+        if like not in self._divided:
+            found = self._of(kernel).into(count)
+            self._divided[like] = found and (found[1], self._cache.estimate_trial(found[0]))
+        return self._divided[like]

@@ -1,0 +1,404 @@
+"""Starts a run: compiles functions, pins host memory, and fills the store with initial values.
+
+On a GPU, two threads work in parallel:
+
+    main thread                         one thread
+    compiles functions                  reads files of parameters
+    times them, and schedules by that   reads
+    pins host memory, shown in a bar    reads
+    times copies, and schedules again   reads
+    fills the store                     -
+
+While memory is pinned, only threads that prefault its pages run (see `prefault_threads.py`): the
+kernel makes threads that need more memory wait, such as a compiler's.
+No large array is sent to a device before the pool is reserved, because its copy goes through the
+pool and would make it grow in small steps.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh
+
+from megatrain_jax._src.common.garbage import gc_paused
+from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
+from megatrain_jax._src.common.phases import Phases
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
+from megatrain_jax._src.engine.adapt.initial_values import InitialValues
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.kernels.loss_scale import scaling_of
+from megatrain_jax._src.engine.kernels.tiles import has_triton
+from megatrain_jax._src.engine.options.batch_checks import num_rows
+from megatrain_jax._src.engine.options.inputs import check_mesh
+from megatrain_jax._src.engine.options.machine import check_products
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.report.check_device import check_device
+from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.run_warnings import find_warnings, warn_of
+from megatrain_jax._src.engine.runtime.batch import joined_shapes
+from megatrain_jax._src.engine.runtime.copy_rates import measured_rates
+from megatrain_jax._src.engine.runtime.engine import Engine
+from megatrain_jax._src.engine.runtime.fill import fill_store, initial_kernels
+from megatrain_jax._src.engine.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.engine.runtime.store import Store
+from megatrain_jax._src.engine.spec.budget import fit_to_machine
+from megatrain_jax._src.engine.spec.host import (
+    agreed_host_budget,
+    check_host,
+    fit_to_host,
+    peak_bytes,
+    process_base_bytes,
+    state_bytes,
+)
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.measured import (
+    by_measured_rates,
+    by_measured_times,
+    has_copies,
+    is_worth_measuring,
+)
+from megatrain_jax._src.engine.spec.microbatches import (
+    chooses_microbatches_or_waves,
+    fit_with_microbatches,
+)
+from megatrain_jax._src.engine.spec.pooled import pooled_bytes
+from megatrain_jax._src.engine.spec.rescheduled import run_with_all_waves
+from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
+from megatrain_jax._src.engine.spec.tile_search import TileFinder
+from megatrain_jax._src.engine.state import pool
+from megatrain_jax._src.engine.state.cards import card_here, within_pools
+from megatrain_jax._src.engine.state.pinning import (
+    advice_on_pages,
+    pins_small_pages,
+    warning_of_little,
+)
+from megatrain_jax._src.engine.state.placement import (
+    Placement,
+    default_mesh,
+    device_count_text,
+    placed_on,
+)
+from megatrain_jax._src.engine.state.processes import PeerEndedError
+
+# A shorter start is not explained.
+_SECONDS_TO_EXPLAIN = 10.0
+
+
+def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
+    """Completes a run's options with the mesh, the hardware and the host memory of this machine.
+
+    Returns:
+        The options, the placement on the devices of their mesh, and whether there is a GPU.
+
+    Raises:
+        ValueError: If this machine can't train on the mesh.
+    """
+    # Starts JAX's backend; settings that must precede this were made on import.
+    machine = card_here()
+    check_products(run.dtypes, machine)
+    mesh = run.mesh or default_mesh()
+    check_mesh(mesh)
+    placement = placed_on(mesh)
+    hardware = run.machine or machine
+    if hardware and machine:  # a named card is in this host, and this GPU computes
+        host = hardware.host_bytes or machine.host_bytes
+        hardware = replace(hardware, host_bytes=host, has_bfloat16=machine.has_bfloat16)
+        number = len(placement.local_devices) * placement.processes.num_here
+        hardware = within_pools(hardware, number)
+    run = replace(run, hardware=hardware, mesh=mesh)
+    if machine is not None:
+        run = replace(run, host_budget=agreed_host_budget(run, placement))
+    return run, placement, machine is not None
+
+
+def local_run_spec(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    run: Options,
+    placement: Placement,
+    has_gpu: bool,
+) -> RunSpec:
+    """The run's spec; on a GPU, its numbers of microbatches and waves fit in the GPU's memory.
+
+    Args:
+        adapted: The model.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: See `Trainer`.
+        run: The options, completed by `on_this_machine`.
+        placement: The run's devices.
+        has_gpu: Whether this machine has a GPU.
+
+    Raises:
+        ValueError: If model, loss, optimizer, batch and options don't fit together, or the
+            processes don't agree on them.
+    """
+    adapted.check_batch(sample_batch)
+    processes = placement.processes
+    sample = joined_shapes(sample_batch, processes.count)
+
+    def make(run: Options) -> RunSpec:
+        return make_run_spec(adapted, loss_fn, optimizer, sample, run)
+
+    with gc_paused(), remembering():
+        spec = make(with_chosen_microbatches(run, make, sample, placement, has_gpu))
+    # Before anything large is made, so an error comes early.
+    processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
+    if processes.is_first:
+        warn_of(find_warnings(spec))
+    return spec
+
+
+def with_chosen_microbatches(
+    run: Options,
+    make: Callable[[Options], RunSpec],
+    sample: Any,
+    placement: Placement,
+    has_gpu: bool,
+) -> Options:
+    """Completes a run's options with the numbers of microbatches and waves.
+
+    Args:
+        run: The options.
+        make: Makes a run's spec for options with a number of microbatches.
+        sample: The shapes of a batch, over all processes.
+        placement: The run's devices.
+        has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
+    """
+    if not chooses_microbatches_or_waves(run) or not has_gpu:
+        return replace(run, microbatches=run.least_microbatches)
+    usable = run.machine and run.machine.usable_bytes
+    processes, rows = placement.processes, num_rows(sample) or 1
+    # Uses estimates, so that nothing is compiled for rejected numbers.
+    planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    kernels = KernelCache(platform="gpu")
+
+    def to_host(spec: RunSpec) -> RunSpec | None:
+        return fit_to_host(spec, *processes.spread)
+
+    def fit(spec: RunSpec) -> RunSpec:
+        return fit_to_machine(spec, kernels, usable, planned, to_host)
+
+    tiles = TileFinder(kernels, planned)
+    return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
+
+
+def start(
+    spec: RunSpec,
+    placement: Placement,
+    initial: InitialValues,
+    sample_batch: Any,
+    progress: bool,
+    began: float,
+    *,
+    has_gpu: bool,
+) -> tuple[RunSpec, Engine, Mapping[str, float]]:
+    """Makes a run's engine on this machine, and fills its store.
+
+    Args:
+        spec: The run.
+        placement: The run's devices.
+        initial: The initial values of parameters and of the model's remaining state.
+        sample_batch: See `Trainer`.
+        progress: Whether to show a progress bar, and the seconds of each phase after a long start.
+        began: Value of `time.perf_counter` when tracing began.
+        has_gpu: Whether this machine has a GPU, so that the run has to fit in its memory.
+
+    Returns:
+        The run with its device budget known, the engine before the first step, and the seconds of
+        each phase of the start.
+
+    Raises:
+        MemoryError: If host memory or device memory is too small.
+        PeerEndedError: If another process of the run could not start.
+    """
+    # On a CPU, functions are compiled by the first step, and nothing is pinned.
+    told = ("compiling", "timing", "pinning", "initialising") if has_gpu else ("initialising",)
+    phases = Phases(began, told, progress)
+    machine = spec.options.machine
+    if progress and not has_gpu and machine is not None:
+        tqdm.write(
+            f"`hardware`={machine.name} sets the rates of schedule and plan; JAX sees no GPU, so "
+            "this run computes on the CPU",
+            file=sys.stderr,
+        )
+    try:
+        spec, engine = _started(spec, placement, initial, sample_batch, progress, has_gpu, phases)
+    except PeerEndedError:
+        raise
+    except BaseException as error:
+        with contextlib.suppress(PeerEndedError):
+            # The peers would wait forever at their next synchronisation.
+            placement.processes.leave(f"{type(error).__name__}: {error}")
+        raise
+    if progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
+        tqdm.write(str(phases), file=sys.stderr)
+    return spec, engine, phases.seconds
+
+
+def _started(
+    spec: RunSpec,
+    placement: Placement,
+    initial: InitialValues,
+    sample_batch: Any,
+    progress: bool,
+    has_gpu: bool,
+    phases: Phases,
+) -> tuple[RunSpec, Engine]:
+    """See `start`."""
+    kernels, processes = empty_kernel_cache(spec, placement), placement.processes
+    # Files read ahead have to fit in the host beside the run's state; otherwise they are read
+    # twice.
+    left = available_bytes() - peak_bytes(spec.first) // processes.count
+    if has_gpu:
+        kernels.queue_for_compile(initial_kernels(spec, placement, initial))
+    with ReadAhead(initial.files if has_gpu else (), left):
+        text = warning_of_little(state_bytes(spec.first) // processes.count)
+        if has_gpu and processes.is_first and text:
+            warn_of([text])
+        with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
+            spec, free = fit_and_compile(spec, kernels, placement, has_gpu=has_gpu)
+            whole = run_with_all_waves(spec)
+            _check(whole, kernels, placement, free, has_gpu=has_gpu)
+        measures = has_gpu and is_worth_measuring(spec)
+        if measures:
+            with phases.phase("timing"):
+                spec = by_measured_times(spec, kernels, placement, sample_batch)
+                whole = run_with_all_waves(spec)
+        if has_gpu and spec.num_parts > 1:  # functions were compiled for other ways to cut, too
+            step = step_kernels(spec.first, spec.layouts, spec.optimizer, placement)
+            kernels.keep_only((*step, *initial_kernels(spec, placement, initial)))
+            return_freed_memory()
+        # After compiling: only then is it known what waits in the host, and so how much to pin.
+        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
+            least = num_bytes = peak_bytes(whole.first) // processes.count
+            if has_gpu:
+                num_bytes = pooled_bytes(whole, *processes.spread)
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show, least)
+        if measures and has_copies(spec):
+            with phases.phase("timing copies"):
+                schedule = whole.first.schedule
+                room = min(num_bytes // len(placement.local_devices), schedule.peak_bytes)
+                rates = measured_rates(placement, room, spec.largest_slab_bytes)
+                found = by_measured_rates(spec, *rates, schedule.transient)
+                # Copies in another order may leave larger gaps. The pools have room for one more
+                # array.
+                spare = len(placement.local_devices) * spec.largest_slab_bytes
+                if pooled_bytes(found, *processes.spread) <= num_bytes + spare:
+                    whole = found
+        spec = whole
+    with (
+        phases.phase("initialising"),
+        group_bar("initialising", spec, placement, progress) as bar,
+    ):
+        scaling = scaling_of(None) if spec.optimizer.is_scaled else None
+        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed), scaling)
+        fill_store(spec, store, kernels, initial, bar.update)
+    return spec, Engine(store, spec.optimizer, kernels)
+
+
+def empty_kernel_cache(spec: RunSpec, placement: Placement) -> KernelCache:
+    """An empty cache for a run's kernels, with XLA's options for them."""
+    with_triton = placement.platform == "gpu" and has_triton(placement.devices)
+    in_float8 = spec.precision.products is not None
+    # XLA does not divide these kernels over devices.
+    code_passes = in_float8 and placement.num_devices == 1 and with_triton
+    return KernelCache(
+        placement.compiler_options,
+        placement.platform,
+        code_passes=code_passes,
+        with_triton=with_triton,
+        device=next(iter(placement.local_devices), None),
+    )
+
+
+def fit_and_compile(
+    spec: RunSpec, kernels: KernelCache, placement: Placement, *, has_gpu: bool
+) -> tuple[RunSpec, int | None]:
+    """Fits a run to its device and its host; on a GPU, compiles its functions.
+
+    Returns:
+        The run, and the free bytes of the fullest device; None without a GPU.
+    """
+    processes = placement.processes
+    free = pool.free_device_bytes(placement) if has_gpu else None
+    if free is not None:
+        free = min(processes.gather("asking for free device memory", free))
+    if has_gpu:
+        spec = fit_to_machine(
+            spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
+        )
+    elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
+        fitted = fit_to_host(_on_cpu(spec, kernels, placement), *processes.spread)
+        spec = replace(spec, fits_host=False) if fitted is None else fitted
+    return spec, free
+
+
+def _on_cpu(spec: RunSpec, kernels: KernelCache, placement: Placement) -> RunSpec:
+    """The run with the host memory of computation on a CPU, where nothing is compiled ahead."""
+    ahead = spec.first, spec.layouts, spec.optimizer, placement
+    base = spec.base_bytes
+    if base is None:  # all processes have to make the same schedule
+        base = max(placement.processes.gather("asking for host memory", process_base_bytes()))
+    return replace(
+        spec,
+        base_bytes=base,
+        temporary_bytes=kernels.estimate(step_kernels(*ahead)),
+        temporary_estimated=True,
+    )
+
+
+def _check(
+    spec: RunSpec, kernels: KernelCache, placement: Placement, free: int | None, *, has_gpu: bool
+) -> None:
+    """Refuses a run that needs too much memory of its host or its device."""
+    processes = placement.processes
+    # The last check before minutes of pinning.
+    check_host(spec if has_gpu else _on_cpu(spec, kernels, placement), *processes.spread)
+    check_device(make_plan(spec, *processes.spread), free, spec.first.program.values)
+
+
+@contextlib.contextmanager
+def _pinning_bar(
+    placement: Placement, progress: bool, phases: Phases
+) -> Iterator[Callable[[int, int], None]]:
+    """Shows the pinned host memory, its rate and the time left, when it is updated.
+
+    Before the wait it advises to enable huge pages if that would shorten it.
+    """
+    began = time.perf_counter()
+    pages = "pages of 4 KiB" if pins_small_pages() else "pages"
+    with tqdm(
+        desc=f"pinning host memory{device_count_text(placement.devices)}, the kernel finds {pages}",
+        unit="iB",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress or placement.platform == "cpu",
+        leave=False,
+    ) as bar:
+
+        def show(taken: int, of: int) -> None:
+            if progress and not taken and (advice := advice_on_pages(of)):
+                tqdm.write(advice, file=sys.stderr)
+            bar.total = of
+            bar.update(taken - bar.n)
+            phases.pinned_bytes, phases.pinned_in = taken, time.perf_counter() - began
+
+        yield show
+
+
+def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:
+    """A progress bar over a run's groups, shown if `progress`."""
+    desc, num_groups = f"{what}{device_count_text(placement.devices)}", len(spec.layouts)
+    return tqdm(desc=desc, total=num_groups, unit="group", disable=not progress, leave=False)

@@ -1,0 +1,203 @@
+"""`Hardware`: memory sizes and rates of an accelerator, its host and the link between them."""
+
+import math
+import numbers
+from dataclasses import dataclass, replace
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.engine.startup import allocator
+from megatrain_jax._src.engine.state.pool_limit import POOL_BYTES_PER_LIST_BYTE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The memory sizes and rates of an accelerator and its host, for plans.
+
+    Rates refer to one accelerator, except for the host's memory, which all accelerators share.
+
+    Attributes:
+        name: The machine's name in plans.
+        host_bytes: Host memory that training may use; `None` if unknown.
+        typical_host_bytes: Host memory that plans assume if `host_bytes` isn't given.
+        device_bytes: Memory of the accelerator; `None` if unknown.
+        device_share: Share of it that JAX may allocate. With `None`, all but 3.6 GiB, at least 85%
+            and at most 93%, or a smaller `XLA_CLIENT_MEM_FRACTION` that is set here.
+        link_bytes_per_s: Bytes per second from host to device, while both directions copy.
+        link_out_bytes_per_s: Bytes per second from device to host meanwhile; `None` if they are as
+            many. A run on a GPU measures both rates when it starts.
+        host_bytes_per_s: Bytes per second between the host's memory and all devices together;
+            infinite by default, so that only the links limit transfers.
+        peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
+            `None` if only the links connect them. Collectives then pass through the host's memory.
+        flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
+            if the card has no bfloat16.
+        float32_share: Rate of float32 matrix products with JAX's default precision, as a share of
+            `flops_per_s`. That precision is TF32 on NVIDIA's cards from Ampere on.
+        float8_flops_per_s: Floating-point operations per second in float8 matrix products; `None`
+            if the accelerator has no units for them, so that `Precision(products="float8")` is
+            refused.
+        memory_bytes_per_s: Bytes per second that the accelerator reads and writes in its memory;
+            infinite by default, so that operations that only move bytes take no time.
+        sustained: Share of `flops_per_s` that matrix products reach in the stages of a step. The
+            other kernels of a stage are bound by the memory and count in addition.
+        sustained_attention: Share of `flops_per_s` that attention kernels, such as cuDNN's, reach
+            in forward and backward together; operations that a causal mask skips don't count.
+        has_bfloat16: Whether the card computes in bfloat16, as NVIDIA's do from Ampere on.
+        widest_heads: Maximum width of heads that cuDNN's attention supports on this card: 256 from
+            Hopper on, 0 if the card is older than Ampere. Plans made on another machine use it to
+            tell whether `models.attention` calls cuDNN.
+        source: Source of the rates, such as "measured". It says "unmeasured" for vendors' peaks,
+            which real runs never reach, and tables of plans then say so.
+
+    Raises:
+        TypeError: If an attribute has the wrong type; bytes are integers.
+        ValueError: If a number is not positive, or a share is above 1.
+
+    Examples:
+        A known card in a host with 256 GiB:
+
+        >>> import dataclasses
+        >>> from megatrain_jax import card
+        >>> machine = dataclasses.replace(card("RTX 4090"), host_bytes=256 * 2**30)
+        >>> machine.name, machine.device_bytes // 2**30
+        ('NVIDIA GeForce RTX 4090', 24)
+    """
+
+    name: str
+    host_bytes: int | None = None
+    typical_host_bytes: int | None = None
+    device_bytes: int | None = None
+    device_share: float | None = None
+    link_bytes_per_s: float
+    link_out_bytes_per_s: float | None = None
+    host_bytes_per_s: float = math.inf
+    peer_bytes_per_s: float | None = None
+    flops_per_s: float
+    float32_share: float = 1.0
+    float8_flops_per_s: float | None = None
+    memory_bytes_per_s: float = math.inf
+    sustained: float = 0.8
+    # 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691); assumed for other cards too.
+    sustained_attention: float = 0.6
+    has_bfloat16: bool = True
+    widest_heads: int = 128
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        """Checks types, and that all rates are positive, since times divide by them."""
+        for name in ("name", "source"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(checks.refused(name, "a str", value))
+        for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
+        checks.boolean("has_bfloat16", self.has_bfloat16)
+        widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
+        object.__setattr__(self, "widest_heads", widest_heads)
+        shares = "sustained", "sustained_attention", "float32_share"
+        for name in ("link_bytes_per_s", "flops_per_s", *shares):
+            self._as_float(name)
+        for name, unknown in (
+            ("memory_bytes_per_s", math.inf),
+            ("link_out_bytes_per_s", None),
+            ("host_bytes_per_s", math.inf),
+            ("peer_bytes_per_s", None),
+            ("float8_flops_per_s", None),
+            ("device_share", None),
+        ):
+            # An unknown rate limits nothing: it is infinite if times divide by it, else None.
+            value = getattr(self, name)
+            if not (isinstance(value, numbers.Real | None) and value == unknown):
+                self._as_float(name)
+        for name in (*shares, "device_share"):
+            if (value := getattr(self, name)) is not None and value > 1:
+                raise ValueError(checks.refused(name, "a share of at most 1", value))
+
+    def _as_float(self, name: str) -> None:
+        """Makes a rate or share a Python float."""
+        value = checks.number(name, getattr(self, name), above=0)
+        if math.isinf(1 / value):  # times divide by it
+            raise ValueError(checks.refused(name, "a number that is not that small", value))
+        object.__setattr__(self, name, value)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether the source says that nobody has measured the rates."""
+        return "unmeasured" in self.source
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Device memory that JAX may allocate; `None` if unknown."""
+        if self.device_bytes is None:
+            return None
+        # Read late, because the user may set JAX's variable after the import.
+        share = self.device_share
+        share = allocator.share_of(self.device_bytes) if share is None else share
+        return int(share * self.device_bytes)
+
+    @property
+    def list_bytes(self) -> int:
+        """Host memory in which JAX lists one accelerator's memory; 0 if CUDA allocates it."""
+        return (
+            (self.usable_bytes or 0) // POOL_BYTES_PER_LIST_BYTE if allocator.keeps_lists() else 0
+        )
+
+    def times(self, num_devices: int) -> "Hardware":
+        """The same machine with `num_devices` accelerators and a host of typical size for them."""
+        typical = self.typical_host_bytes
+        return replace(self, typical_host_bytes=typical and typical * num_devices)
+
+    def compute_seconds(
+        self,
+        flops: float,
+        attention: float,
+        sustained: float = 1.0,
+        float8: float = 0.0,
+        float32: float = 0.0,
+    ) -> float:
+        """Seconds that one accelerator takes for a number of operations.
+
+        Args:
+            flops: Number of operations, including attention's.
+            attention: Number of operations in attention kernels.
+            sustained: Share of `flops_per_s` that operations outside attention reach.
+            float8: Number of operations in float8 products.
+            float32: Number of operations in float32 products.
+        """
+        # Attention kernels have a rate of their own, measured in steps.
+        others = (flops - attention) / sustained
+        found = (others + attention / self.sustained_attention) / self.flops_per_s
+        found += float32 * (1 / self.float32_share - 1) / sustained / self.flops_per_s
+        if self.float8_flops_per_s is None:
+            return found
+        # Only the products themselves are faster, not the operations around them.
+        return found - float8 * (1 / self.flops_per_s - 1 / self.float8_flops_per_s)
+
+    @property
+    def link_rates(self) -> tuple[float, float]:
+        """Bytes per second from host to device, and from device to host."""
+        outward = self.link_out_bytes_per_s
+        return self.link_bytes_per_s, self.link_bytes_per_s if outward is None else outward
+
+    def transfer_rates(self, num_devices: int) -> tuple[float, float]:
+        """Bytes per second from the host to each of `num_devices` busy devices, and back."""
+        inward, outward = self.link_rates
+        each = self.host_bytes_per_s / num_devices
+        return min(inward, each), min(outward, each)
+
+    def collective_bytes_per_s(self, num_devices: int) -> float:
+        """Bytes per second that each of `num_devices` devices receives in collectives.
+
+        If only links connect the devices, a byte uses the sender's and the receiver's link at the
+        same time, and is written to and read from the host's memory. On eight devices with links of
+        31.5 GB/s and a host memory of 204.8 GB/s, each receives min(31.5, 204.8 / (2 · 8)) = 12.8
+        GB/s.
+        """
+        if self.peer_bytes_per_s is not None:
+            return self.peer_bytes_per_s
+        return min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
+
+    @property
+    def assumed_host_bytes(self) -> int | None:
+        """Host memory, or the typical amount if it isn't given; `None` if unknown."""
+        return self.typical_host_bytes if self.host_bytes is None else self.host_bytes

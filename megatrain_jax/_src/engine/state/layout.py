@@ -1,0 +1,400 @@
+"""Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
+
+A slab is one flat array of a group's leaves with one dtype. One array per group needs one transfer,
+and freed arrays of equal size are reused exactly. Unpacking happens inside a kernel, where it is a
+slice and a reshape.
+
+Over several devices, a slab and each leaf in it are divided evenly. A device's shard has a share of
+every leaf, so that an update needs no data from its peers.
+
+A layout also defines the arrays that store a slab between kernels (`at_rest`): the slab itself, or
+the output of its segments' codecs, such as a narrower dtype. Kernels `decode` their inputs and
+`encode` their outputs; the rest of the program treats the arrays as opaque.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, islice
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.engine.state.codec import Array, Part, Plain
+from megatrain_jax._src.engine.state.draws import Draw, derived_draw
+
+Spread = Callable[[jax.Array], jax.Array]
+"""A function that applies a sharding to an array, inside jit."""
+
+PLAIN = Plain()
+ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A range of each shard of a slab with its own arrays at rest, and one codec for its leaves.
+
+    Leaves with one codec share a segment, unless they are large and apart; see `large_leaves`.
+
+    Attributes:
+        codec: The codec of its leaves.
+        start: Its first element in every shard.
+        stop: The element after its last.
+    """
+
+    codec: Plain
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The layout of one slab: shapes and offsets of its leaves.
+
+    It has no paths, so that equal blocks share it.
+
+    Example: leaves of shapes (3, 2) and (5,) in fp32, each aligned to 64 elements::
+
+        layout_of([(3, 2), (5,)], "float32")
+        # offsets (0, 64), size 128, 512 bytes: elements 6 to 63 and 69 to 127 are padding
+        layout.unpack(slab, 1)      # slab[64:69]
+        layout.pack([None, bias])   # zeros, with the bias at 64
+
+    Over two devices, each device has two of four rows and three of five elements::
+
+        layout_of([(4, 2), (5,)], "float32", num_shards=2)
+        # shares (4, 3), offsets (0, 64), size 256: slab[:128] is the first device's shard
+        layout.unpack(slab, 1)      # slab[64:67] and slab[192:194]; slab[194] is padding
+
+    Attributes:
+        dtype: Name of the compute dtype of slabs.
+        shapes: Shape of each leaf.
+        shares: Elements of each leaf in every shard; in the last shards, some may be padding.
+        offsets: First element of each leaf in every shard.
+        size: Elements of the slab, padding included.
+        num_shards: Number of equal parts that the slab is divided into, one per device.
+        segments: The ranges of its shards with one codec each, in order.
+    """
+
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+    num_shards: int = 1
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slab as stored and sent, over all shards."""
+        return sum(aval.size * aval.dtype.itemsize for aval in self.at_rest)
+
+    @property
+    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays that store a slab."""
+        return tuple(
+            jax.ShapeDtypeStruct(
+                ((segment.stop - segment.start) // part.per * self.num_shards,),
+                jnp.dtype(part.dtype),
+            )
+            for segment in self.segments
+            for part in segment.codec.parts(self.dtype)
+        )
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding an update draws random bits."""
+        return any(segment.codec.draws for segment in self.segments)
+
+    def encode(self, slab: Array, draw: Draw | None = None) -> tuple[Array, ...]:
+        """The arrays at rest that encode a slab; for use inside jit.
+
+        Args:
+            slab: The slab.
+            draw: Draw of the random bits for rounding; None rounds to nearest.
+        """
+        # One row per shard. Segments are ranges of every shard, so each device encodes its own row.
+        rows = slab.reshape(self.num_shards, -1)
+        found: list[Array] = []
+        for number, segment in enumerate(self.segments):
+            if segment.codec.by_leaf:
+                found += self._encode_leaves(rows, segment)
+                continue
+            columns = rows[:, segment.start : segment.stop]
+            found += self.encode_columns(columns, number, 0, draw)
+        return tuple(found)
+
+    def _encode_leaves(self, rows: Array, segment: Segment) -> list[Array]:
+        """The arrays at rest of a segment with leaves that are encoded as a whole."""
+        parts = segment.codec.parts(self.dtype)
+        leaves = [i for i, at in enumerate(self.offsets) if segment.start <= at < segment.stop]
+        leaves.sort(key=self.offsets.__getitem__)
+        starts = [self.offsets[i] for i in leaves]
+        columns: list[list[Array]] = [[] for _ in parts]
+        for i, start, end in zip(leaves, starts, [*starts[1:], segment.stop], strict=True):
+            leaf = self._leaf(rows, i, start).reshape(-1)
+            for row, part, x in zip(columns, parts, segment.codec.encode_leaf(leaf), strict=True):
+                x = jnp.pad(x, (0, (end - start) * self.num_shards // part.per - x.size))
+                row.append(x.reshape(self.num_shards, -1))
+        return [jnp.concatenate(row, axis=1).reshape(-1) for row in columns]
+
+    def encode_columns(
+        self, rows: jax.Array, number: int, start: int | jax.Array, draw: Draw | None
+    ) -> tuple[Array, ...]:
+        """The arrays at rest of a part of a segment; for use inside jit.
+
+        Args:
+            rows: The part's numbers, (shards, columns).
+            number: Number of the segment.
+            start: The part's first column within the segment; a multiple of its codec's block.
+            draw: Draw of the slab's random bits for rounding; None rounds to nearest.
+        """
+        segment, draws = self.segments[number], None
+        if segment.codec.block > 1:
+            shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in (0, 1))
+            rows = self.without_padding(rows, segment, shard, at + start)
+        if draw is not None:
+            # Each run of segments with one codec numbers its elements from 0, so each run needs its
+            # own draw. The bits don't depend on the segments that a run is divided into.
+            runs = [list(run) for _, run in groupby(self.segments, key=lambda s: s.codec)]
+            at, run = next((n, run) for n, run in enumerate(runs) if segment in run)
+            own = draw if len(runs) == 1 else derived_draw(draw, at)
+            shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
+            first = segment.start - run[0].start + jnp.asarray(start, jnp.uint32)
+            numbers = shard * jnp.uint32((run[-1].stop - run[0].start) & 0xFFFFFFFF) + first + at
+            draws = own, numbers.reshape(-1)
+        return segment.codec.encode(rows.reshape(-1), draws)
+
+    def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
+        """The slab decoded from its arrays at rest; for use inside jit.
+
+        Args:
+            arrays: The arrays at rest.
+            dtype: Dtype of a decoded slab; None for the layout's. A plain slab keeps its dtype.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
+        if len(pairs) == 1:
+            return self.decode_segments(arrays, dtype)[0]
+        rows = [
+            segment.codec.decode(own, dtype).reshape(-1, segment.stop - segment.start)
+            for segment, own in pairs
+        ]
+        return jnp.concatenate(rows, axis=1).reshape(-1)
+
+    def decode_segments(
+        self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[Array, ...]:
+        """The segments decoded from a slab's arrays at rest, one array each; see `decode`."""
+        dtype = self.dtype if dtype is None else dtype
+        # A plain segment is not cast here, because `unpack_whole` casts leaf by leaf.
+        return tuple(
+            own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
+            for segment, own in zip(self.segments, self.by_segment(arrays), strict=True)
+        )
+
+    def parts(self, i: int) -> tuple[Part, ...]:
+        """The arrays at rest that encode leaf `i`."""
+        return self.segment_of(i)[0].codec.parts(self.dtype)
+
+    def gradient_avals(self, dtype: jax.typing.DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of a gradient: an array per segment, with the leaves' offsets."""
+        sizes = (self.num_shards * (s.stop - s.start) for s in self.segments)
+        return tuple(jax.ShapeDtypeStruct((size,), jnp.dtype(dtype)) for size in sizes)
+
+    def in_segments(self, slab: jax.Array) -> tuple[jax.Array, ...]:
+        """A slab's segments, one array each, as in a gradient; for use inside jit."""
+        rows = slab.reshape(self.num_shards, -1)
+        return tuple(rows[:, s.start : s.stop].reshape(-1) for s in self.segments)
+
+    def joined(self, segments: Sequence[jax.Array]) -> jax.Array:
+        """The slab of these segments; undoes `in_segments`."""
+        rows = [x.reshape(self.num_shards, -1) for x in segments]
+        return jnp.concatenate(rows, axis=1).reshape(-1) if rows[1:] else segments[0]
+
+    def unpack(self, slab: jax.Array, i: int) -> jax.Array:
+        """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
+        return self._leaf(slab.reshape(*self._rows, -1), i, self.offsets[i])
+
+    def unpack_from(self, segments: Sequence[jax.Array], i: int) -> jax.Array:
+        """Leaf `i` of a slab that is given by segment, such as a gradient; for use inside jit."""
+        array, at = self.place_of(i, segments)
+        return self._leaf(array.reshape(*self._rows, -1), i, at)
+
+    def place_of(self, i: int, segments: Sequence[jax.Array]) -> tuple[jax.Array, int]:
+        """The array, of a slab given by segment, that has leaf `i`, and the leaf's first column."""
+        segment, number = self.segment_of(i)
+        return segments[number], self.offsets[i] - segment.start
+
+    def unpack_whole(
+        self,
+        arrays: Sequence[jax.Array],
+        leaves: Sequence[int],
+        dtype: jax.typing.DTypeLike,
+        whole: Spread,
+    ) -> list[jax.Array]:
+        """Some leaves of a slab, whole on every device; for use inside jit.
+
+        The slab is cast first, so that devices exchange the narrower dtype, and the leaves are
+        gathered together, in one collective.
+
+        Args:
+            arrays: The slab's arrays at rest.
+            leaves: Numbers of the leaves.
+            dtype: Dtype of the leaves.
+            whole: Makes an array whole on every device.
+        """
+        if self.num_shards == 1:
+            segments = self.decode_segments(arrays, dtype)
+            return [self.unpack_from(segments, i).astype(dtype) for i in leaves]
+        rows = self.decode(arrays, dtype).astype(dtype).reshape(self.num_shards, -1)
+        parts = [rows[:, self.offsets[i] : self.offsets[i] + self.shares[i]] for i in leaves]
+        starts = accumulate((part.shape[1] for part in parts), initial=0)
+        gathered = whole(jnp.concatenate(parts, axis=1))
+        return [self._leaf(gathered, i, at) for i, at in zip(leaves, starts, strict=False)]
+
+    def pack(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+        order: Sequence[int] | None = None,
+    ) -> jax.Array:
+        """The slab of these leaves, cast to its dtype; None stands for zeros.
+
+        Args:
+            leaves: The leaves.
+            spread: Divides an array over the devices along its first axis.
+            order: Numbers of the leaves in the order of writing; None for the order of offsets. The
+                best order is that of their computation, because a write waits for all earlier ones.
+        """
+        return self._packed(leaves, spread, order, 0, self.size // self.num_shards)
+
+    def pack_segments(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+        order: Sequence[int] | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """The segments of the slab of these leaves, one array each; see `pack`."""
+        return tuple(self._packed(leaves, spread, order, s.start, s.stop) for s in self.segments)
+
+    def _packed(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread,
+        order: Sequence[int] | None,
+        start: int,
+        stop: int,
+    ) -> jax.Array:
+        """The columns from `start` to `stop` of the slab of these leaves; see `pack`."""
+        slab, size = None, stop - start
+        # Leaves are written one by one, as copies. In a concatenation, a GPU computes the source of
+        # each element, which takes several times as long.
+        for offset, part in self._parts(leaves, spread, start, stop, order):
+            if slab is None:
+                # Padding is zero, so that it does not change reductions over whole slabs.
+                behind = size - offset - part.shape[-1]
+                slab = jnp.pad(part, [(0, 0)] * len(self._rows) + [(offset, behind)])
+            else:
+                slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
+        return jnp.zeros(size * self.num_shards, self.dtype) if slab is None else slab.reshape(-1)
+
+    def add(
+        self,
+        segments: Sequence[jax.Array],
+        leaves: Sequence[jax.Array | None],
+        spread: Spread = _as_it_is,
+    ) -> tuple[jax.Array, ...]:
+        """The sums of a slab's segments and the segments of the slab of these leaves."""
+        return tuple(
+            x + self._joined(leaves, spread, segment.start, segment.stop)
+            for x, segment in zip(segments, self.segments, strict=True)
+        )
+
+    def _joined(
+        self, leaves: Sequence[jax.Array | None], spread: Spread, start: int, stop: int
+    ) -> jax.Array:
+        """The same columns as of `_packed`, as an operand of a sum."""
+        rows, end = [], 0
+        for offset, part in (*self._parts(leaves, spread, start, stop), (stop - start, None)):
+            if offset > end:
+                rows.append(jnp.zeros((*self._rows, offset - end), self.dtype))
+            if part is not None:
+                rows.append(part)
+                end = offset + part.shape[-1]
+        # XLA fuses a concatenation into the sum, so that it allocates no array.
+        return jnp.concatenate(rows, axis=-1).reshape(-1) if rows[1:] else rows[0].reshape(-1)
+
+    def _parts(
+        self,
+        leaves: Sequence[jax.Array | None],
+        spread: Spread,
+        start: int,
+        stop: int,
+        order: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, jax.Array]]:
+        """The leaves between two columns as rows of shards, by `order`, each with its column."""
+        if order is None:  # by offset: leaves are placed by codec, not by number
+            order = sorted(range(len(leaves)), key=lambda i: (self.offsets[i], self.shares[i]))
+        for i in order:
+            leaf, share, offset = leaves[i], self.shares[i], self.offsets[i]
+            if leaf is not None and start <= offset < stop:
+                flat = leaf.reshape(-1).astype(self.dtype)
+                if missing := self.num_shards * share - math.prod(self.shapes[i]):
+                    flat = jnp.pad(flat, (0, missing))
+                # Each leaf is divided where its gradient is computed. So a device sums only its own
+                # share, and needs no whole slab.
+                yield offset - start, spread(flat.reshape(*self._rows, share))
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """Leading axes of a slab with its shards as rows; one shard needs none."""
+        return (self.num_shards,) if self.num_shards > 1 else ()
+
+    def _leaf(self, rows: Array, i: int, start: int) -> Array:
+        """Leaf `i`, with shares that begin at column `start` of each row."""
+        shape, share = self.shapes[i], self.shares[i]
+        flat = jax.lax.slice_in_dim(rows, start, start + share, axis=-1).reshape(-1)
+        return flat[: math.prod(shape)].reshape(shape)
+
+    def by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each segment."""
+        row = iter(arrays)
+        # The order of `at_rest`: for each segment, the parts of its codec.
+        return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
+
+    def segment_of(self, i: int) -> tuple[Segment, int]:
+        """The segment that contains leaf `i`, and the segment's number."""
+        number = self.segment_at(self.offsets[i])
+        return self.segments[number], number
+
+    def segment_at(self, column: int) -> int:
+        """The number of the segment that contains a column of each shard."""
+        return next(n for n, s in enumerate(self.segments) if column < s.stop)
+
+    def without_padding(
+        self, rows: jax.Array, segment: Segment, shard: jax.Array | int, at: jax.Array
+    ) -> jax.Array:
+        """Elements of a segment with padding set to zero, so that it does not affect scales.
+
+        Args:
+            rows: The elements, of any shape.
+            segment: The segment.
+            shard: The shard of each element.
+            at: The column of each element within the segment.
+        """
+        for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
+            size, block = math.prod(shape), segment.codec.block
+            # Only padding in the same block as a leaf affects a scale that is read. Blocks behind
+            # the leaf's last block are never read.
+            whole = share * self.num_shards == size and share % block == 0
+            if segment.start <= offset < segment.stop and not whole:
+                inside = at - (offset - segment.start)
+                is_leaf = (inside >= 0) & (inside < -(-share // block) * block)
+                is_padding = (inside >= share) | (shard * share + inside >= size)
+                rows = jnp.where(is_leaf & is_padding, 0, rows)
+        return rows

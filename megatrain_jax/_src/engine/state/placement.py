@@ -1,0 +1,319 @@
+"""The placement of a run's arrays: its devices, and the sharding of each kind of array.
+
+A `Placement` is made once, when a run begins, and passed to all code that makes or moves arrays.
+Only this file asks JAX for its devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from megatrain_jax._src.engine.state.processes import Processes
+
+_AXIS = "data"
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+_NO_LIMIT = str(2**40)
+_PART_BYTES = str(2**30)
+
+PART = "xla_multiheap_size_constraint_per_heap"
+"""XLA's option for the largest part of a function's temporaries, in bytes.
+
+Without it, XLA allocates all of them at once. After some steps no gap between other arrays was
+large enough for 5.8 GiB on an H100 with 18 GiB free.
+"""
+LARGEST_PART = 2**31 - 1
+"""The largest value of that option, in bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The devices of a run and the sharding of each kind of array.
+
+    Slabs are flat and divided evenly. Batches have the same sharding, and so do activations with
+    examples along their first axis. Small arrays are replicated on every device: variables,
+    scalars, keys, and leaves before they are packed into a slab.
+
+    Attributes:
+        devices: The devices; none in a plan.
+        num_devices: Number of devices.
+        platform: JAX's name of the devices' platform: "cpu", "gpu", ...; "" in a plan.
+        processes: The processes that own the devices.
+        slabs_at_rest: Sharding of slabs in pinned host memory.
+        slabs_on_device: Sharding of slabs in the devices' own memory.
+        small_at_rest: Sharding of small arrays in pinned host memory.
+        small_on_device: Sharding of small arrays in the devices' own memory.
+    """
+
+    devices: tuple[Any, ...]
+    num_devices: int
+    platform: str
+    processes: Processes
+    slabs_at_rest: Sharding
+    slabs_on_device: Sharding
+    small_at_rest: Sharding
+    small_on_device: Sharding
+
+    @property
+    def local_devices(self) -> tuple[Any, ...]:
+        """The devices of this process; none in a plan."""
+        here = jax.process_index() if self.devices else None
+        return tuple(device for device in self.devices if device.process_index == here)
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA options for kernels on these devices.
+
+        XLA allocates a function's temporaries in parts; see `PART`.
+
+        XLA combines collectives of one kind up to a threshold. A kernel sums each gradient over the
+        devices where it is computed; without a threshold, they are combined into one collective.
+        """
+        if self.platform != "gpu":
+            return {}
+        options = {PART: _PART_BYTES}
+        if self.num_devices > 1:
+            options |= {f"xla_gpu_{k}_combine_threshold_bytes": _NO_LIMIT for k in _COLLECTIVES}
+        return options
+
+    @contextmanager
+    def outside_meshes(self) -> Iterator[None]:
+        """Removes the caller's mesh (`jax.set_mesh`) for the body of a `with` statement.
+
+        JAX compiles a function once per ambient mesh, and a run's functions are compiled without
+        one. A run on one device keeps a mesh of one device, because its loss may compute in it.
+        """
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient.empty or ambient.size == self.num_devices == 1:
+            yield
+            return
+        # A mesh without axes is the default.
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            yield
+
+    def values(self, batched: bool) -> Sharding:
+        """The sharding of an activation; `batched` ones are divided along their first axis."""
+        return self.slabs_on_device if batched else self.small_on_device
+
+    def batch(self, num_examples: int) -> Sharding:
+        """The sharding of a batch; it is replicated if the devices can't divide it evenly."""
+        return self.values(num_examples % self.num_devices == 0)
+
+    def put(self, tree: Any, sharding: Sharding) -> Any:
+        """Puts values that all processes have, or arrays of this run, in one of these shardings.
+
+        In a run of several processes, random keys stay on the devices.
+        """
+        if self.processes.count == 1:
+            return jax.device_put(tree, sharding)
+        with jax.transfer_guard("allow"):  # explicit transfers, like `device_put`
+            return jax.tree.map(lambda x: self._put_one(x, sharding), tree)
+
+    def move(self, arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Array]:
+        """Copies arrays to another kind of memory, with the same shards.
+
+        With several processes, each process moves its own shards. For whole arrays, `device_put`
+        would run an identity on the devices (JAX 0.11.2), and copies could not overlap computation.
+        """
+        if self.processes.count == 1:
+            return jax.device_put(arrays, sharding)
+        kind = sharding.memory_kind
+        # One call for all shards of all arrays, because calls are far slower than arrays in them.
+        shards = [shard.data for x in arrays for shard in x.addressable_shards]
+        targets = [_on_one(x.device, kind) for x in shards]
+        copies = iter(jax.device_put(shards, targets))
+        return [
+            jax.make_array_from_single_device_arrays(
+                x.shape, sharding, list(islice(copies, len(self.local_devices)))
+            )
+            for x in arrays
+        ]
+
+    @property
+    def shards_here(self) -> tuple[int, ...]:
+        """The numbers of a slab's shards on this process's devices."""
+        if not self.devices:
+            return (0,)
+        return tuple(self.devices.index(device) for device in self.local_devices)
+
+    def put_shards(
+        self, arrays: Sequence[Mapping[int, np.ndarray]], sharding: Sharding
+    ) -> list[jax.Array]:
+        """Flat arrays made of shards; each process gives its devices' shards by number."""
+        if self.num_devices == 1:
+            return jax.device_put([shards[0] for shards in arrays], sharding)
+        numbers, kind = self.shards_here, sharding.memory_kind
+        targets = [_on_one(device, kind) for device in self.local_devices] * len(arrays)
+        rows = [shards[n] for shards in arrays for n in numbers]
+        copies = iter(jax.device_put(rows, targets))
+        return [
+            jax.make_array_from_single_device_arrays(
+                (self.num_devices * shards[numbers[0]].size,),
+                sharding,
+                list(islice(copies, len(numbers))),
+            )
+            for shards in arrays
+        ]
+
+    def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
+        """The concatenation of one part per process, in order, along the first axis.
+
+        Args:
+            part: This process's part; all parts have the same shape.
+            sharding: The sharding of the whole array.
+        """
+        # A replicated array is whole on each device, so every process needs all parts.
+        if sharding.is_fully_replicated:
+            return self.put(self.processes.concatenated(np.asarray(part)), sharding)
+        shape = (part.shape[0] * self.processes.count, *part.shape[1:])
+        with jax.transfer_guard("allow"):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+    def part_here(self, x: jax.Array) -> np.ndarray:
+        """This process's part of an array with a part per process, in order, on its first axis."""
+        count, index = self.processes.count, self.processes.index
+        if count == 1 or x.is_fully_replicated:
+            rows = jax.device_get(x)
+            size = len(rows) // count
+            return rows[index * size : (index + 1) * size]
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start)
+        return np.concatenate(jax.device_get([shard.data for shard in shards]))
+
+    def readable(self, slab: jax.Array) -> jax.Array | np.ndarray:
+        """A slab at rest that this process can read whole: itself, or a copy of all shards.
+
+        Every process has to call this. Meanwhile each device holds the whole slab.
+        """
+        if self.processes.count == 1:
+            return slab
+        # Processes can't read each other's memory, so the devices gather the slab.
+        (on_device,) = self.move([slab], self.slabs_on_device)
+        return np.asarray(_identity(self.small_on_device)(on_device))
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """An array divided along its first axis; for use inside jit."""
+        return self._constrained(x, self.slabs_on_device)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """An array whole on every device; for use inside jit."""
+        return self._constrained(x, self.small_on_device)
+
+    def _put_one(self, x: Any, sharding: Sharding) -> jax.Array:
+        """One array of several processes; see `put`."""
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            # An array of this run already has the same shards; only its memory may change.
+            return x if is_key else self.move([x], sharding)[0]
+        if is_key:
+            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+            # Wrapping key data is a computation, so its result is on the devices.
+            placed = sharding.with_memory_kind("device")
+            return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
+        value = np.asarray(x)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def _constrained(self, x: jax.Array, sharding: Sharding) -> jax.Array:
+        return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
+
+# Cached, so that it is compiled once per sharding and not once per slab.
+@functools.cache
+def _identity(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+@functools.cache
+def _on_one(device: Any, memory_kind: str) -> Sharding:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def device_count_text(devices: Sequence[Any]) -> str:
+    """The devices in words for progress bars: " on 4 GPUs"; "" for one device."""
+    return f" on {len(devices)} {devices[0].platform.upper()}s" if len(devices) > 1 else ""
+
+
+def default_device() -> Any:
+    """JAX's first device of this process; starts JAX's backend."""
+    return jax.local_devices()[0]
+
+
+def num_local_devices() -> int:
+    """The number of JAX's devices of this process; starts JAX's backend."""
+    return len(jax.local_devices())
+
+
+def default_mesh() -> Mesh:
+    """All GPUs of all processes, or JAX's first device if there is no GPU.
+
+    Several processes share all devices, of any platform. Starts JAX's backend.
+    """
+    first, *others = jax.devices()
+    shared = first.platform == "gpu" or jax.process_count() > 1
+    return Mesh([first, *(others if shared else ())], _AXIS)
+
+
+def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
+    """The placement of a run on the devices of a mesh, taken as one row."""
+    devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    # Slabs are divided over all devices of the user's mesh, as one row. Its axis is automatic,
+    # because the loss is a function of whole arrays, and XLA's partitioner divides it.
+    if mesh.size > 1:
+        automatic = {"axis_types": (AxisType.Auto,)}
+        row = (
+            Mesh(devices, _AXIS, **automatic)
+            if devices
+            else AbstractMesh((mesh.size,), (_AXIS,), **automatic)
+        )
+        divided, whole = (
+            functools.partial(NamedSharding, row, spec)
+            for spec in (PartitionSpec(_AXIS), PartitionSpec())
+        )
+    else:  # without a mesh, because the loss may enter its own
+        divided = whole = functools.partial(SingleDeviceSharding, *devices or (default_device(),))
+    return Placement(
+        devices=devices,
+        num_devices=mesh.size,
+        platform=devices[0].platform if devices else "",
+        processes=_processes_of(devices),
+        slabs_at_rest=divided(memory_kind="pinned_host"),
+        slabs_on_device=divided(memory_kind="device"),
+        small_at_rest=whole(memory_kind="pinned_host"),
+        small_on_device=whole(memory_kind="device"),
+    )
+
+
+def _processes_of(devices: Sequence[Any]) -> Processes:
+    """The processes that own some devices; a single process if it owns all, or in a plan."""
+    indices = sorted({device.process_index for device in devices})
+    return Processes() if len(indices) < 2 else _all_processes()
+
+
+@functools.cache
+def _all_processes() -> Processes:
+    try:
+        processors = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            "several processes need JAX's CPU devices, too, to tell each other where they are: "
+            "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
+        ) from error
+    # The first CPU device of each process: in reversed order, it overwrites later ones.
+    first = {processor.process_index: processor for processor in reversed(processors)}
+    processes = Processes([first[i] for i in sorted(first)])
+    processes.find_hosts()
+    return processes

@@ -1,0 +1,376 @@
+"""Reserves JAX's pools of pinned host memory in a few large allocations.
+
+On GPUs, JAX allocates `pinned_host` arrays from one pool per device. A pool fragments if it grows
+on demand, and the kernel kills a process that takes too much memory, without a message. So
+`reserve` first checks the need against the available memory, and then grows the pools at once. The
+pools' limit must be set before JAX's backend starts; see `pool_limit`.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.state.pinning import refusal
+from megatrain_jax._src.engine.state.placement import Placement
+from megatrain_jax._src.engine.state.pool_limit import (
+    LIMIT_VARIABLE,
+    POOL_BYTES_PER_LIST_BYTE,
+    beside_bytes,
+    driver_bytes,
+    limit_bytes,
+    limit_in_force,
+    process_budget,
+    process_budget_now,
+)
+from megatrain_jax._src.engine.state.prefault_threads import num_threads, prefaulting
+
+_GIB = 2**30
+# Seconds between updates of the progress display.
+_SECONDS_AT_A_TIME = 0.2
+# Memory that must remain available after pinning, for compilation and the system.
+_LEAST_LEFT = _GIB
+# JAX's default limit of a pool, unless the variable sets another.
+_DEFAULT_LIMIT = 64 * _GIB
+# Number of significant bits in a fresh pool's size.
+_PIECE_BITS = 9
+# JAX's pool grows by regions of 2 MiB times a power of two.
+_SMALLEST_REGION_BITS = 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """The size of one device's pool in bytes: a proven lower bound, and the likely size."""
+
+    proven_bytes: int = 0
+    likely_bytes: int = 0
+
+
+# Pools belong to the process and don't report their sizes, so the sizes are recorded here.
+_pools: dict[Any, _Pool] = {}
+
+
+def free_device_bytes(placement: Placement) -> int | None:
+    """Returns the memory that JAX can still allocate on each device.
+
+    Args:
+        placement: The devices; the fullest one counts.
+
+    Returns:
+        Bytes; None if JAX doesn't report it, as on a CPU.
+    """
+    free = []
+    for device in placement.local_devices:
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")  # 0 where the allocator takes memory as it needs it
+        if not limit:
+            return None
+        free.append(limit - stats["bytes_in_use"])
+    return min(free)
+
+
+def reserve(
+    placement: Placement,
+    num_bytes: int,
+    array_bytes: int = 0,
+    shown: Callable[[int, int], object] = lambda taken, of: None,
+    least_bytes: int | None = None,
+) -> None:
+    """Reserves pinned host memory for `num_bytes` more bytes, or explains why it can't.
+
+    On a GPU, each device's pool takes its share from the system in few large pieces, because a pool
+    that grows array by array can't be filled. Threads prefault the pages for the driver. Memory
+    that is free in a pool is used first. On a CPU this does nothing.
+
+    Args:
+        placement: Placement of the slabs.
+        num_bytes: Bytes that this process is about to allocate: its state, arrays in flight, and
+            the gaps between them.
+        array_bytes: Bytes of the largest array on one device. An array lies within one piece, and
+            the end of a piece may stay empty.
+        shown: Called before and during the wait with the bytes taken so far and their total.
+        least_bytes: Bytes without gaps; None for `num_bytes`. Gaps are left out where they would
+            make the pools of an earlier run grow, or take more than the available memory.
+
+    Raises:
+        MemoryError: If the machine has less memory, or JAX's pools have a lower limit.
+    """
+    if placement.platform == "cpu":
+        return
+    gc.collect()  # frees an earlier run's arrays that are held by a reference cycle
+    devices, number = placement.local_devices, placement.processes.num_here
+    in_use = _pinned_bytes_in_use(devices)
+    pools = {d: _pools.get(d, _Pool()) for d in devices}
+
+    def growth_for(num_bytes: int) -> int:
+        share = -(-num_bytes // len(devices))
+        return sum(_allocation(share, array_bytes, pools[d], in_use[d])[1] for d in devices)
+
+    if least_bytes is not None:
+        growth = growth_for(num_bytes)
+        fits = number * (growth + _beside(growth)) <= available_bytes()
+        grows = any(pools[d].likely_bytes for d in devices) and growth > growth_for(least_bytes)
+        if not all(placement.processes.gather("asking for gaps", fits and not grows)):
+            num_bytes = least_bytes
+    share = -(-num_bytes // len(devices))
+    wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
+    # Every process takes part, even if it needs nothing, because its peers wait for it.
+    if not any(placement.processes.gather("asking for host memory", bool(wanting))):
+        return
+    rooms = {d: _allocation(share, array_bytes, pools[d], in_use[d]) for d in wanting}
+    growth = sum(more for _, more in rooms.values())
+    # Every process checks before any takes memory, and the needs of one host's processes add up.
+    _check(number * num_bytes, number * growth, share, number * _beside(growth))
+    placement.processes.gather("taking host memory")
+    shown(0, growth)
+    # JAX reports no progress, so the pages of this process are counted.
+    before = resident_bytes()
+    pages = prefaulting(num_threads(), max(1, len(wanting)))
+    with pages, ThreadPoolExecutor(max(1, len(wanting))) as threads:
+        waited = [
+            threads.submit(_take, d, rooms[d][0], share, pools[d].likely_bytes) for d in wanting
+        ]
+        while wait(waited, _SECONDS_AT_A_TIME).not_done:
+            shown(min(resident_bytes() - before, growth), growth)
+        for future in waited:
+            future.result()
+    shown(growth, growth)
+    if (left := available_bytes()) < _LEAST_LEFT:
+        raise MemoryError(
+            f"{sized(left)} of host memory are available after {sized(growth)} were pinned, and "
+            f"less than {sized(_LEAST_LEFT)} may get this process killed: another program has "
+            "taken memory meanwhile. End it, or give a smaller `host_budget`."
+        )
+    for device, (_, growth) in rooms.items():
+        likely = pools[device].likely_bytes + growth
+        _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
+
+
+def _beside(growth: int) -> int:
+    """Bytes of JAX's free lists and the driver's records, which grow with the pools' pages."""
+    return growth // POOL_BYTES_PER_LIST_BYTE + driver_bytes(growth)
+
+
+def _allocation(
+    num_bytes: int, array_bytes: int, pool: _Pool, in_use: int
+) -> tuple[list[int], int]:
+    """Returns the sizes to allocate for `num_bytes` more bytes, and the growth of the pool."""
+    limit = limit_in_force()
+    if num_bytes <= pool.likely_bytes - in_use:
+        return [num_bytes], 0
+    if pool.likely_bytes:
+        return [num_bytes], _region_bytes(num_bytes, pool.likely_bytes, limit)
+    return _fresh(num_bytes, array_bytes, limit)
+
+
+def process_bytes(
+    num_bytes: int,
+    array_bytes: int,
+    total: int | None,
+    num_devices: int = 1,
+    list_bytes: int = 0,
+) -> int:
+    """Returns the host memory of a process after `reserve` has grown fresh pools.
+
+    It consists of the pools, including the unused ends of their pieces, and the process's memory
+    beside them.
+
+    Args:
+        num_bytes: See `reserve`.
+        array_bytes: See `reserve`.
+        total: The machine's host memory; None if unknown.
+        num_devices: Number of the process's devices.
+        list_bytes: See `beside_bytes`.
+    """
+    pools = pool_bytes(num_bytes, array_bytes, total, num_devices, list_bytes)
+    return pools + beside_bytes(pools, list_bytes)
+
+
+def pool_bytes(
+    num_bytes: int,
+    array_bytes: int,
+    total: int | None,
+    num_devices: int = 1,
+    list_bytes: int = 0,
+) -> int:
+    """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""
+    share = -(-num_bytes // num_devices)
+    _, growth = _fresh(share, array_bytes, limit_bytes(total, list_bytes))
+    return num_devices * growth
+
+
+def most_process_bytes(
+    total: int,
+    num_devices: int = 1,
+    num_processes: int = 1,
+    list_bytes: int = 0,
+    unpinned_bytes: int = 0,
+) -> int:
+    """Returns the maximum of `process_bytes` on a machine with `total` bytes of host memory.
+
+    Args:
+        total: The machine's host memory.
+        num_devices: Number of the process's devices.
+        num_processes: Number of processes that share the memory.
+        list_bytes: See `beside_bytes`.
+        unpinned_bytes: Bytes of the process for batches and communication.
+    """
+    pools = num_devices * limit_bytes(total, list_bytes)
+    with_full_pools = pools + beside_bytes(pools, list_bytes) + unpinned_bytes
+    return min(process_budget(total) // num_processes, with_full_pools)
+
+
+def usable_bytes(
+    budget: int | None,
+    total: int | None,
+    num_devices: int = 1,
+    num_processes: int = 1,
+    list_bytes: int = 0,
+    unpinned_bytes: int = 0,
+) -> int | None:
+    """Returns the host memory that a process may take: the lesser of its budget and its share.
+
+    Args:
+        budget: The user's limit for the process; None if there is none.
+        total: The machine's host memory; None if unknown.
+        num_devices: See `most_process_bytes`.
+        num_processes: See `most_process_bytes`.
+        list_bytes: See `beside_bytes`.
+        unpinned_bytes: See `most_process_bytes`.
+
+    Returns:
+        Bytes; None if there is no budget and the machine's memory is unknown.
+    """
+    run = num_devices, num_processes, list_bytes, unpinned_bytes
+    share = None if total is None else most_process_bytes(total, *run)
+    return min((limit for limit in (budget, share) if limit is not None), default=None)
+
+
+def available_process_bytes(num_processes: int = 1) -> int | None:
+    """Returns the total host memory that this process may take, given the available memory.
+
+    Args:
+        num_processes: Number of processes on this machine that are about to take equal amounts.
+    """
+    total = total_bytes()
+    if total is None:
+        return None
+    # The process can reuse its own memory, such as the pool of an earlier run.
+    free = num_processes * resident_bytes() + available_bytes()
+    return process_budget_now(total, free) // num_processes
+
+
+def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
+    """Returns the sizes to allocate in a fresh pool, and the bytes that it takes from the system.
+
+    For 40 GiB in arrays of at most 1 GiB these are pieces of 1, 8 and 32 GiB, 41 in total; one
+    region would take 64 GiB.
+    """
+    growth = _region_bytes(num_bytes, 0, limit)
+    exact = _pieces(num_bytes, array_bytes, limit)
+    return (exact, sum(exact)) if exact and sum(exact) < growth else ([num_bytes], growth)
+
+
+def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
+    """Returns sizes that a fresh pool takes exactly: powers of two in ascending order.
+
+    An array never spans two pieces, so a piece is counted as a whole number of the largest arrays,
+    and its end may stay empty. The pieces have space for one more array than needed, because gaps
+    are an estimate. The total is minimal to an eighth of a percent; the list is empty if the limit
+    is too low.
+    """
+    granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - _PIECE_BITS)
+    needed, unit = num_bytes + array_bytes, max(1, array_bytes)
+    for total in range(-(-needed // granule) * granule, limit + 1, granule):
+        pieces = [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
+        if sum(piece // unit for piece in pieces) * unit >= needed:
+            return pieces
+    return []
+
+
+def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
+    """Returns the bytes that the pool takes from the system for one piece of `num_bytes`."""
+    region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
+    # Regions double: the next one is as large as all earlier ones together, up to the limit.
+    return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))
+
+
+def _check(num_bytes: int, growth: int, share: int, beside: int = 0) -> None:
+    """Refuses a need that exceeds the available memory; each device needs `share` bytes."""
+    available = available_bytes()
+    if growth + beside <= available:
+        return
+    need = f"Training needs {sized(num_bytes)} in host memory"
+    if num_bytes + beside > available:
+        also = f" and {sized(beside)} to manage it" if beside else ""
+        raise MemoryError(
+            f"{need}{also}, {sized(available)} available. Nothing was allocated. Give a "
+            "`host_budget` that is available, use a smaller model or an optimizer with less state "
+            "(adafactor, lion, mu_dtype=bfloat16), end other programs, drop earlier trainers, or "
+            "give this process or container more memory."
+        )
+    raise MemoryError(
+        f"{need}, and JAX's pool would take {sized(growth)} to hold that, as it grows by powers "
+        f"of two up to its limit; {sized(available)} available. Nothing was allocated. Set "
+        f"{LIMIT_VARIABLE}={-(-share // _GIB)} before Python starts, end other programs, or give "
+        "a smaller `host_budget`."
+    )
+
+
+def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> None:
+    """Allocates and frees pieces, so that a pool of `pool_bytes` takes them from the system."""
+    held, taken = [], 0
+    target = SingleDeviceSharding(device, memory_kind="pinned_host")
+    # Compiled now, because a compilation would have to wait while the driver pins a piece.
+    makers = [_maker(size, target) for size in pieces]
+    try:
+        # All pieces are held until the last is allocated; otherwise the pool would reuse a freed
+        # piece and not grow.
+        for size, make in zip(pieces, makers, strict=True):
+            held.append(make())
+            held[-1].block_until_ready()
+            taken += size
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        if pool_bytes + taken + size <= min(_DEFAULT_LIMIT, limit_in_force()):
+            raise MemoryError(refusal(taken, size, num_bytes)) from error
+        raise MemoryError(
+            f"Training needs {sized(num_bytes)} in host memory, more than JAX's pinned-host pool "
+            "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
+            f"{LIMIT_VARIABLE} says otherwise: import megatrain_jax before the first JAX "
+            f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
+            "Python starts, with room for other pinned arrays."
+        ) from error
+    finally:
+        # Frees the arrays; the pool keeps the memory.
+        for piece in held:
+            piece.delete()
+
+
+def _maker(num_bytes: int, target: SingleDeviceSharding) -> Callable[[], jax.Array]:
+    """A compiled function that makes an array of so many bytes."""
+    return unfilled(num_bytes, target).lower().compile()
+
+
+def unfilled(num_bytes: int, target: Sharding) -> Any:
+    """A function that makes an array without spending time on filling it."""
+    return jax.jit(partial(jax.lax.empty, (num_bytes,), jnp.uint8), out_shardings=target)
+
+
+def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
+    found = dict.fromkeys(devices, 0)
+    for array in jax.live_arrays():
+        if array.sharding.memory_kind == "pinned_host":
+            for shard in array.addressable_shards:
+                if shard.device in found:
+                    found[shard.device] += shard.data.nbytes
+    return found

@@ -1,0 +1,349 @@
+"""The training loop: steps in flight, their records, evaluation and checkpoints.
+
+The loop never waits for the step it has just dispatched. A step's metrics are read one step late,
+so the driver always has the next step ready while the device computes:
+
+    step 7 is dispatched    batch 8 is drawn    step 6 is read; its record goes to the callbacks
+    step 8 is dispatched    batch 9 is drawn    step 7 is read; ...
+    step 9, to be saved     batch 10 is drawn   steps 8 and 9 are read, then 9 is saved
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from megatrain_jax._src.common.progress import tell_phase, tqdm
+from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
+from megatrain_jax._src.engine.history import History
+from megatrain_jax._src.engine.options.batch_checks import batch_size
+from megatrain_jax._src.engine.options.inputs import eval_batches
+from megatrain_jax._src.engine.options.options import LoopOptions
+from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interrupt
+from megatrain_jax._src.engine.runtime.training import TooManySkippedError
+from megatrain_jax._src.engine.train.result import FitResult
+from megatrain_jax._src.engine.train.series import RunCheckpoints
+from megatrain_jax._src.engine.train.source import Prefetch
+from megatrain_jax._src.engine.trainer import Trainer
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class CheckpointSaver:
+    """Saves a run's checkpoints; does nothing if the run has no folder for them.
+
+    Attributes:
+        series: The run's checkpoints; None if it has no folder for them.
+        trainer: The trainer whose state is saved.
+        position: Returns the data's position after the trainer's last step; None if unknown.
+    """
+
+    series: RunCheckpoints | None
+    trainer: Trainer
+    position: Callable[[], dict[str, Any] | None]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        return self.series is not None and self.series.is_due(step)
+
+    def now(self) -> None:
+        """Starts saving the trainer's state; training may continue meanwhile."""
+        assert self.series is not None
+        self.series.save(self.trainer, self.position())
+
+    def at_end(self) -> None:
+        """Saves the last step, if it is not saved yet, and waits until it is complete."""
+        if self.series is not None:
+            if self.series.saved != self.trainer.num_steps:
+                self.now()
+            self.series.finish()
+
+    def wait_ignoring_errors(self) -> None:
+        """Waits for the checkpoint being written; ignores its error, as another one is raised."""
+        if self.series is not None:
+            self.series.finish_quietly()
+
+    @property
+    def where(self) -> str:
+        """The clause of a message that names the last step's folder; empty if there is none."""
+        return "" if self.series is None else f", saved in {self.series.folder}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A dispatched step with metrics that have not been read yet.
+
+    Attributes:
+        step: Number of the step, from 1.
+        metrics: The step's metrics on the device.
+        size: Number of examples or tokens in its batch.
+        unit: The unit of `size`, such as "tokens".
+        began: The time of its dispatch, in seconds of `time.perf_counter`.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+    size: int
+    unit: str
+    began: float
+
+
+def is_unevaluated(history: History, options: LoopOptions) -> bool:
+    """Whether there is evaluation data, but the last step has not been evaluated."""
+    evaluated = any(name.startswith(EVAL_PREFIX) for record in history[-1:] for name in record)
+    return options.eval_data is not None and bool(history) and not evaluated
+
+
+class Loop:
+    """The training loop of one run: its steps in flight, and their records.
+
+    A signal never separates two actions that belong together: dispatching a step and adding it to
+    the steps in flight, or reading a record and adding it to the history. A second signal
+    interrupts user code that may hang (drawing a batch or an evaluation batch).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: LoopOptions,
+        save: CheckpointSaver,
+        bar: tqdm,
+        signals: Signals,
+    ):
+        """Makes a loop with no step in flight.
+
+        Args:
+            trainer: The trainer; its history receives the records.
+            options: The run's options: callbacks, evaluation, checkpoints.
+            save: Saves the run's checkpoints.
+            bar: Progress bar, advanced with each record.
+            signals: The run's signals; `ending` stops the loop between two steps.
+        """
+        self.trainer = trainer
+        self.options = options
+        self.save = save
+        self._has_evaluated = False
+        self.callbacks = options.callbacks
+        self.begun: list[Any] = []
+        self.first_evaluation: Iterable[Any] | None = None  # the batches of the first evaluation
+        self.bar = bar
+        self.signals = signals
+        self.pending: deque[_Pending] = deque()
+        # Complete records that were neither shown nor passed to callbacks yet; if a signal leaves
+        # some here, the run's end reports them.
+        self.unreported: deque[tuple[dict[str, Any], str]] = deque()
+
+    def begin(self) -> None:
+        """Calls `begin` of all callbacks that have it."""
+        for callback in self.callbacks:
+            # Added first, so that its `end` is called even if its own `begin` fails.
+            self.begun.append(callback)
+            self._call(getattr(callback, "begin", None), self.trainer)
+
+    def end(self, result: FitResult) -> None:
+        """Calls `end` of all begun callbacks that have it.
+
+        Raises:
+            Exception: The first error of a callback, after all have been called.
+        """
+        errors = []
+        for callback in self.begun:
+            try:
+                self._call(getattr(callback, "end", None), result)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def check_eval_data(self) -> None:
+        """Checks the first batch of `eval_data`, because an evaluation may come hours later.
+
+        The result of a function also serves the first evaluation, because a second call may go on
+        in the same data.
+
+        Raises:
+            Exception: If there is no batch, or it can't be evaluated.
+        """
+        if self.options.eval_data is None:
+            return
+        try:
+            batches = eval_batches(self.options.eval_data)
+            with deferred_interrupt(second_interrupts=True):
+                iterator = iter(batches)
+                first = next(iterator, _END)
+            if first is _END:
+                raise ValueError("`eval_data` gave no batch to evaluate")
+            self.trainer.check_eval_batch(first)
+        except Exception as error:
+            error.add_note("The first batch of `eval_data` is checked before the first step.")
+            raise
+        # An iterator's first batch can't be drawn again.
+        self.first_evaluation = chain([first], iterator) if iterator is batches else batches
+
+    def run(self, batches: Prefetch) -> None:
+        """Trains until `batches` end, and completes every record.
+
+        Raises:
+            KeyboardInterrupt: If a signal came, or a callback raised it.
+        """
+        on_cpu, told = self.trainer.devices[0].platform == "cpu", False
+        for batch in batches:
+            if not told:
+                compiles = ", which compiles its functions" if on_cpu else ""
+                self._tell(f"step {self.trainer.num_steps + 1}{compiles} ...")
+                told = True
+            began = time.perf_counter()
+            size, unit = batch_size(batch)
+            with deferred_interrupt():
+                metrics = self.trainer.dispatch(batch)
+                step = self.trainer.num_steps
+                self.pending.append(
+                    _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
+                )
+            # The first signal does not interrupt this, because an exception inside a generator ends
+            # it, and the user may want to reuse it.
+            with deferred_interrupt(second_interrupts=True):
+                batches.fill()
+            every = self.options.eval_every
+            due = every is not None and step % every == 0
+            # If exhausted after `fill`, this was the last batch, and the end of a run is always
+            # evaluated.
+            evaluate = self.options.eval_data is not None and (due or batches.exhausted)
+            # Both need the numbers of this very step, so no step stays in flight then.
+            save = self.save.is_due(step)
+            self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
+            if save:
+                with deferred_interrupt():
+                    self.save.now()
+            if self.signals.ending:  # a callback swallowed the `KeyboardInterrupt`
+                raise KeyboardInterrupt
+        self.complete(keep=0)
+
+    def evaluate_cut_off(self) -> None:
+        """Repeats an evaluation that was due after the last step, when a run continues.
+
+        A signal may have cut it off. Callbacks get the record again, now with the evaluation,
+        because this may be the best checkpoint.
+        """
+        every, history = self.options.eval_every, self.trainer.history
+        if every is None or not is_unevaluated(history, self.options):
+            return
+        if (record := history[-1])["step"] % every == 0:
+            record.update(self._evaluate())
+            for callback in self.callbacks:
+                self._call(callback, self.trainer, record)
+
+    def evaluate_finished(self) -> None:
+        """Evaluates the last step of a run that had already finished, unless it was evaluated.
+
+        Callbacks have seen its record, and its checkpoint stays unchanged.
+        """
+        if is_unevaluated(self.trainer.history, self.options):
+            self.trainer.history[-1].update(self._evaluate())
+
+    def finish(self) -> None:
+        """Completes every record, without evaluating, and moves all state to the host."""
+        try:
+            while self.pending:
+                with deferred_interrupt():
+                    self._read_oldest()
+        finally:
+            with deferred_interrupt():
+                self.trainer.flush()
+        self._report()
+
+    def complete(self, *, keep: int, evaluate: bool = False) -> None:
+        """Completes and reports the oldest records until only `keep` steps are unread.
+
+        Args:
+            keep: Number of steps that stay in flight.
+            evaluate: Whether to evaluate with the last one; then none may stay in flight.
+        """
+        # An evaluation belongs to the step just before it: no later step may have changed the
+        # state.
+        assert not (evaluate and keep)
+        self._report()
+        while len(self.pending) > keep:
+            with deferred_interrupt():
+                record = self._read_oldest()
+            if evaluate and not self.pending:
+                record.update(self._evaluate())
+            self._report()
+
+    def _read_oldest(self) -> dict[str, Any]:
+        pending, ended_by = self.pending[0], None
+        try:
+            metrics = self.trainer.read(pending.metrics)
+        except TooManySkippedError as error:
+            ended_by = error
+            metrics = self.trainer.read(pending.metrics)  # this step still gets a record
+        except FloatingPointError:
+            self.pending.clear()  # steps dispatched after that one had no effect
+            raise
+        self.pending.popleft()
+        # A step lasts until the next one is dispatched. As the driver waits for the device, the
+        # mean over many steps is the device's time.
+        following = self.pending[0].began if self.pending else time.perf_counter()
+        seconds = following - pending.began
+        record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
+        self.trainer.history.append(record)
+        self.unreported.append((record, f"{pending.size / seconds:,.0f} {pending.unit}/s"))
+        if ended_by is not None:
+            raise ended_by
+        return record
+
+    def _report(self) -> None:
+        """Shows complete records and passes them to the callbacks."""
+        while self.unreported:
+            record, rate = self.unreported.popleft()
+            skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
+            shown = f"loss {record['loss']:.4g}, {rate}{skipped}"
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update()
+            for callback in self.callbacks:
+                self._call(callback, self.trainer, record)
+
+    def _call(self, function: Callable[..., None] | None, *arguments: Any) -> None:
+        """Calls a callback's function, if any, and checks that it did not move the trainer."""
+        if function is None:
+            return
+        before = self.trainer.num_steps
+        try:
+            # A callback that stops the run would do so again for the steps that were still in
+            # flight.
+            with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
+                function(*arguments)
+            if self.trainer.num_steps != before:
+                raise RuntimeError(
+                    f"a callback has moved the trainer from step {before} to "
+                    f"{self.trainer.num_steps} while it is trained. To step, restore or train by "
+                    "hand, end the run by raising KeyboardInterrupt, and go on with its result."
+                )
+        except Exception:
+            self.callbacks = ()  # callbacks must not run into this error again
+            raise
+
+    def _tell(self, phase: str) -> None:
+        tell_phase(phase, self.options.progress and self.trainer.processes.is_first)
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.options.eval_data is not None
+        if not self._has_evaluated:
+            self._tell("the first evaluation, which compiles its functions ...")
+            self._has_evaluated = True
+        batches, self.first_evaluation = self.first_evaluation, None
+        if batches is None:
+            batches = eval_batches(self.options.eval_data)
+        history = self.trainer.history
+        history.cut_off = self.trainer.num_steps  # reset when the evaluation completes
+        try:
+            means = self.trainer.evaluate(batches)
+            history.cut_off = None
+        except Exception as error:
+            error.add_note("This was raised by the evaluation of `eval_data`.")
+            raise
+        return {EVAL_PREFIX + name: value for name, value in means.items()}

@@ -1,0 +1,268 @@
+"""Draws batches from the user's data, and puts them on the device ahead of time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import length_hint
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.options.options import LoopOptions
+from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.train.iterator_state import decoded_state, encoded_state
+from megatrain_jax._src.engine.train.result import EMPTY
+
+# Number of saved states: one or two batches may be drawn beyond the step that is saved.
+_STATES_KEPT = 4
+_END = object()
+
+
+def length_of(data: Any) -> int | None:
+    """The number of batches in data; None if it is unknown, as of a generator."""
+    try:
+        # An iterator may know how much is left, as the iterator of a list does.
+        length = length_hint(data, -1)
+    # A data set may have the method and raise an error of its own, if its batches never end.
+    except Exception:
+        return None
+    return None if length < 0 else length
+
+
+def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
+    """The data repeated for `epochs`, and the options with the number of steps instead.
+
+    Args:
+        data: The user's data.
+        options: The options, unchanged if they have no `epochs`.
+
+    Raises:
+        TypeError: If the data has no length, or can't be iterated over anew.
+        ValueError: If the data is empty.
+    """
+    epochs = options.epochs
+    if epochs is None:
+        return data, options
+    length = None if isinstance(data, Iterator) else length_of(data)
+    if length is None:
+        raise TypeError(
+            f"`epochs`={epochs} needs `data` with a length that can be iterated over anew, such as "
+            f"a list, but it is of type {type(data).__name__}: give `steps` instead"
+        )
+    if not length:
+        raise ValueError(EMPTY)
+    return _Epochs(data, epochs), replace(options, epochs=None, steps=epochs * length)
+
+
+class _Epochs:
+    """Data that is iterated over several times."""
+
+    def __init__(self, data: Iterable[Any], epochs: int):
+        self._data, self._epochs = data, epochs
+        self.end_tokens = _end_tokens(data)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._epochs):
+            yield from self._data
+
+
+class Source(Iterator[Any]):
+    """The user's data as an iterator with a position that can be saved and restored.
+
+    If the run saves checkpoints and the iterator has `get_state` and `set_state`, as Grain's do,
+    its state is read after each batch. Without these methods batches are counted.
+
+    Attributes:
+        count: Number of batches drawn since the data's start.
+        length: Number of batches from its start to its end; None if unknown.
+        first: Hash of the data's first batch, so that a resumed run can recognise its data; None
+            for a run that does not compare it.
+        end_tokens: Ids of the tokens that end the data's texts, if the data knows them.
+    """
+
+    def __init__(self, data: Iterable[Any], *, saved: bool):
+        """Starts iterating; draws nothing yet.
+
+        Args:
+            data: The user's data.
+            saved: Whether the run saves the position in its checkpoints.
+        """
+        self.length = length_of(data)
+        self.end_tokens = _end_tokens(data)
+        self._iterator: Any = iter(data)
+        methods = "get_state", "set_state"
+        self._has_state = saved and all(hasattr(self._iterator, name) for name in methods)
+        self.count = 0
+        self.first: str | None = None
+        self._states: dict[int, Any] = {}
+
+    def __next__(self) -> Any:
+        """Returns the next batch.
+
+        Raises:
+            TypeError: If the iterator's state can't be saved, but the run must save it.
+        """
+        batch = next(self._iterator)
+        self.count += 1
+        if self._has_state:
+            # After each batch, because it is not known yet which step will be saved. Copied at
+            # once, because an iterator may return the same dict each time and change it.
+            self._states[self.count] = encoded_state(self._iterator.get_state())
+            self._states.pop(self.count - _STATES_KEPT, None)
+        return batch
+
+    def position(self, count: int) -> dict[str, Any]:
+        """The data's position after `count` batches, one of the last few, as JSON."""
+        found: dict[str, Any] = {"batches": count}
+        if self.first is not None:
+            found["first"] = self.first
+        return {**found, "state": self._states.get(count)}
+
+    def is_data_of(self, position: Mapping[str, Any]) -> bool:
+        """Whether a position may belong to this data, judged by the first batch."""
+        first = position.get("first")
+        return first is None or self.first is None or first == self.first
+
+    def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
+        """Moves to a position, by the iterator's state or by skipping batches.
+
+        Raises:
+            ValueError: If the data ends before.
+        """
+        state = decoded_state(position.get("state"))
+        # Skipping works for any data; it draws and drops all batches used before.
+        if state is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(state)
+            self.count = position["batches"]
+            return
+        skipped = range(self.count, position["batches"])
+        for _ in tqdm(skipped, "skipping batches", unit="batch", disable=not progress):
+            if next(self, _END) is _END:
+                raise ValueError(
+                    f"`data` ended after {self.count} of the {position['batches']} batches that "
+                    "were used before the checkpoint: it is different data, or shorter"
+                )
+
+
+def _end_tokens(data: Any) -> tuple[int, ...]:
+    """The attribute `end_tokens` of data, as this library's datasets have it."""
+    found = getattr(data, "end_tokens", None)
+    return found if isinstance(found, tuple) and all(type(i) is int for i in found) else ()
+
+
+def is_state(position: Mapping[str, Any]) -> bool:
+    """Whether a position is the iterator's own state, not a number of batches."""
+    return position.get("state") is not None or "parts" in position
+
+
+def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """The position of a run's data: each process's position, or the one that they share."""
+    parts = processes.gather("the position of `data`", position)
+    if all(part == parts[0] for part in parts):
+        return position
+    return {"batches": position["batches"], "parts": parts}
+
+
+def own_position(position: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
+    """This process's position in its data, from the result of `joined_positions`.
+
+    A different number of processes divides the data differently, so batches are counted instead.
+    """
+    parts = position.get("parts", [position] * processes.count)
+    return (
+        parts[processes.index]
+        if len(parts) == processes.count
+        else {"batches": position["batches"]}
+    )
+
+
+class Prefetch(Iterator[Any]):
+    """Iterates over `data` with the next batch already on the device.
+
+    Call `fill` after a step has been dispatched: making the next batch and transferring it to the
+    device then overlap with that step. Batches are transferred with an explicit `jax.device_put`,
+    which `jax.transfer_guard` permits.
+
+    It draws from the iterable only on `fill` and on `next`, never more than one batch ahead. If
+    several processes each have a part of the data, the data ends for all with the first that ends.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        check: Callable[[Any], None],
+        processes: Processes,
+        first: int = 0,
+    ):
+        """Starts iterating; draws nothing yet.
+
+        Args:
+            data: An iterable of batches.
+            check: Raises a `TypeError` or `ValueError` if a batch, still on the host, is wrong.
+            processes: The processes that each have a part of the data.
+            first: Number of batches before this data, for messages.
+        """
+        self._source = iter(data)
+        self._ready: Any = _END
+        self._check, self._processes = check, processes
+        self._drawn = first
+        self._ended = False
+
+    def fill(self) -> None:
+        """Draws a batch unless one is ready or the data has ended.
+
+        Raises:
+            TypeError: If the batch is of a wrong kind.
+            ValueError: If the batch is wrong.
+            PeerEndedError: If another process has ended.
+        """
+        if self._ended or not self.exhausted:
+            return
+        if (batch := next(self._source, _END)) is not _END:
+            self._drawn += 1
+            with naming_batch(self._drawn):
+                self._check(batch)
+            # With several processes, none has the whole batch.
+            self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
+        # A message cut off halfway would be mistaken for the next one.
+        with deferred_interrupt():
+            self._agree_on_end(batch is _END)
+
+    def _agree_on_end(self, ended: bool) -> None:
+        """Ends the data for all processes once it has ended for one."""
+        rows = self._processes.gather("the next batch of `data`", ended)
+        self._ended = any(rows)
+        if self._ended:
+            self._ready = _END
+        if self._ended and not all(rows) and self._processes.is_first:
+            first = [i for i, row in enumerate(rows) if row]
+            warn_user(
+                f"`data` has ended in {len(first)} of {len(rows)} processes, the first of them "
+                f"process {first[0]}: the batches left in all remaining processes are not used.",
+            )
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch is ready; after `fill`, whether the data has ended."""
+        return self._ready is _END
+
+    def __next__(self) -> Any:
+        """Returns the batch that is ready, or draws one."""
+        self.fill()
+        if self.exhausted:
+            raise StopIteration
+        batch, self._ready = self._ready, _END
+        return batch
+
+
+@contextmanager
+def naming_batch(number: int) -> Iterator[None]:
+    """Adds the number of a batch to an error about it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was batch {number} of `data` (counted from 1).")
+        raise

@@ -1,0 +1,1 @@
+"""Language models, built on the public names of the engine as any user's program."""

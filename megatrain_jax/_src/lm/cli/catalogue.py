@@ -1,0 +1,89 @@
+"""The sizes of a model: from its `config.json`, or from `catalogue.json` for a known name.
+
+`catalogue.json` has popular open-weights models, so that a plan needs no checkpoint.
+Fields of a `config.json` that affect neither parameters nor a step's work, such as the base of
+rotary embeddings, are left out of the table. A test compares each published number of parameters
+with the model built from its sizes.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.lm.common.hf_folder import read_json, required_file
+
+_FILE = Path(__file__).with_name("catalogue.json")
+_REQUIRED = frozenset(
+    ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    + ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """The sizes of a model.
+
+    Attributes:
+        num_parameters: The published number of the decoder's parameters; a tied embedding counts
+            once.
+        config: The fields of its `config.json`.
+
+    Raises:
+        ValueError: If a size is missing, or the number of parameters is not positive.
+    """
+
+    num_parameters: int
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Checks that all sizes are there."""
+        if missing := _REQUIRED - self.config.keys():
+            raise ValueError(f"a known model lacks {', '.join(sorted(missing))}: {self.config}")
+        if self.num_parameters < 1:
+            raise ValueError(f"`num_parameters` = {self.num_parameters} is not positive")
+
+
+@functools.cache
+def known_models() -> dict[str, KnownModel]:
+    """The known models by name; the file is read at the first call."""
+    table = json.loads(_FILE.read_text(encoding="utf-8"))
+    return {name: KnownModel(**entry) for name, entry in table["models"].items()}
+
+
+def known_model(name: str) -> KnownModel | None:
+    """The model with a name; None for an unknown name.
+
+    Args:
+        name: A name in the table, in any capitals, also with its publisher: "Qwen/Qwen3-8B".
+    """
+    short = name.rpartition("/")[2].lower()
+    return {known.lower(): model for known, model in known_models().items()}.get(short)
+
+
+def config_values(model: str) -> dict[str, Any]:
+    """The fields of the `config.json` of a model.
+
+    Args:
+        model: A checkpoint's folder, its `config.json`, or a known name.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or name.
+        ValueError: If the file is damaged.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        # A configuration may have any name, for example if it was copied from elsewhere.
+        folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+        return read_json(required_file(folder, name))
+    if (known := known_model(model)) is None:
+        near = get_close_matches(model, known_models(), n=3)
+        known_names = ", ".join(known_models())
+        hint = f"did you mean {' or '.join(near)}" if near else f"known are {known_names}"
+        raise FileNotFoundError(
+            f"`model` = {model!r} is no folder, no file and no known name; {hint}"
+        )
+    return dict(known.config)

@@ -1,0 +1,131 @@
+"""The settings of `megatrain-jax grpo`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.cli.run_settings import RunSettings, listed
+from megatrain_jax._src.lm.cli.setting_rules import Decay, Frozen, check_unused_options
+
+_POSITIVE = ("steps", "num_generations", "prompts_per_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSettings(RunSettings):
+    """Trains a checkpoint by rewards of its own completions (GRPO); the same command resumes.
+
+    Attributes:
+        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer, or a name on
+            the Hub.
+        data: Files, folders, patterns and datasets on the Hugging Face Hub, one or a list, with a
+            prompt per row (a text or messages) and columns for reward functions.
+        rewards: Reward functions, one or several, as file.py:function or module:function.
+        reward_weights: Weight of each reward function; default: 1 each.
+        ignore: Fields of the checkpoint's config.json to ignore, because they are known not to
+            matter.
+        steps: Number of updates.
+        num_generations: Completions of each prompt, which are compared with each other.
+        prompts_per_step: Prompts of a step.
+        max_completion_length: Maximum number of tokens of a completion.
+        temperature: Temperature of sampling.
+        top_p: Tokens are drawn from the most likely ones with this probability together; 1 for all.
+        top_k: Tokens are drawn from this number of the most likely ones; null for all.
+        loss_type: Mean over tokens - grpo (of each completion first), dapo or bnpo (all tokens),
+            dr_grpo (divided by the maximum length).
+        epsilon: Relative change of a token's probability that is clipped.
+        epsilon_high: The same for increases; default: epsilon.
+        beta: Weight of the divergence from the initial model; 0 for no reference.
+        use_bias_correction_kl: Whether the divergence is weighed by the ratio of probabilities.
+        scale_rewards: Standard deviation that advantages are divided by.
+        num_iterations: Updates on the same completions.
+        mask_truncated_completions: Whether completions of maximum length don't count in the loss.
+        log_completions: Add the first prompt's completions to the logs after each multiple of this
+            number of steps; 0 for never.
+        trainable: Regular expression on paths of the trained parameters, one or several; default:
+            all.
+        frozen: Form of frozen parameters at rest, also of a stored reference; default: int8 for a
+            reference, else the masters' form, or with adapters bfloat16 if the checkpoint is.
+        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
+            none.
+        lora_alpha: Scale of adapters, divided by the rank.
+        lora_targets: Regular expression on paths of the matrices that have adapters.
+        learning_rate: Highest learning rate; default: 1e-6, and 1e-5 for adapters.
+        export: When to export, when the run has finished or never.
+        export_as: Export of a run with adapters - a folder for PEFT (adapter), the merged model
+            (model), or both; default: adapter. Without adapters, model.
+    """
+
+    model: str
+    rewards: list[str] | str
+    steps: int
+    reward_weights: list[float] | None = None
+    ignore: list[str] | None = None
+    num_generations: int = 8
+    prompts_per_step: int = 8
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    num_iterations: int = 1
+    mask_truncated_completions: bool = False
+    log_completions: int = 0
+    trainable: list[str] | str | None = None
+    frozen: Frozen | None = None
+    lora_rank: int | None = None
+    lora_alpha: float = 32.0
+    lora_targets: str = "layers/.*_proj"
+    warmup: float = 0.0
+    decay: Decay = "constant"
+    b2: float = 0.999
+    export: Literal["finished", "never"] = "finished"
+    export_as: Literal["model", "adapter", "both"] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks constraints beyond types; `models.GrpoOptions` checks its own.
+
+        Raises:
+            ValueError: If an option is out of range, or some contradict each other.
+        """
+        super().__post_init__()
+        checks.path("model", self.model)
+        for name in _POSITIVE:
+            checks.integer(name, getattr(self, name))
+        rows = self.num_generations * self.prompts_per_step
+        if rows % self.least_microbatches:
+            raise ValueError(
+                f"`microbatches`={self.microbatches} must divide the {rows} completions of a step: "
+                "`num_generations` times `prompts_per_step`"
+            )
+        weights, functions = self.reward_weights, listed(self.rewards)
+        if not functions:
+            raise ValueError("`rewards` is empty: it names no function")
+        if weights is not None and len(weights) != len(functions):
+            raise ValueError(
+                f"`reward_weights` has {len(weights)} weights for {len(functions)} reward functions"
+            )
+        if "adapter" in self.exports and self.lora_rank is None:
+            raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
+        if self.trainable is not None and self.lora_rank is not None:
+            raise ValueError("`trainable` can't be set beside `lora_rank`, which trains adapters")
+        check_unused_options(
+            self,
+            ("lora_alpha", "lora_targets"),
+            is_there=self.lora_rank is not None,
+            needed="adapters: set `lora_rank`",
+        )
+
+    @property
+    def _default_rate(self) -> float:
+        return 1e-6 if self.lora_rank is None else 1e-5
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The subfolders of `out` to export."""
+        kind = self.export_as or ("model" if self.lora_rank is None else "adapter")
+        return ("adapter", "model") if kind == "both" else (kind,)

@@ -1,0 +1,230 @@
+"""Log-probabilities of the reference model, for preference learning that trains all parameters.
+
+The reference is the initial model, which is gone after the first training step. So the
+log-probabilities of all answers are computed before training, and stored in the run's folder. An
+answer is found by a hash of its tokens and its mask, in any row of any epoch. A file is valid for
+one checkpoint, identified by its content, and one precision.
+"""
+
+import gc
+import hashlib
+import itertools
+import os
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+from megatrain_jax import data
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.unfinished import naming_file
+from megatrain_jax._src.lm.cli.answers import answers
+from megatrain_jax._src.lm.cli.job import Job
+from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from megatrain_jax._src.lm.common.hf_folder import regular_file
+
+_SIZE = 16
+_Batch = Mapping[str, np.ndarray]
+
+
+@dataclass
+class ReferenceLogProbs:
+    """The log-probabilities of answers under the initial model.
+
+    Attributes:
+        path: The run's file with the log-probabilities.
+        key: The checkpoint and the precision that they belong to.
+        values: The log-probability of each answer, by its digest.
+    """
+
+    path: Path
+    key: str
+    values: dict[bytes, float] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Loads the file, if it belongs to the same checkpoint and is intact."""
+        try:
+            with np.load(self.path) as file:
+                key, digests, values = str(file["key"]), file["digests"], file["values"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return  # missing or damaged: everything is recomputed
+        if key == self.key:
+            self.values = dict(zip(map(bytes, digests), map(float, values), strict=True))
+
+    def save(self) -> None:
+        """Writes the file atomically."""
+        unfinished = self.path.with_suffix(".unfinished")
+        digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
+        values = np.array(list(self.values.values()), np.float32)
+        with naming_file(unfinished), unfinished.open("wb") as file:
+            np.savez(file, key=self.key, digests=digests, values=values)
+        os.replace(unfinished, self.path)
+
+    def missing(self, batch: _Batch) -> bool:
+        """Whether it lacks an answer of a batch."""
+        return any(digest not in self.values for _, _, digest in answers_of(batch))
+
+    def take(self, batch: _Batch, found: np.ndarray) -> None:
+        """Stores the log-probabilities of a batch's answers, (rows, twice the pairs)."""
+        self.values |= {digest: float(found[r, i]) for r, i, digest in answers_of(batch)}
+
+    def joined(self, batch: _Batch) -> dict[str, np.ndarray]:
+        """A batch with `reference`: the log-probability of each answer, 0 for missing pairs."""
+        rows, pairs = batch["pairs"].shape
+        reference = np.zeros((rows, 2 * pairs), np.float32)
+        for r, i, digest in answers_of(batch):
+            reference[r, i] = self.values[digest]
+        return {**batch, "reference": reference}
+
+
+def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
+    """The answers of a batch: row, column (chosen, rejected, chosen, ...) and digest of each."""
+    for r, segments in enumerate(batch["segments"]):
+        # Segments count from 1, contiguously; 0 is padding.
+        ends = [*np.flatnonzero(np.diff(segments)) + 1, len(segments)]
+        start = 0
+        for i in range(2 * int(batch["pairs"][r].sum())):
+            here, start = slice(start, ends[i]), ends[i]
+            content = batch["tokens"][r, here].tobytes() + batch["mask"][r, here].tobytes()
+            yield r, i, hashlib.blake2b(content, digest_size=_SIZE).digest()
+
+
+@dataclass(frozen=True)
+class BatchesWithReference:
+    """Batches with their answers' log-probabilities, iterated like the dataset.
+
+    Attributes:
+        batches: The dataset.
+        reference: The log-probabilities of all its answers.
+    """
+
+    batches: data.Dataset | data.Mixture
+    reference: ReferenceLogProbs
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The dataset's end tokens."""
+        return self.batches.end_tokens
+
+    def __iter__(self) -> "_JoinedIterator":
+        """Starts with the first batch."""
+        return _JoinedIterator(iter(self.batches), self.reference)
+
+
+class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
+    """An iterator over these batches, with the state of the dataset's iterator."""
+
+    def __init__(self, iterator: Any, reference: ReferenceLogProbs):
+        self._iterator, self._reference = iterator, reference
+        self.get_state, self.set_state = iterator.get_state, iterator.set_state
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch."""
+        return self._reference.joined(next(self._iterator))
+
+
+def load_or_compute_reference(
+    folder: RunFolder, datasets: Sequence[data.Dataset], job: Job, options: Mapping[str, Any]
+) -> ReferenceLogProbs | None:
+    """Loads the log-probabilities of all answers from the run's folder, or computes missing ones.
+
+    Args:
+        folder: The folder of the run.
+        datasets: The datasets with the answers.
+        job: The model, its parameters and the loss.
+        options: Options of the run.
+
+    Returns:
+        The reference; None if the loss needs none.
+
+    Raises:
+        ValueError: If the run has made steps with a different checkpoint as reference.
+    """
+    if not job.reference:
+        return None
+    precision = options["precision"].on(options["hardware"])
+    arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
+    if precision.products is not None:
+        arithmetic += f" {precision.products}"
+    reference = ReferenceLogProbs(
+        folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}"
+    )
+    if folder.has_checkpoints and folder.note("reference") != reference.key:
+        raise ValueError(
+            f"`model` = {' with '.join(job.reference)} has changed since {folder.path} began, but "
+            "it is the reference of all steps. Restore that checkpoint, or choose another `out`"
+        )
+    reference.load()
+    batches = (batch for dataset in datasets for batch in _epoch(dataset))
+    lacking = filter(reference.missing, batches)
+    if (first := next(lacking, None)) is not None:
+        try:
+            for batch, found in _computed(itertools.chain([first], lacking), first, job, options):
+                reference.take(batch, found)
+        finally:  # saves partial results of an interrupted process too
+            reference.save()
+        print(f"reference: {len(reference.values):,} answers, {reference.path}", flush=True)
+    folder.take_note("reference", reference.key)
+    return reference
+
+
+def _epoch(dataset: data.Dataset) -> Iterable[_Batch]:
+    """Batches that cover each document of a dataset."""
+    return itertools.islice(dataset, -(-dataset.num_rows // dataset.options.batch_size))
+
+
+def _computed(
+    batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
+) -> Iterator[tuple[_Batch, np.ndarray]]:
+    """Batches with the log-probabilities of their answers, under the initial model."""
+    nothing = ReferenceLogProbs(Path(), "", _Zeros())
+    # An optimizer without state, because the model is only evaluated.
+    trainer = mt.Trainer(
+        job.model,
+        job.loss_of(options["microbatches"]),
+        optax.sgd(0.0),
+        nothing.joined(sample),
+        params=job.params,
+        progress=_has_bar(),
+        **options,
+    )
+    try:
+        for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
+            yield batch, trainer.predict([batch], answers)
+    finally:
+        del trainer
+        gc.collect()  # frees its host memory for the run
+
+
+class _Zeros(dict[bytes, float]):
+    """A mapping that gives 0 for every answer."""
+
+    def __missing__(self, digest: bytes) -> float:
+        return 0.0
+
+
+def _has_bar() -> bool:
+    return sys.stderr.isatty()
+
+
+def _digest(model: str) -> str:
+    """A hash of a checkpoint's full content, or of adapters'."""
+    folder = Path(model).expanduser()
+    configurations = (folder / "config.json", folder / "adapter_config.json")
+    paths = (*folder.glob("*.safetensors"), *configurations)
+    names = sorted(path.name for path in paths)
+    files = [file for name in names if (file := regular_file(folder, name)) is not None]
+
+    def of_file(path: Path) -> bytes:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(of_file, files))).hexdigest()

@@ -1,0 +1,282 @@
+"""`Dataset`: an iterable of packed batches, with Grain iterators that can be saved."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import grain
+import numpy as np
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.data.batches import Batches, DatasetOptions, Rows
+from megatrain_jax._src.lm.data.corpus import Corpus
+from megatrain_jax._src.lm.data.packing import Batch, Packing, pack
+from megatrain_jax._src.lm.data.report import Summary
+
+
+class Dataset:
+    """Packed batches of documents; each iteration starts anew.
+
+    A batch is a dict of NumPy arrays of shape (batch_size, length): `tokens`, `labels` (the next
+    token), `segments` (the document's number in its row, from 1; 0 is padding) and `positions`
+    (from 0 in each document) are int32; `mask` (whether the loss counts the label) is bool. In
+    addition, `learned_per_row`, float32 (batch_size,), is the batch's number of counted labels
+    divided by its rows. A document never leaves its row, and is cut only if `too_long` allowed it.
+
+    For `preferences`, a document is a pair: segment 2k + 1 of a row (from k = 0) is the chosen
+    conversation of its pair k, and segment 2k + 2 the rejected one; `mask` is True on their
+    answers. In addition, `pairs`, bool (batch_size, maximum pairs per row), is True if the row has
+    a pair k. Further counts of the batch are divided by its rows, as float32 (batch_size,):
+    `pairs_per_row`, its pairs; `chosen_learned_per_row`, the counted labels of its chosen answers;
+    and `chosen_tokens_per_row`, all labels of its chosen conversations.
+
+    For `distillation`, `topk_token_ids`, int32, and `topk_logprobs`, float32, have the shape
+    (batch_size, length, topk).
+
+    With `margins`, the array `margins`, float32 in the shape of `pairs`, has each pair's margin.
+
+    For `unpaired`, segment 2k + 1 is the conversation with the labelled answer, and segment 2k + 2
+    the same prompt with another row's answer. `desirable`, bool in the shape of `pairs`, is the
+    label, and `desirable_per_row` the batch's number of desirable answers divided by its rows, in
+    place of the counts of chosen conversations.
+
+    For `image_chat`, `pixel_values`, float32 (batch_size, images, channels, height, width), has the
+    images of each row.
+
+    A batch takes rows in order, even the last of one epoch and the first of the next. If the very
+    last batch has too few rows, their documents are spread over the full number of rows.
+
+    If several processes share a run (`jax.distributed`), each gets an equal part of a batch's rows;
+    `batch_size` is still the size of the whole batch.
+
+    Its iterators have Grain's `get_state` and `set_state`, so `megatrain_jax.fit` resumes a run at
+    the right batch.
+
+    Attributes:
+        summary: Summary of the rows it was made from.
+        options: Options for making batches from its documents.
+        chat_template: The Jinja template that rendered conversations; None for plain text.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        summary: Summary,
+        options: DatasetOptions,
+        chat_template: str | None = None,
+        documents: Any = None,
+    ):
+        """Makes a dataset from a corpus that `chat`, `preferences` or `text` has read.
+
+        Args:
+            corpus: The tokens; several datasets may share them.
+            summary: Summary of the rows that the whole corpus was made from.
+            options: Options for making batches.
+            chat_template: The Jinja template that rendered conversations.
+            documents: Indices of the corpus's documents to use; None for all.
+        """
+        self.summary = summary
+        self.chat_template = chat_template
+        self._corpus = corpus
+        self.options = options
+        if documents is None:
+            self._chosen = np.arange(len(corpus.unit_starts), dtype=np.int32)
+        else:
+            kept = np.isin(corpus.unit_documents, documents)
+            self._chosen = np.flatnonzero(kept).astype(np.int32)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Names of its batches' arrays beside the common ones."""
+        pairs = ("pairs",) if self._corpus.pieces_per_unit > 1 else ()
+        sizes = {name: array.shape[1] for name, array in self._corpus.token_values.items()}
+        entries = (f"{name} ({size})" for name, size in sizes.items())
+        images = ("images",) if self._corpus.processor is not None else ()
+        return (*pairs, *images, *self._corpus.unit_values, *entries)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer or a text, and that a model learns to stop at."""
+        return tuple(self.summary.end_tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(np.unique(self._corpus.unit_documents[self._chosen]))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in an epoch, without padding."""
+        return int(self._corpus.unit_lengths[self._chosen].sum(dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in an epoch."""
+        return self._packing.num_rows
+
+    @property
+    def fill(self) -> float:
+        """The fraction of an epoch's rows that is tokens, not padding."""
+        return self.num_tokens / (self.num_rows * self.options.length)
+
+    def __len__(self) -> int:
+        """The number of batches in all epochs."""
+        if self.options.epochs is None:
+            raise TypeError("with `epochs`=None the batches never end")
+        return len(self._batches)
+
+    def __iter__(self) -> "DatasetIterator":
+        """Starts with the first batch."""
+        return DatasetIterator(self.grain(), self.fingerprint, self.end_tokens)
+
+    def __str__(self) -> str:
+        """Describes an epoch."""
+        options = self.options
+        epochs = "epochs without end" if options.epochs is None else f"{len(self):,} batches"
+        return (
+            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens in {self.num_rows:,} "
+            f"rows of {options.length:,} ({self.fill:.1%} full); {epochs} of "
+            f"{options.batch_size:,} rows"
+        )
+
+    def __repr__(self) -> str:
+        """Shows documents, tokens, rows and batches."""
+        return f"Dataset({self})"
+
+    def grain(self) -> grain.IterDataset:
+        """The same batches as a `grain.IterDataset`, to which more steps can be added."""
+        return as_grain(self._batches, self.options.workers)
+
+    def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
+        """Splits off an evaluation set, drawn by a seed.
+
+        All pieces of a document go to the same side, and so do documents with equal tokens. Both
+        sides share the tokens in memory.
+
+        Args:
+            fraction: Fraction of the documents to hold out; each side gets at least one document.
+            seed: Seed of the draw.
+
+        Returns:
+            Two datasets: the training set, and the evaluation set, which has each of its documents
+                once, in the order in which they were read.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If `fraction` is not between 0 and 1, or there are no two different
+                documents.
+        """
+        checks.integer("seed", seed, least=0)
+        if not 0 < checks.number("fraction", fraction) < 1:
+            raise ValueError(f"`fraction` must be between 0 and 1, but is {fraction}")
+        documents, groups = self._groups()
+        if groups.max() == 0:
+            raise ValueError(
+                "there are no two different documents to split (a .txt file is one document)"
+            )
+        order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
+        sizes = np.cumsum(np.bincount(groups)[order])
+        # Groups in their drawn order until the fraction is reached; one always stays for training.
+        num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
+        held = np.isin(groups, order[: min(num_groups, len(order) - 1)])
+        options = replace(self.options, shuffle=False, epochs=1)
+        shared = (self._corpus, self.summary)
+        return (
+            Dataset(*shared, self.options, self.chat_template, documents[~held]),
+            Dataset(*shared, options, self.chat_template, documents[held]),
+        )
+
+    def _groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """The documents, and for each a group number shared by documents with equal tokens."""
+        corpus, chosen = self._corpus, self._chosen
+        starts = corpus.unit_starts[chosen]
+        stops = starts + corpus.unit_lengths[chosen]
+        documents, first = np.unique(corpus.unit_documents[chosen], return_index=True)
+        last = np.append(first[1:], len(chosen)) - 1
+        digests = [
+            hashlib.blake2b(corpus.tokens[a:b].tobytes(), digest_size=16).digest()
+            for a, b in zip(starts[first], stops[last], strict=True)
+        ]
+        if corpus.processor is not None:
+            # Equal questions about different images are different documents.
+            own = (corpus.images[document] for document in documents)
+            images = (b"".join(image.digest for image in given) for given in own)
+            digests = [one + other for one, other in zip(digests, images, strict=True)]
+        # Numbered in order of first appearance.
+        numbers: dict[bytes, int] = {}
+        groups = [numbers.setdefault(digest, len(numbers)) for digest in digests]
+        return documents, np.array(groups)
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return pack(self._corpus.unit_lengths[self._chosen], self.options.length)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows of all epochs by number."""
+        return Rows(self._corpus, self._chosen, self._packing, self.options)
+
+    @cached_property
+    def _batches(self) -> Batches:
+        return Batches([self.rows], [1], self.options.length, self.options.batch_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the tokens and of everything that determines the order of batches."""
+        options = self.options
+        # Exactly these determine the meaning of a position in the data; the numbers of workers and
+        # of epochs don't.
+        digest = hashlib.blake2b(self._corpus.digest, digest_size=8)
+        digest.update(self._chosen.tobytes())
+        order = (options.length, options.batch_size, options.seed, options.shuffle)
+        digest.update(repr(order).encode())
+        return digest.hexdigest()
+
+
+def as_grain(batches: Batches, workers: int) -> grain.IterDataset:
+    """The batches as a `grain.IterDataset`, built ahead by this many threads."""
+    source: Any = batches
+    read = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
+    return grain.MapDataset.source(source).to_iter_dataset(read)
+
+
+class DatasetIterator(Iterator[Batch]):
+    """An iterator over a dataset's batches; its state names the data it belongs to."""
+
+    def __init__(
+        self, batches: grain.IterDataset, fingerprint: str, end_tokens: tuple[int, ...] = ()
+    ):
+        """Starts with the first batch.
+
+        Args:
+            batches: Batches to iterate over.
+            fingerprint: A hash of the data and of the order of its batches.
+            end_tokens: See `Dataset`.
+        """
+        self._iterator: Any = iter(batches)
+        self.fingerprint, self.end_tokens = fingerprint, end_tokens
+
+    def __next__(self) -> Batch:
+        """Returns the next batch."""
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the number of the next batch, as JSON."""
+        return {**self._iterator.get_state(), "data": self.fingerprint}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues where `get_state` was called.
+
+        Raises:
+            ValueError: If the state belongs to different data, or a different order of batches.
+        """
+        state = dict(state)
+        if state.pop("data", None) != self.fingerprint:
+            raise ValueError(
+                "the state belongs to different batches: the files, the tokenizer, `length`, "
+                "`batch_size`, `seed`, `shuffle`, `train_on` and the arguments of `split` must be "
+                "the same as when it was saved"
+            )
+        self._iterator.set_state(state)

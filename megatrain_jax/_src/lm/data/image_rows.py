@@ -1,0 +1,261 @@
+"""Reads conversations with images, and renders them with the placeholders of images.
+
+While the turns of a row are read and checked, each image is a mark, one character, in their text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.data.documents import read_rows
+from megatrain_jax._src.lm.data.image_files import ImageProcessor, to_reference
+from megatrain_jax._src.lm.data.report import InvalidRow, Report, to_fault
+from megatrain_jax._src.lm.data.row_formats import Conversation, to_conversation
+from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
+from megatrain_jax._src.lm.data.template import Template
+from megatrain_jax._src.lm.data.tokenise import Document
+from megatrain_jax._src.lm.data.turns import CONVERSATIONS, Message, TurnRules, opened_turns
+
+# Private-use characters of Unicode: the mark of an image, and the border of two texts.
+_IMAGE, _BORDER = "\ue0f1", "\ue0f2"
+_MARKS = re.compile(f"({_IMAGE})|{_BORDER}")
+_TURNS = (*CONVERSATIONS, "prompt", "completion", "response")
+_COLUMNS = ("images", "image")
+_SOURCES = ("image", "path", "url")
+
+Row = Mapping[str, Any]
+
+
+def image_conversations(
+    parts: Parts, rules: TurnRules, report: Report, errors: bool
+) -> Iterator[Document]:
+    """Reads a conversation from each row, with its images; see `documents.conversations`."""
+
+    def convert(row: Row) -> tuple[Conversation, list[Any]]:
+        row, images = replace_images(row)
+        return to_conversation(row, rules), images
+
+    for origin, (one, images) in read_rows(parts, convert, report, errors):
+        try:
+            check_places(one, images)
+            folder = Path(origin.path).parent
+            references = tuple(
+                to_reference(image, folder, str(origin), whole=not errors) for image in images
+            )
+        except Exception as error:  # a row may have anything in any place
+            report.leave_out(origin, to_fault(error), errors)
+            continue
+        report.ignored.update(one.ignored)
+        report.changed.update(one.changed)
+        yield Document(origin, (one,), images=references)
+
+
+def replace_images(row: Row) -> tuple[Row, list[Any]]:
+    """Takes the images out of a row, and leaves a mark in the place of each.
+
+    An image is a part of a message's content, ``{"type": "image", "image": ...}``. Without an
+    `image` of its own, it is the next of the row's `images`, or its `image`. If no message has such
+    a part, these images stand at the beginning of the first user message, as in TRL.
+
+    Returns:
+        The row without images, and the images in the order of their marks.
+
+    Raises:
+        InvalidRow: If there are more or fewer images than places for them, or other media.
+    """
+    given = [image for name in _COLUMNS for image in _listed(row.get(name))]
+    waiting, images = iter(given), []
+    changed = {name: value for name, value in row.items() if name not in _COLUMNS}
+    for name in _TURNS:
+        if isinstance(turns := opened_turns(name, row.get(name)), list | tuple):
+            changed[name] = [_marked_turn(turn, waiting, images) for turn in turns]
+    rest = list(waiting)
+    if rest and not images:
+        return _prepend_images(changed, rest), rest
+    if rest:
+        raise InvalidRow("images without a place", f"{len(rest)} more than parts of messages")
+    return changed, images
+
+
+def _has_images(row: Row) -> bool:
+    """Whether a row has images."""
+    turns = [turn for name in _TURNS for turn in _listed(opened_turns(name, row.get(name)))]
+    contents = [_content(turn)[1] for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(_kind(part) == "image" for part in parts) or any(
+        _listed(row.get(name)) for name in _COLUMNS
+    )
+
+
+def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | None = None) -> bool:
+    """Whether one of the first rows of a dataset has images.
+
+    Args:
+        source: See `chat`; an iterator loses these rows.
+        most: Maximum number of rows that are read, of each file.
+        columns: See `chat`.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If `source` names no data.
+    """
+    most = checks.integer("most", most)
+    parts = resolve(source, texts=False, columns=columns)
+    for part in parts:
+        read = read_rows(replace(parts, items=[part]), _has_images, Report(), False)
+        if any(found for _, found in islice(read, most)):
+            return True
+    return False
+
+
+def check_places(conversation: Conversation, images: Sequence[Any]) -> None:
+    """Checks that all images of a conversation are in user or system messages.
+
+    Raises:
+        InvalidRow: If one isn't, or turns with images were dropped.
+    """
+    count = 0
+    for number, message in enumerate(conversation.messages, 1):
+        here = message.get("content", "").count(_IMAGE)
+        if here and message["role"] not in ("user", "system"):
+            raise InvalidRow(
+                "an image outside of a question", f"in turn {number}, of the {message['role']}"
+            )
+        count += here
+    if count != len(images):
+        raise InvalidRow("images in turns that are dropped", f"{len(images) - count} of them")
+
+
+class ImageTemplate(Template):
+    """A chat template of messages with images, whose texts have the placeholders of images."""
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        chat_template: str | None,
+        variables: Mapping[str, Any] | None,
+    ):
+        """Finds the template; see `Template`."""
+        super().__init__(processor.tokenizer, chat_template or processor.chat_template, variables)
+        self._begin, self._expanded = processor.begin, processor.expanded
+
+    def _text(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        prompt: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        parted = [_split_content(message) for message in messages]
+        text, spans = super()._text(parted, tools, prompt, marks)
+        count = sum(message.get("content", "").count(_IMAGE) for message in messages)
+        if (shown := text.count(self._begin)) != count:
+            raise InvalidRow(f"{self.name} doesn't show its images", f"{shown} of {count}")
+        more = len(self._expanded) - len(self._begin)
+
+        def moved(place: int) -> int:
+            return place + more * text.count(self._begin, 0, place)
+
+        spans = [(moved(start), moved(stop)) for start, stop in spans]
+        return text.replace(self._begin, self._expanded), spans
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _content(turn: Mapping[str, Any]) -> tuple[str, Any]:
+    """The name and the value of a turn's content."""
+    name = "content" if turn.get("content") is not None else "value"
+    return name, turn.get(name)
+
+
+def _kind(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return "image" if kind == "image_url" else kind
+
+
+def _marked_turn(turn: Any, waiting: Iterator[Any], images: list[Any]) -> Any:
+    if not isinstance(turn, Mapping):
+        return turn
+    name, content = _content(turn)
+    if not isinstance(content, list | tuple):
+        _check_text(content)
+        return turn
+    kinds = {_kind(part) for part in content}
+    for other in ("video", "audio"):
+        if other in kinds:
+            raise InvalidRow(f"{other} in a message", "only text and images are supported")
+    if "image" not in kinds:
+        return turn
+    texts: list[str] = []
+    for part in content:
+        if _kind(part) == "image":
+            images.append(_image_of(part, waiting))
+            texts.append(_IMAGE)
+            continue
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise InvalidRow("content that is neither text nor image", f"{part!r}"[:80])
+        _check_text(text)
+        texts += [_BORDER, text] if texts and texts[-1] != _IMAGE else [text]
+    return {**turn, name: "".join(texts)}
+
+
+def _check_text(text: Any) -> None:
+    if isinstance(text, str) and _MARKS.search(text):
+        raise InvalidRow("a character for private use", f"{_IMAGE!r} or {_BORDER!r}")
+
+
+def _image_of(part: Mapping[str, Any], waiting: Iterator[Any]) -> Any:
+    """The image of a part, or the next of the row's images."""
+    if (linked := part.get("image_url")) is not None:
+        return linked.get("url") if isinstance(linked, Mapping) else linked
+    own = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    if own is not None:
+        return own
+    found = next(waiting, None)
+    if found is None:
+        raise InvalidRow("fewer images than places", "a part of a message has no image")
+    return found
+
+
+def _prepend_images(row: dict[str, Any], images: Sequence[Any]) -> Row:
+    """The row with marks of images at the beginning of its first question."""
+    marks = _IMAGE * len(images)
+    for name in _TURNS:
+        for at, turn in enumerate(turns := _listed(row.get(name))):
+            asks = isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in (
+                "user",
+                "human",
+            )
+            if asks:
+                field, content = _content(turn)
+                if isinstance(content, list | tuple):
+                    content = _BORDER.join(str(part.get("text", "")) for part in content)
+                turns[at] = {**turn, field: f"{marks}{content}"}
+                return {**row, name: turns}
+    for name in ("prompt", "question", "instruction"):
+        if isinstance(row.get(name), str):
+            return {**row, name: f"{marks}{row[name]}"}
+    raise InvalidRow("images without a place", "there is no question")
+
+
+def _split_content(message: Message) -> Message:
+    """A message with its content as parts, if it has images."""
+    content = message.get("content", "")
+    if _IMAGE not in content:
+        return message
+    pieces = [piece for piece in _MARKS.split(content) if piece]
+    parts = [
+        {"type": "image"} if piece == _IMAGE else {"type": "text", "text": piece}
+        for piece in pieces
+    ]
+    return {**message, "content": parts}

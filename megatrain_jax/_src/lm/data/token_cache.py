@@ -1,0 +1,290 @@
+"""Tokenised data on disk: a later start maps the tokens instead of computing them.
+
+A cache is a folder with one folder per dataset. Its name is a hash of files, tokenizer, template
+and options:
+
+    CACHE/3f0c.../tokens.npy, learned.npy, starts.npy, ...
+    CACHE/3f0c.../corpus.json    all else, with checksums of the files and of itself; written last
+
+NumPy's files can be written piece by piece and mapped as flat arrays. A folder is written under a
+temporary name, and renamed when it is complete and on disk, so parallel starts don't disturb each
+other. Folders may be deleted at any time. One that can't be read, for any reason, is made anew.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.outside import check_regular
+from megatrain_jax._src.common.syncing import sync, sync_tree
+from megatrain_jax._src.common.unfinished import UnfinishedFolder
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.lm.data.corpus import Corpus
+from megatrain_jax._src.lm.data.fast_tokenizer import FastTokenizer
+from megatrain_jax._src.lm.data.report import Summary
+from megatrain_jax._src.lm.data.sources import GivenRows, Parts
+
+_ABOUT = "corpus.json"
+# Changes with the format of the files and with the meaning of tokens and labels.
+_VERSION = 2
+_CHUNK = 2**24
+# Arrays of a corpus besides values by name.
+_ARRAYS = ("tokens", "learned", "starts", "lengths", "goes_on", "documents")
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A dataset's parts as they were found in a cache.
+
+    Attributes:
+        corpus: The tokens, mapped from files.
+        summary: Summary of the rows that they were made from.
+        chat_template: The Jinja template that rendered conversations.
+    """
+
+    corpus: Corpus
+    summary: Summary
+    chat_template: str | None
+
+
+class GrowingFiles:
+    """Flat arrays in a new folder, extended piece by piece.
+
+    Attributes:
+        folder: The folder.
+    """
+
+    def __init__(self, unfinished: UnfinishedFolder):
+        """Writes to a folder, which `discard` deletes."""
+        self._unfinished, self.folder = unfinished, unfinished.path
+        self._open: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
+
+    def append(self, name: str, items: np.ndarray) -> None:
+        """Writes further items of an array; the first ones determine its dtype and its rows."""
+        if name not in self._open:
+            file = (self.folder / f"{name}.npy").open("w+b")
+            self._open[name] = (file, items.dtype, items.shape[1:])
+            _write_header(file, items.dtype, (0, *items.shape[1:]))
+        with _named(self.folder):
+            self._open[name][0].write(np.ascontiguousarray(items).data.cast("B"))
+
+    def mapped(self, name: str, count: int) -> np.ndarray:
+        """Ends an array with this number of items, and maps it."""
+        file, dtype, rest = self._open.pop(name)
+        # The header leaves space for the largest number of items, so its size stays the same.
+        with _named(self.folder), file:
+            file.seek(0)
+            _write_header(file, dtype, (count, *rest))
+        return _mapped(self.folder, name)
+
+    def discard(self) -> None:
+        """Deletes the folder, unless it has its final name by now."""
+        for file, _, _ in self._open.values():
+            with suppress(OSError):  # of a full disk
+                file.close()
+        self._unfinished.discard()
+
+
+class TokenCache:
+    """The place of one dataset in a cache.
+
+    Attributes:
+        path: The dataset's folder, which may not exist.
+    """
+
+    def __init__(self, path: Path):
+        """Refers to a folder."""
+        self.path = path
+
+    def find(self) -> Cached | None:
+        """Returns the dataset; None if it is absent, or, with a warning, if it is damaged."""
+        if not os.path.lexists(self.path):
+            return None
+        try:
+            return self._read()
+        except Exception as error:  # damaged files fail in any way
+            warn_user(
+                f"the tokenised data in {self.path} is damaged and is made anew: "
+                f"{type(error).__name__}: {error}",
+            )
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.unlink(missing_ok=True)
+            return None
+
+    def files(self) -> GrowingFiles:
+        """Makes a folder for a new dataset, to be passed to `keep`.
+
+        Raises:
+            OSError: If it can't be made.
+        """
+        with _named(self.path):
+            return GrowingFiles(UnfinishedFolder(self.path, 0o700))
+
+    def keep(self, files: GrowingFiles, made: Cached) -> Cached:
+        """Completes a new dataset; returns it as mapped from its final place.
+
+        Args:
+            files: The files, with all arrays of tokens.
+            made: The dataset.
+        """
+        arrays = _arrays_of(made.corpus)
+        for name, array in arrays.items():
+            if not (files.folder / f"{name}.npy").exists():
+                with _named(files.folder):
+                    np.save(files.folder / f"{name}.npy", array)
+        about = {
+            "checksums": {name: _checksum(files.folder / f"{name}.npy") for name in arrays},
+            "digest": made.corpus.digest.hex(),
+            "pieces_per_unit": made.corpus.pieces_per_unit,
+            "unit_values": list(made.corpus.unit_values),
+            "token_values": list(made.corpus.token_values),
+            "summary": asdict(made.summary),
+            "chat_template": made.chat_template,
+        }
+        text = json.dumps({"content": about, "checksum": _hash(about)})
+        with _named(files.folder):
+            (files.folder / _ABOUT).write_text(text, encoding="utf-8")
+            # Before the name, or a machine that stops could leave a complete name with empty files.
+            sync_tree(files.folder)
+        # Another start may have completed the same dataset meanwhile; this one's files stay mapped.
+        with suppress(OSError):
+            files.folder.rename(self.path)
+            sync(self.path.parent)
+        files.discard()
+        return made
+
+    def _read(self) -> Cached:
+        check_regular(self.path / _ABOUT)
+        written = json.loads((self.path / _ABOUT).read_text(encoding="utf-8"))
+        about = written["content"]
+        if written["checksum"] != _hash(about):
+            raise ValueError(f"{_ABOUT} has another checksum")
+        arrays: dict[str, Any] = {}
+        for name, checksum in about["checksums"].items():
+            # Of the whole file: its header decides how its numbers are read.
+            if _checksum(self.path / f"{name}.npy") != checksum:
+                raise ValueError(f"{name}.npy has another checksum")
+            arrays[name] = _mapped(self.path, name)
+        values: dict[str, Any] = {
+            kind: {name: arrays[f"{kind}-{name}"] for name in about[kind]}
+            for kind in ("unit_values", "token_values")
+        }
+        corpus = Corpus(
+            **{name: arrays[name] for name in _ARRAYS},
+            digest=bytes.fromhex(about["digest"]),
+            pieces_per_unit=about["pieces_per_unit"],
+            **values,
+        )
+        summary = Summary(**{**about["summary"], "examples": tuple(about["summary"]["examples"])})
+        return Cached(corpus, replace(summary, is_reused=True), about["chat_template"])
+
+
+def open_cache(
+    cache: Any,
+    kind: str,
+    parts: Parts,
+    tokens: FastTokenizer,
+    options: Sequence[Any],
+    template: str | None = None,
+) -> TokenCache | None:
+    """The place of a dataset in the user's cache; None without a cache, or for rows in memory.
+
+    Args:
+        cache: The argument `cache`: the folder, or None.
+        kind: Name of the function that makes the documents.
+        parts: The files and rows, with names of their columns.
+        tokens: The tokenizer.
+        options: All options that determine tokens, labels or documents.
+        template: The Jinja template that renders conversations.
+
+    Raises:
+        TypeError: If `cache` is not a path.
+    """
+    if cache is None:
+        return None
+    folder = Path(checks.path("cache", cache)).expanduser()
+    sources = [_identity(part) for part in parts]
+    if None in sources:
+        return None
+    tokenizer = tokens.tokenizer
+    content = {
+        "version": _VERSION,
+        "packages": [metadata.version(name) for name in ("tokenizers", "transformers", "jinja2")],
+        "kind": kind,
+        "sources": sources,
+        "columns": parts.columns,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "special": [tokenizer.special_tokens_map, tokenizer("a").input_ids],
+        "vocabulary": tokens.vocabulary.size,
+        "template": template,
+        "options": options,
+    }
+    if template is not None and "strftime_now" in template:
+        content["date"] = str(datetime.date.today())
+    text = json.dumps(content, sort_keys=True, default=repr)
+    return TokenCache(folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def _identity(part: str | GivenRows) -> list[Any] | None:
+    """Values that change when a source changes; None if it has none."""
+    if isinstance(part, GivenRows):
+        return None if part.fingerprint is None else [part.name, part.fingerprint]
+    status = os.stat(part)
+    return [os.path.realpath(part), status.st_size, status.st_mtime_ns]
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Names the cache in errors of writing a folder there."""
+    try:
+        yield
+    except OSError as error:
+        # Keeps the subclass of OSError, such as PermissionError.
+        raise type(error)(
+            f"tokens can't be written to `cache` = {folder.parent}: {error.strerror or error}. "
+            "Choose another one, or none"
+        ) from error
+
+
+def _arrays_of(corpus: Corpus) -> dict[str, np.ndarray]:
+    arrays = {name: getattr(corpus, name) for name in _ARRAYS}
+    for kind in ("unit_values", "token_values"):
+        arrays |= {f"{kind}-{name}": array for name, array in getattr(corpus, kind).items()}
+    return arrays
+
+
+def _write_header(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, about)
+
+
+def _checksum(path: Path) -> str:
+    """A checksum of a file's bytes, read a part at a time."""
+    check_regular(path)
+    found = xxhash.xxh3_128()
+    with path.open("rb") as stream:
+        while part := stream.read(_CHUNK):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _hash(about: Any) -> str:
+    return xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _mapped(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)

@@ -1,0 +1,332 @@
+"""Causal attention with windows, packed documents and capped logits, without T × T arrays.
+
+cuDNN computes every case that its API can express without a mask. For packed documents
+`jax.nn.dot_product_attention` would need a T × T mask. Instead, queries and keys carry their
+documents' numbers in extra dimensions, if cuDNN accepts heads of that width. All remaining cases,
+and capped logits, are computed here, a piece of the queries at a time.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.common import attention_kernel, checks
+from megatrain_jax._src.common.capability import capability_here
+from megatrain_jax._src.lm.models.arrays import check_array
+from megatrain_jax._src.lm.models.past import Past
+from megatrain_jax._src.lm.models.rotary import positions_in
+
+# Bytes of fp32 scores allowed for one piece of the queries.
+_PIECE_BYTES = 2**28
+# The maximum number of spans of queries, each with only the keys it needs. Eight spans compute 56%
+# of the full square; infinitely many would compute half.
+_MAX_SPANS = 8
+# Extra elements per query for the number of a document: two for each of its bits.
+_MARK = 64
+# The minimum drop of a score for every bit in which two documents differ: exp(-2048) is 0 in fp32,
+# even if one document's scores differ by a thousand.
+_APART = 2048.0
+
+Queries = Float[Array, "rows length heads head_dim"]
+Keys = Float[Array, "rows length kv_heads head_dim"]
+Segments = Integer[Array, "rows length"]
+
+
+def attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    segments: Segments | Past | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    piece: int | None = None,
+) -> Queries:
+    """Lets each token attend to itself and the tokens before it.
+
+    Args:
+        q: Queries, (rows, length, heads, head_dim).
+        k: Keys, (rows, length, kv_heads, head_dim); kv_heads divides heads.
+        v: Values, as `k`.
+        segments: The document of each token, integers (rows, length): tokens attend only within it.
+            While text is generated, a `Past` that computes attention with its cache.
+        window: Number of tokens each token attends to, itself included; None for all.
+        chunk: Each document is divided into chunks of this number of tokens, and tokens attend only
+            within their chunk; None for one chunk.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        sinks: For each head, the score of an extra key with value zero that every query sees.
+        piece: Number of queries computed at a time where cuDNN isn't used; None for as many as have
+            scores of a quarter of a GiB.
+
+    Returns:
+        An array with the shape and dtype of `q`; softmax is computed in fp32.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't match, or a number is out of bounds.
+    """
+    if isinstance(segments, Past):
+        options = {"softcap": softcap, "scale": scale, "sinks": sinks}
+        return segments.attend(q, k, v, window=window, chunk=chunk, **options)
+    _check(q, k, v, segments)
+    if sinks is not None:
+        check_array("sinks", sinks, "(heads,)", num_axes=1)
+        if sinks.shape != q.shape[2:3]:
+            raise ValueError(f"`sinks` has shape {sinks.shape}, not {q.shape[2:3]} of `q`")
+    _check_options(window=window, chunk=chunk, piece=piece, softcap=softcap, scale=scale)
+    if chunk is not None:
+        segments = _in_chunks(segments, q.shape[:2], chunk)
+    length, head_dim = q.shape[1], q.shape[3]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    # A window of the full length restricts nothing, and attention without a window is faster.
+    if window is not None and window >= length:
+        window = None
+    if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):
+        if segments is not None:
+            q, k, v = mark(q, k, v, segments, scale)
+        if attention_kernel.planned_width() is not None:
+            return attention_kernel.attend(q, k, v, window)[..., :head_dim]
+        mixed = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+        return mixed[..., :head_dim]
+    piece = min(piece or piece_of(q.shape), length)
+    spans = tuple(spans_of(length, piece))
+    return in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
+
+
+def _in_chunks(segments: Segments | None, shape: tuple[int, ...], size: int) -> Segments | None:
+    """Returns numbers that differ between documents and between chunks of a document.
+
+    For example, segments [1, 1, 1, 2, 2] in chunks of two tokens give [1, 1, 2, 3, 3].
+    """
+    if shape[1] <= size:
+        return segments
+    starts = positions_in(shape[1], segments) % size == 0
+    return jnp.broadcast_to(jnp.cumsum(starts, axis=1, dtype=jnp.int32), shape)
+
+
+# Jitted so that a model's layers are traced once; later layers find the first one's trace.
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9, 11))
+def in_spans(
+    q, k, v, segments, sinks, spans, piece, window, softcap, scale, images=None, ahead=0
+) -> Queries:
+    """Computes attention from the queries of each span to the keys it needs.
+
+    Args:
+        q: See `attention`.
+        k: See `attention`.
+        v: See `attention`.
+        segments: See `attention`.
+        sinks: See `attention`.
+        spans: From `spans_of`.
+        piece: See `attention`.
+        window: See `attention`.
+        softcap: See `attention`.
+        scale: See `attention`.
+        images: Numbers of the images of tokens, (rows, length), 0 for text: tokens of an image also
+            attend to the later ones of the same image.
+        ahead: Maximum number of later tokens that a token attends to.
+    """
+    attended = []
+    for start, stop in spans:
+        first = 0 if window is None else max(0, start - window + 1)
+        last = min(stop + ahead, k.shape[1])
+        keys = k[:, first:last], v[:, first:last]
+        numbers = segments, images
+        own = jax.tree.map(lambda x, at=slice(start, stop): x[:, at], numbers)
+        others = jax.tree.map(lambda x, at=slice(first, last): x[:, at], numbers)
+
+        def attend(rows, own, at, keys=keys, first=first, others=others):
+            return _attend(rows, keys, own, others, at - first, window, softcap, scale, sinks)
+
+        attended.append(by_piece(attend, q[:, start:stop], own, start, piece))
+    return attended[0] if len(attended) == 1 else jnp.concatenate(attended, axis=1)
+
+
+def _check(q: Queries, k: Keys, v: Keys, segments: Segments | None) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_array(name, array, "(rows, length, heads, head_dim)", num_axes=4)
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if k.shape != (rows, length, kv_heads, head_dim) or not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"`k` has shape {k.shape}, but `q` {q.shape}: they must agree in all axes but heads, "
+            "where that of `k` divides that of `q`"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"`v` has shape {v.shape}, but `k` {k.shape}; they must be equal")
+    if segments is not None:
+        check_array("segments", segments, "(rows, length)", num_axes=2, of_integers=True)
+        if segments.shape != (rows, length):
+            raise ValueError(f"`segments` has shape {segments.shape}, not {(rows, length)} of `q`")
+
+
+def _check_options(*, window, chunk, piece, softcap, scale) -> None:
+    for name, value in (("window", window), ("chunk", chunk), ("piece", piece)):
+        if value is not None:
+            checks.integer(name, value, other=", or None")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            checks.number(name, value, above=0)
+
+
+def mark(
+    q: Queries, k: Keys, v: Keys, segments: jax.typing.ArrayLike, scale: float
+) -> tuple[
+    Float[Array, "rows length heads wider"],
+    Float[Array, "rows length kv_heads wider"],
+    Float[Array, "rows length kv_heads wider"],
+]:
+    """Widens heads so that tokens attend only within their document, without a mask.
+
+    For each bit of its document's number, a query is extended by `size * (b, 1)` and a key by `size
+    * (b, -1)`, where b is 1 or -1. Their product is 0 if the bits are equal and `-2 * size**2`
+    otherwise; powers of two keep both exact. For example, a query in document 1 and a key in
+    document 3 differ in the second bit: their score drops by `2 * size**2 * scale`, at least 2048,
+    and becomes zero in the softmax.
+
+    Returns:
+        Queries, keys and values with heads of width head_dim + 64; the values are padded with
+        zeros.
+    """
+    size = 2.0 ** math.ceil(math.log2(_APART / (2 * scale)) / 2)
+    numbers = jnp.asarray(segments, jnp.int32)[:, :, None, None]
+    bits = numbers >> jnp.arange(_MARK // 2, dtype=jnp.int32) & 1
+
+    def behind(x: Array, second: int) -> Array:
+        pairs = jnp.stack([2 * bits - 1, jnp.full_like(bits, second)], axis=-1)
+        marks = size * pairs.astype(x.dtype).reshape(*x.shape[:2], 1, _MARK)
+        return jnp.concatenate([x, jnp.broadcast_to(marks, (*x.shape[:3], _MARK))], axis=-1)
+
+    return behind(q, 1), behind(k, -1), jnp.pad(v, [(0, 0)] * 3 + [(0, _MARK)])
+
+
+def fits_cudnn(q: Queries, *, packed: bool) -> bool:
+    """Whether cuDNN supports this dtype, length and width, on this GPU or the planned one."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    if q.shape[1] % 2:
+        return False  # JAX 0.11 refuses to differentiate odd lengths
+    head_dim = q.shape[-1] + (_MARK if packed else 0)
+    return head_dim % 8 == 0 and head_dim <= (attention_kernel.planned_width() or _width_here())
+
+
+def _width_here() -> int:
+    """The largest head width that cuDNN supports on this GPU; 0 if it supports none."""
+    capability = capability_here()
+    if capability is None or capability < 8:  # as JAX requires for cuDNN's attention
+        return 0
+    return 256 if capability >= 9 else 128
+
+
+def piece_of(shape: tuple[int, ...]) -> int:
+    """Returns the number of queries computed at a time: a power of two, or all."""
+    rows, length, heads, _ = shape
+    fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
+    return min(length, 1 << (fitting.bit_length() - 1))
+
+
+def spans_of(length: int, piece: int) -> list[tuple[int, int]]:
+    """Returns spans of queries (start, stop); each needs only the keys before its own stop.
+
+    For example, 100 queries in pieces of 8 are 13 pieces, so spans have 2 pieces: (0, 16), (16,
+    32), ..., (96, 100).
+    """
+    pieces = -(-length // piece)
+    step = piece * -(-pieces // _MAX_SPANS)
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def by_piece(attend, q: Queries, own, start: int, piece: int) -> Queries:
+    """Calls `attend` for `piece` queries at a time; backward recomputes the scores.
+
+    Args:
+        attend: Function of some queries, their numbers, and the place of the first.
+        q: The queries.
+        own: Numbers of the queries: arrays (rows, length), or None.
+        start: Place of the first query.
+        piece: Number of queries of a call.
+    """
+    rows, length = q.shape[:2]
+    count = -(-length // piece)
+    if count == 1:
+        # The scores of a single piece are small enough to be saved for backward.
+        call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
+        return call(q, own, start)
+    # Queries added as padding are cut off again below.
+    split = [(0, 0), (0, count * piece - length)]
+
+    def pieces(x: Array) -> Array:
+        padded = jnp.pad(x, split + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, count, piece, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def step(item):
+        return attend(*item)
+
+    starts = start + piece * jnp.arange(count, dtype=jnp.int32)
+    out = jax.lax.map(step, (pieces(q), jax.tree.map(pieces, own), starts))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
+
+
+def _attend(q, keys, own, others, offset, window, softcap, scale, sinks) -> Queries:
+    """Attention of queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
+
+    Args:
+        q: The queries of a piece.
+        keys: Keys and values.
+        own: The documents and the images of queries, each (rows, m); None for one document per row,
+            and for no images.
+        others: The same for keys, each (rows, n).
+        offset: Number of the key that has the position of query 0.
+        window: See `attention`.
+        softcap: See `attention`.
+        scale: See `attention`.
+        sinks: See `attention`.
+    """
+    k, v = keys
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bmkgh,bnkh->bkgmn", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    seen = _seen(own, others, offset, q.shape[1], k.shape[1], window)
+    # Finite, because a padded query may see no key.
+    scores = jnp.where(seen, scores, -1e30)
+    if sinks is not None:
+        # One more key with value zero: it takes a part of the softmax and contributes nothing.
+        column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    return jnp.einsum("bkgmn,bnkh->bmkgh", weights, v).reshape(q.shape)
+
+
+def _seen(own, others, offset, num_queries, num_keys, window) -> Array:
+    """The keys that each query attends to, as an array with the axes of scores; see `_attend`."""
+    (segments, images), (key_segments, key_images) = own, others
+    here = offset + jnp.arange(num_queries)[:, None]
+    there = jnp.arange(num_keys)
+    seen = there <= here
+    if images is not None:
+        same = images[:, :, None] == key_images[:, None, :]
+        seen = seen | (same & (images > 0)[:, :, None])
+    if window is not None:
+        seen &= there > here - window
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == key_segments[:, None, :])
+    return seen[:, None, None] if seen.ndim == 3 else seen

@@ -1,0 +1,214 @@
+"""The memory of the device: whether weights fit beside caches, and for how many texts."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax import Hardware
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.host_memory import available_bytes
+from megatrain_jax._src.common.sizes import bytes_of, sized
+from megatrain_jax._src.lm.models.generation.batching import READ_AT_ONCE, shapes_of
+from megatrain_jax._src.lm.models.generation.weight_source import WeightSource, WeightsPart
+
+# The share of the device's free memory that is used.
+_SHARE = 0.9
+# Weights stay on the device if at least this number of texts, or all texts, fit beside them.
+_ENOUGH = 8
+# The share of the available host memory that pages of caches may take: JAX's pool of pinned memory
+# may double when it grows.
+_HOST_SHARE = 0.5
+# Pages that are on the device at a time: one leaves, one is used, one arrives.
+_PAGES_THERE = 3
+
+
+class DecodeForm(NamedTuple):
+    """The form of a decode.
+
+    Attributes:
+        resident: Whether all weights stay on the device.
+        num_rows: Number of texts at a time.
+        pages: Numbers of the layers with caches in pinned host memory, which come to the device
+            with their layer.
+    """
+
+    resident: bool
+    num_rows: int
+    pages: frozenset[int] = frozenset()
+
+
+class GenerationMemory:
+    """The bytes of the device that generation may use.
+
+    Attributes:
+        shapes: Shapes of the weights outside the layers, and of each layer's.
+        pageable: The layers with caches that no other layer uses.
+    """
+
+    def __init__(self, source: WeightSource, budget: int | str | None):
+        """Counts the bytes of the weights.
+
+        Args:
+            source: The model.
+            budget: See `generate`.
+
+        Raises:
+            TypeError: If the budget is neither a number nor text.
+            ValueError: If it is no number of bytes.
+        """
+        checks.num_bytes("device_budget", budget, least=1)
+        budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
+        self._budget = budget
+        # Asked once, before any weights are there.
+        self._bytes = _free_bytes(source.device) if budget is None else budget
+        self._host_bytes = _HOST_SHARE * available_bytes()
+        self._source = source
+        self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
+        caches = shapes_of(source.form, *self.shapes)
+        # Bytes of each layer's cache of one text with some number of tokens.
+        self._layer_bytes = functools.cache(lambda size: [_num_bytes(x) for x in caches(1, size)])
+        layers = source.form.layers
+        lenders = {layer.borrows for layer in layers}
+        self.pageable = [
+            i for i, layer in enumerate(layers) if layer.borrows is None and i not in lenders
+        ]
+
+    def on(self, hardware: Hardware) -> "GenerationMemory":
+        """Returns the memory of a different machine, where it is known; a budget stays."""
+        other = copy.copy(self)
+        if self._budget is None and hardware.usable_bytes is not None:
+            other._bytes = _SHARE * hardware.usable_bytes
+        if hardware.assumed_host_bytes is not None:
+            weights = self.read_bytes(resident=False)
+            other._host_bytes = _HOST_SHARE * (hardware.assumed_host_bytes - weights)
+        return other
+
+    def choose(self, size: int, wanted: int) -> DecodeForm:
+        """Chooses the form of the decode, by bytes.
+
+        Args:
+            size: Number of tokens of the longest text.
+            wanted: Number of texts to write at a time.
+
+        Raises:
+            MemoryError: If not even one text fits.
+        """
+        if self._bytes == math.inf:
+            return DecodeForm(True, wanted)
+        resident = _most(wanted, lambda n: self.needs(size, n, resident=True) <= self._bytes)
+        if resident >= min(wanted, _ENOUGH):
+            return DecodeForm(True, resident)
+        forms = [self._streamed(size, wanted, most) for most in (0, len(self.pageable))]
+        # Pages cost transfers, but with them more texts share each transfer of the weights.
+        form = max(forms, key=lambda form: form.num_rows / self.link_bytes(size, form))
+        if form.num_rows:
+            return form
+        least = self.needs(size, 1, resident=False, num_pages=len(self.pageable))
+        raise MemoryError(
+            f"not one text of {size:,} tokens fits on the device: with two layers, embeddings and "
+            f"head, {sized(self._weights(resident=False))}, and temporaries, it takes "
+            f"{sized(least)}, but there are {sized(int(self._bytes))}. Pass a larger "
+            "`device_budget`, fewer `max_tokens` or shorter prompts"
+        )
+
+    def needs(self, size: int, rows: int, *, resident: bool, num_pages: int = 0) -> int:
+        """Returns the bytes that a decode takes: weights, caches, and an estimate of temporaries.
+
+        Args:
+            size: Number of tokens of the longest text.
+            rows: Number of texts at a time.
+            resident: Whether all weights stay on the device.
+            num_pages: Number of layers with caches in pinned host memory.
+        """
+        config, itemsize = self._source.config, jnp.dtype(self._source.dtype).itemsize
+        layers, paged = self._layer_bytes(size), self.pages_of(num_pages)
+        pages = sorted((layers[i] for i in paged), reverse=True)
+        each = sum(layers) - sum(pages) + sum(pages[:_PAGES_THERE])
+        # A row's logits, in fp32, with the sorted ones of sampling.
+        logits = 6 * 4 * config.vocab_size
+        # Prompts that are read: hidden states, the MLP's, and their caches.
+        tokens = max(min(READ_AT_ONCE, rows * size), size)
+        wide = 8 * config.hidden_size + 3 * config.intermediate_size
+        reading = tokens * (wide * itemsize + -(-sum(layers) // size))
+        return self._weights(resident=resident) + rows * (each + logits) + reading
+
+    def _num_pages(self, size: int, rows: int) -> float:
+        """Returns the least number of pages with which some texts fit; infinite if none does."""
+        for number in range(len(self.pageable) + 1):
+            there = self.needs(size, rows, resident=False, num_pages=number) <= self._bytes
+            pages = sum(self._layer_bytes(size)[i] for i in self.pages_of(number))
+            if there and rows * pages <= self._host_bytes:
+                return number
+        return math.inf
+
+    def _streamed(self, size: int, wanted: int, most_pages: int) -> DecodeForm:
+        """Returns the form of a streamed decode with a maximum number of pages."""
+        number = _most(wanted, lambda n: self._num_pages(size, n) <= most_pages)
+        pages = self._num_pages(size, number) if number else 0
+        return DecodeForm(False, number, self.pages_of(int(pages)))
+
+    def pages_of(self, number: int) -> frozenset[int]:
+        """Returns the layers to page: the last ones, as the first one's cache is needed at once."""
+        return frozenset(self.pageable[len(self.pageable) - number :])
+
+    def link_bytes(self, size: int, form: DecodeForm) -> int:
+        """Returns the bytes of weights and pages that are streamed for each token of all texts."""
+        layers = self._layer_bytes(size)
+        pages = form.num_rows * sum(layers[i] for i in form.pages)
+        return self.read_bytes(resident=False) + pages
+
+    def cache_bytes(self, size: int) -> int:
+        """Returns the bytes of the caches of one text with this number of tokens."""
+        return sum(self._layer_bytes(size))
+
+    def read_bytes(self, *, resident: bool) -> int:
+        """Returns the bytes of weights that are read for each token of all texts.
+
+        Args:
+            resident: Whether they are read on the device, or from the host in their form there.
+        """
+        layers = sum(part.num_bytes for part in self._source.layers)
+        at_rest = self._source.bytes_at_rest
+        return self._source.ends.num_bytes + layers if resident else at_rest or layers
+
+    def _weights(self, *, resident: bool) -> int:
+        """Bytes of the weights that are on the device at a time."""
+        layers = [part.num_bytes for part in self._source.layers]
+        own = sum(layers) if resident else 2 * max(layers)
+        return self._source.ends.num_bytes + own
+
+
+def _most(wanted: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number, at most `wanted`, that fits; 0 if none does."""
+    low, high = 0, wanted
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _free_bytes(device: Any) -> float:
+    """Bytes of the device that are used if there is no budget; infinite if they aren't known."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return math.inf
+    return _SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def _shapes(source: WeightSource, part: WeightsPart) -> Any:
+    leaves = [jax.ShapeDtypeStruct(tuple(x.shape), _dtype(source, x)) for x in part.leaves]
+    return jax.tree.unflatten(part.treedef, leaves)
+
+
+def _dtype(source: WeightSource, leaf: Any) -> Any:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return source.dtype if is_float else leaf.dtype
+
+
+def _num_bytes(shapes: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))

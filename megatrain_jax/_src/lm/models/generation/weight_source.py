@@ -1,0 +1,255 @@
+"""The models that generation can use, and their weights before they are on the device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from megatrain_jax import FitResult, Trainer
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.models.arrays import check_floating
+from megatrain_jax._src.lm.models.decoder import Decoder
+from megatrain_jax._src.lm.models.generation.programs import LayerForm, ModelForm
+from megatrain_jax._src.lm.models.lora import Lora
+from megatrain_jax._src.lm.models.pretrained import Pretrained
+from megatrain_jax._src.lm.models.tensors import some
+from megatrain_jax._src.lm.models.with_reference import policy_of
+
+_ALLOWED = (
+    "a Trainer, a result of fit, a models.Pretrained, a models.Lora, a models.Decoder, or "
+    "(model, params)"
+)
+Read = Callable[[Sequence[Any]], list[jax.Array]]
+"""A function that reads parameters onto the device, given their places in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPart:
+    """The weights of a layer, or of all that is outside the layers.
+
+    Attributes:
+        leaves: Its parameters and buffers as the source has them.
+        treedef: The structure from which the leaves make the modules' state.
+        num_bytes: Bytes on the device.
+    """
+
+    leaves: tuple[Any, ...]
+    treedef: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """A model whose weights are read part by part.
+
+    Attributes:
+        form: The model without its arrays.
+        config: Its configuration.
+        ends: The weights outside its layers.
+        layers: The weights of its layers.
+        dtype: The dtype that is computed with.
+        device: The device that it is computed on.
+        bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there and the
+            layers can be streamed; None otherwise.
+        read: Reads some leaves.
+        end_tokens: Ids of the tokens that end a text.
+    """
+
+    form: ModelForm
+    config: Any
+    ends: WeightsPart
+    layers: tuple[WeightsPart, ...]
+    dtype: Any
+    device: Any
+    bytes_at_rest: int | None
+    read: Read
+    end_tokens: tuple[int, ...]
+
+    def weights(self, part: WeightsPart) -> Any:
+        """Returns the weights of a part, on the device; they may still be in flight."""
+        return jax.tree.unflatten(part.treedef, self.read(part.leaves))
+
+
+def open_source(given: Any, dtype: Any = None) -> WeightSource:
+    """Opens the model that a user has passed.
+
+    Args:
+        given: See `generate`.
+        dtype: See `generate`.
+
+    Raises:
+        TypeError: If it is not such a model.
+        ValueError: If parameters are missing, or the dtype differs from a trainer's.
+    """
+    if dtype is not None:
+        check_floating("dtype", dtype)
+        dtype = jnp.dtype(dtype)
+    if isinstance(given, FitResult):
+        given = given.trainer
+    if isinstance(given, Trainer):
+        return _of_trainer(given, dtype)
+    if isinstance(given, Lora) and given.params is None:
+        given = given.model
+    if isinstance(given, Pretrained | Lora):
+        given = given.model, given.params
+    if isinstance(given, Decoder):
+        return _of_arrays(_without_dropout(given), dtype)
+    if isinstance(given, tuple) and len(given) == 2:
+        return _of_arrays(_filled(*given), dtype)
+    raise TypeError(checks.refused("source", _ALLOWED, given))
+
+
+def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
+    if trainer.processes.count > 1:
+        raise ValueError(
+            f"`source` is a run of {trainer.processes.count} processes, but generation is for one: "
+            "save the run, and generate from its parameters in one process"
+        )
+    copy = trainer.compute_copy()
+    model = policy_of(copy.model)
+    if not isinstance(model, Decoder):
+        name = type(model).__qualname__
+        raise TypeError(f"`source` trains a {name}, not a models.Decoder")
+    if dtype not in (None, copy.dtype):
+        raise ValueError(
+            f"`dtype`={dtype} differs from {copy.dtype}, which this run computes in; leave it out"
+        )
+
+    def read(leaves: Sequence[Any]) -> list[jax.Array]:
+        unread = [leaf for leaf in leaves if hasattr(leaf, "number")]
+        arrays = iter(copy.read(unread))
+        return [next(arrays) if hasattr(leaf, "number") else leaf for leaf in leaves]
+
+    def at_rest(leaves: Sequence[Any]) -> int:
+        return copy.bytes_at_rest([leaf for leaf in leaves if hasattr(leaf, "number")])
+
+    source = _source(model, copy.dtype, copy.device, read, at_rest)
+    return replace(source, end_tokens=(*source.end_tokens, *trainer.end_tokens))
+
+
+def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
+    params = jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=_is_array)
+    if dtype is None:
+        dtype = jnp.result_type(*{jnp.dtype(x.dtype) for x in params})
+    numbers = {id(x) for x in params}
+
+    def read(leaves: Sequence[Any]) -> list[jax.Array]:
+        return [
+            jnp.asarray(np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf, dtype)
+            if id(leaf) in numbers
+            else leaf
+            for leaf in leaves
+        ]
+
+    return _source(model, dtype, jnp.zeros(()).device, read, None)
+
+
+def _source(
+    model: Decoder,
+    dtype: Any,
+    device: Any,
+    read: Read,
+    at_rest: Callable[[Sequence[Any]], int] | None,
+) -> WeightSource:
+    """Splits a model: each layer is a part, and everything outside the layers is one."""
+    model = _without_dropout(model)
+    config, layers, forms = model.config, list(model.layers), []
+    if config.scores:
+        raise ValueError("`source` is a reward model, whose head scores tokens and writes none")
+    parts = []
+    for i, layer in enumerate(layers):
+        graph, part = _part(layer, dtype)
+        kind, borrows = type(layer).__name__, getattr(layer, "borrows", None)
+        forms.append(LayerForm(graph=graph, kind=kind, rope=config.rope_of(i), borrows=borrows))
+        parts.append(part)
+    model.layers = nnx.List([])
+    graph, ends = _part(model, dtype)
+    return WeightSource(
+        form=ModelForm(ends=graph, layers=tuple(forms)),
+        config=config,
+        ends=ends,
+        layers=tuple(parts),
+        dtype=dtype,
+        device=device,
+        bytes_at_rest=at_rest and sum(at_rest(part.leaves) for part in parts),
+        read=read,
+        end_tokens=config.end_tokens,
+    )
+
+
+def _part(module: nnx.Module, dtype: Any) -> tuple[nnx.GraphDef, WeightsPart]:
+    graph, state = nnx.split(module)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_array)
+    itemsize = jnp.dtype(dtype).itemsize
+    num_bytes = sum(int(np.prod(x.shape)) * itemsize for x in leaves)
+    return graph, WeightsPart(leaves=tuple(leaves), treedef=treedef, num_bytes=num_bytes)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether a leaf is an array, or has the shape and dtype of one."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, nnx.Variable)
+
+
+def _without_dropout(model: Decoder) -> Decoder:
+    """Returns a copy of a model's modules, in evaluation mode, that shares its arrays."""
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    return model
+
+
+def _filled(model: Any, params: Any) -> Decoder:
+    """Returns a decoder with the given parameters, which are not read."""
+    buffers = None
+    if not isinstance(model, Decoder):
+        if not callable(model):
+            raise TypeError(checks.refused("source", _ALLOWED, (model, params)))
+        build = model
+        model = nnx.eval_shape(build)
+        if not isinstance(model, Decoder):
+            name = type(model).__qualname__
+            raise TypeError(f"the model in `source` builds a {name}, not a models.Decoder")
+        # Fresh parameters have no readers, so XLA leaves them out.
+        buffers = jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))()
+    model = _without_dropout(model)
+    if buffers is not None:
+        nnx.update(model, buffers)
+    missing = []
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        found = _at(params, path)
+        name = "/".join(map(str, path))
+        if found is None:
+            missing.append(name)
+        elif tuple(found.shape) != tuple(variable.shape):
+            raise ValueError(
+                f"{name} in the parameters of `source` has shape {tuple(found.shape)}, but the "
+                f"model has {tuple(variable.shape)}"
+            )
+        else:
+            _set(model, path, found)
+    if missing:
+        raise ValueError(f"the parameters of `source` lack {some(missing)}")
+    return model
+
+
+def _at(tree: Any, path: Sequence[Any]) -> Any:
+    """Returns the leaf of a tree at a path; its keys may be numbers as text. None if missing."""
+    for key in path:
+        if isinstance(tree, list | tuple) and isinstance(key, int) and key < len(tree):
+            tree = tree[key]
+        elif isinstance(tree, Mapping) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, Mapping) and str(key) in tree:
+            tree = tree[str(key)]
+        else:
+            return None
+    return tree.get_value() if isinstance(tree, nnx.Variable) else tree
+
+
+def _set(model: Any, path: Sequence[Any], value: Any) -> None:
+    for key in path[:-1]:
+        model = model[key] if isinstance(key, int) else getattr(model, key)
+    setattr(model, str(path[-1]), nnx.Param(value))

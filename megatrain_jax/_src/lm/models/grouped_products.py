@@ -1,0 +1,219 @@
+"""Products of sorted rows with their groups' matrices, computed by kernels on a Hopper GPU.
+
+Rows belong to groups in order: with sizes [2, 0, 3], two rows are multiplied by the first matrix
+and three by the last. Two primitives are all that products and their gradients need::
+
+    grouped_product  rows[i] @ matrices[group of row i]         (or the transposed matrix)
+    grouped_outer    rows_of_group.T @ other_rows_of_group      for each group; zeros if it is empty
+
+As primitives, each is one equation of a trace: losses can be cut, and their operations counted,
+without looking into the kernels. On a GPU they are lowered to the kernels of `jla.ops`, elsewhere
+to `jax.lax.ragged_dot`, and tests compare both. Sums are in fp32; results have the dtype of the
+rows.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from megatrain_jax._src.common.kernel_primitives import KernelCosts, define
+from megatrain_jax._src.common.tangents import float0_cotangents
+from megatrain_jax._src.lm.models.expert_functions import LowRank, Matrix, Product, with_low_rank
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+# The kernels' limits. Rows and sizes are padded to multiples.
+LEAST_ROWS, MOST_GROUPS = 128, 512
+ROW_MULTIPLE, SIZE_MULTIPLE = 8, 128
+
+
+def product_within(
+    sizes: Int[Array, " groups"], shares: Float[Array, " rows"] | None = None
+) -> Product:
+    """Returns the product of sorted rows and the matrices of their groups.
+
+    Args:
+        sizes: Number of rows of each group; their sum is the number of rows.
+        shares: Factors of the products' rows, in fp32; None for 1. Their gradient is computed
+            without the products.
+    """
+
+    def product(x: Array, matrix: Matrix, bias: Array | None = None, *, out_first: bool = True):
+        if isinstance(matrix, LowRank):
+            return with_low_rank(x, matrix, product)
+        into, out = (-1, -2) if out_first else (-2, -1)
+        width = matrix.shape[out]
+        if bias is not None:
+            # One more input, 1 for every row: the gradient is a product, too.
+            x = jnp.concatenate([x, jnp.ones_like(x[:, :1])], axis=1)
+            bias = jnp.expand_dims(bias.astype(matrix.dtype), into)
+            matrix = jnp.concatenate([matrix, bias], axis=into)
+        x = jnp.pad(x, ((0, 0), (0, _missing(x.shape[1]))))
+        matrix = jnp.pad(matrix, [(0, 0)] + [(0, _missing(n)) for n in matrix.shape[1:]])
+        if shares is None:
+            y: Array = _product(x, matrix, sizes, out_first)
+        else:
+            y = _scaled_product(x, matrix, shares, sizes, out_first)
+        return y[:, :width]
+
+    return product
+
+
+def padded_share(shapes: list[tuple[int, ...]]) -> float:
+    """Returns the operations on padded matrices (groups, m, n), as a multiple of the unpadded."""
+    padded = sum((m + _missing(m)) * (n + _missing(n)) for _, m, n in shapes)
+    return padded / sum(m * n for _, m, n in shapes)
+
+
+def _missing(size: int) -> int:
+    return -size % SIZE_MULTIPLE
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(
+    x: Float[Array, "rows a"],
+    matrices: Float[Array, "groups b c"],
+    sizes: Int[Array, " groups"],
+    out_first: bool,
+) -> Float[Array, "rows d"]:
+    return _product_p.bind(x, matrices, sizes, out_first=out_first)
+
+
+def _forward(x, matrices, sizes, out_first):
+    return _product(x, matrices, sizes, out_first), (x, matrices, sizes)
+
+
+def _backward(out_first, saved, cotangent):
+    x, matrices, sizes = saved
+    dx = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
+    pair = (cotangent, x) if out_first else (x, cotangent)
+    dmatrices = _outer_p.bind(*pair, sizes)
+    return dx, dmatrices, float0_cotangents(sizes)
+
+
+_product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _scaled_product(
+    x: Float[Array, "rows a"],
+    matrices: Float[Array, "groups b c"],
+    shares: Float[Array, " rows"],
+    sizes: Int[Array, " groups"],
+    out_first: bool,
+) -> Float[Array, "rows d"]:
+    y = _product_p.bind(x, matrices, sizes, out_first=out_first)
+    return _scaled(y, shares)
+
+
+def _scaled(rows: Array, shares: Array) -> Array:
+    return (rows.astype(jnp.float32) * shares[:, None]).astype(rows.dtype)
+
+
+def _scaled_forward(x, matrices, shares, sizes, out_first):
+    return _scaled_product(x, matrices, shares, sizes, out_first), (x, matrices, shares, sizes)
+
+
+def _scaled_backward(out_first, saved, cotangent):
+    x, matrices, shares, sizes = saved
+    before = _product_p.bind(cotangent, matrices, sizes, out_first=not out_first)
+    dshares = jnp.sum(x.astype(jnp.float32) * before.astype(jnp.float32), axis=1)
+    # A factor of either row scales their outer product; the narrower row takes less memory traffic.
+    if x.shape[1] < cotangent.shape[1]:
+        x = _scaled(x, shares)
+    else:
+        cotangent = _scaled(cotangent, shares)
+    dmatrices = _outer_p.bind(*((cotangent, x) if out_first else (x, cotangent)), sizes)
+    return _scaled(before, shares), dmatrices, dshares, float0_cotangents(sizes)
+
+
+_scaled_product.defvjp(_scaled_forward, _scaled_backward)
+
+
+def grouped_product(x: Any, matrices: Any, sizes: Any, *, out_first: bool) -> Any:
+    """Multiplies rows by their group's matrix, (out, in) or (in, out); no derivative."""
+    return _product_p.bind(x, matrices, sizes, out_first=out_first)
+
+
+def grouped_outer(left: Any, right: Any, sizes: Any) -> Any:
+    """Sums the outer products of each group's rows: (groups, left, right); no derivative."""
+    return _outer_p.bind(left, right, sizes)
+
+
+def _product_shape(x, matrices, sizes, *, out_first):
+    return x.update(shape=(x.shape[0], matrices.shape[1 if out_first else 2]), weak_type=False)
+
+
+def _outer_shape(left, right, sizes):
+    shape = (sizes.shape[0], left.shape[1], right.shape[1])
+    return left.update(shape=shape, weak_type=False)
+
+
+def _product_elsewhere(x, matrices, sizes, *, out_first):
+    matrices = jnp.swapaxes(matrices, 1, 2) if out_first else matrices
+    return jax.lax.ragged_dot(x, matrices, sizes, preferred_element_type=jnp.float32).astype(
+        x.dtype
+    )
+
+
+_BY_ROW = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+)
+
+
+def _outer_elsewhere(left, right, sizes):
+    return jax.lax.ragged_dot_general(
+        left, right, sizes, _BY_ROW, preferred_element_type=jnp.float32
+    ).astype(left.dtype)
+
+
+# Jitted so that equal products are lowered once for a function.
+@partial(jax.jit, static_argnames="out_first")
+def _product_on_gpu(x, matrices, sizes, *, out_first):
+    from jla.ops.mosaic_gpu import ragged_dot  # pyright: ignore[reportMissingImports]
+
+    # The public function takes matrices as (in, out) only. The kernel behind it reads both, since
+    # the gradient of one is the product of the other, and a copy of all matrices takes a fifth of
+    # a product's time. Its gradient would call the same kernel, and lower two more for nothing. If
+    # another version has no such function, `kernel_checks` finds that and leaves these kernels.
+    wide, out = (2, 1) if out_first else (1, 2)
+    config = ragged_dot.select_config(matrices.shape[wide], matrices.shape[out])
+    return ragged_dot._ragged_dot_kernel(x, matrices, sizes, transpose_rhs=out_first, cfg=config)
+
+
+@jax.jit
+def _outer_on_gpu(left, right, sizes):
+    from jla.ops.mosaic_gpu import ragged_dot  # pyright: ignore[reportMissingImports]
+
+    return ragged_dot.transposed_ragged_dot(left, right, sizes)
+
+
+def _product_flops(eqn: Any) -> int:
+    rows, matrices = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * rows[0] * math.prod(matrices[1:])  # however rows and matrices are paired
+
+
+def _outer_flops(eqn: Any) -> int:
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    return 2 * left[0] * left[1] * right[1]
+
+
+_product_p = define(
+    "grouped_product",
+    _product_shape,
+    _product_on_gpu,
+    _product_elsewhere,
+    KernelCosts(purpose="experts", flops=_product_flops, reads_weights=True),
+)
+_outer_p = define(
+    "grouped_outer",
+    _outer_shape,
+    _outer_on_gpu,
+    _outer_elsewhere,
+    KernelCosts(purpose="experts", flops=_outer_flops, reads_weights=True),
+)

@@ -1,0 +1,48 @@
+"""The gated delta rule: by a kernel where there is one, else in chunks of JAX's operations."""
+
+from megatrain_jax._src.lm.models import delta_kernel, kernel_checks
+from megatrain_jax._src.lm.models.delta_rule import (
+    SPAN_BYTES,
+    Keys,
+    Numbers,
+    Segments,
+    Values,
+    delta_rule_and_state,
+)
+from megatrain_jax._src.lm.models.past import Past
+
+
+def gated_delta_rule(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    log_decay: Numbers,
+    rate: Numbers | None,
+    segments: Segments | Past | None = None,
+    *,
+    span_bytes: int = SPAN_BYTES,
+) -> Values:
+    """Returns the values that queries read from a state to which tokens write one after another.
+
+    With keys and queries normalised to length 1, and queries divided by sqrt(key_dim), for each
+    head and token: `S = exp(log_decay) S`, `S = S + rate * k (v - k S)`, and the result is `q S`.
+
+    Args:
+        q: Queries; each query head serves heads / key_heads neighbouring value heads.
+        k: Keys.
+        v: Values.
+        log_decay: At most 0, in fp32.
+        rate: From 0 to 1. None for a sum without corrections, `S = exp(log_decay) S + k v`, of
+            queries and keys as they are (Mamba-2, https://arxiv.org/abs/2405.21060).
+        segments: The document of each token; each document starts with an empty state. None if each
+            row is one document. While text is generated, a `Past` with the state so far.
+        span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
+
+    Returns:
+        An array with the shape and dtype of `v`.
+    """
+    if isinstance(segments, Past):
+        return segments.delta_rule(q, k, v, log_decay, rate)
+    if rate is not None and delta_kernel.fits(q, k, v) and kernel_checks.has_delta_rule():
+        return delta_kernel.delta_rule(q, k, v, log_decay, rate, segments)
+    return delta_rule_and_state(q, k, v, log_decay, rate, segments, span_bytes=span_bytes)[0]

@@ -1,0 +1,206 @@
+"""Samples of a run: the streamed model continues prompts during training."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax import Trainer, models
+from megatrain_jax._src.callbacks.callback import Callback
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.lm.common.prompts import (
+    check_prompts,
+    prompt_ids,
+    shown_answer,
+    shown_prompt,
+)
+from megatrain_jax._src.lm.next_tokens import Logits, decoder_logits, next_tokens_by
+
+_EVAL_PREFIX = "eval_"
+
+
+class Samples(Callback):
+    """Continues prompts with the current model at evaluations, and shows the texts.
+
+    The record gets them as ``"samples"``, a list of dicts with "prompt", "temperature" and "text",
+    so they are in the history, and later callbacks that log write them too.
+
+    A `models.Decoder` writes with `models.generate`. For any model with `logits`, nothing is cached
+    between tokens, so each token costs a forward pass over whole rows, in which the model is
+    streamed through the device once. All prompts, at all temperatures, share this pass. Rows have
+    the length of the longest prompt plus `num_tokens`, and are compiled once; so it is for a
+    decoder that several processes train. Draws are the same at each evaluation, so differences come
+    from the model.
+
+    Examples:
+        >>> def logits(model, batch):
+        ...     return model(batch["tokens"])
+        >>> Samples([[1, 2, 3]], logits=logits).num_rows
+        1
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Any],
+        tokenizer: Any = None,
+        *,
+        logits: Logits | None = None,
+        num_tokens: int = 32,
+        temperatures: Sequence[float] = (0.0,),
+        seed: int = 0,
+        stop: Collection[int] | None = None,
+        every: int | None = None,
+        show: bool = True,
+    ):
+        """Continues nothing yet.
+
+        Args:
+            prompts: The prompts, each a text, a list of messages (dicts with "role" and "content"),
+                rendered as a question in the tokenizer's own chat template, or token ids.
+            tokenizer: A Transformers tokenizer, or any object with `encode(text)` and
+                `decode(ids)`; None if prompts are ids, which are then shown as numbers.
+            logits: Function ``(model, batch)`` that returns the logits of ``batch["tokens"]``
+                (rows, length), which is padded after ``batch["last"]`` (rows,), the place of each
+                row's last token: (rows, length, vocabulary), or only those at `last`, (rows,
+                vocabulary). No token may attend to later ones. None for a `models.Decoder`.
+            num_tokens: Maximum number of tokens of a continuation.
+            temperatures: Divisors of the logits before a token is drawn; 0 takes the most likely
+                one. Each prompt is continued at each of them.
+            seed: Seed of the draws.
+            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token,
+                the ends of turns that the run learns and, with a `models.Decoder`, the ones that
+                its checkpoint names.
+            every: Number of steps between samples; None for each evaluation.
+            show: Whether to print the samples.
+
+        Raises:
+            TypeError: If an argument has a wrong type.
+            ValueError: If there is no prompt or one has no token, texts lack a tokenizer, or a
+                number is out of range.
+        """
+        check_prompts(prompts, tokenizer)
+        if logits is not None and not callable(logits):
+            raise TypeError(checks.refused("logits", "a function (model, batch)", logits))
+        if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
+            raise TypeError(checks.refused("temperatures", "a sequence of numbers", temperatures))
+        self._tokenizer = tokenizer
+        rates = [checks.number("temperatures", x, least=0) for x in temperatures]
+        ids = [(shown_prompt(p, tokenizer), prompt_ids(p, tokenizer)) for p in prompts]
+        self._rows = [(text, row, rate) for text, row in ids for rate in rates]
+        if not self._rows:
+            empty = "temperatures" if prompts else "prompts"
+            raise ValueError(f"`{empty}` must not be empty")
+        self._num_tokens = checks.integer("num_tokens", num_tokens)
+        self._seed = checks.integer("seed", seed, least=0, most=2**32 - 1)
+        self._every = None if every is None else checks.integer("every", every)
+        self._show = checks.boolean("show", show)
+        self._stop, self._has_stop = _stop(stop, tokenizer), stop is not None
+        self._for_decoders = logits is None
+        self._next_tokens = next_tokens_by(logits or decoder_logits)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of continuations: one for each prompt and temperature."""
+        return len(self._rows)
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Continues the prompts if this is due, and adds the samples to the record."""
+        evaluated = any(name.startswith(_EVAL_PREFIX) for name in record)
+        due = evaluated if self._every is None else record["step"] % self._every == 0
+        if due:
+            record["samples"] = self.draw(trainer)
+            if self._show and trainer.processes.is_first:
+                shown = [_printed(sample) for sample in record["samples"]]
+                tqdm.write("\n".join([f"samples after step {trainer.num_steps}", *shown]))
+
+    def draw(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Continues the prompts with the trainer's model, during a run or after it.
+
+        If several processes share a run, all must call this with the same prompts.
+
+        Args:
+            trainer: The trainer.
+
+        Returns:
+            A dict for each prompt and temperature, in this order, with "prompt" and "text", as
+            texts, and "temperature". Texts are without special tokens, as in `models.generate`.
+
+        Raises:
+            TypeError: If the model is not a `models.Decoder` and `logits` is None.
+            ValueError: If `logits` returns an array with a wrong shape.
+        """
+        if self._for_decoders and trainer.processes.count == 1:
+            copy = trainer.compute_copy()
+            if isinstance(copy.model, models.Decoder):
+                return self._generated(trainer)
+        lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
+        tokens = np.zeros((self.num_rows, lengths.max() + self._num_tokens), np.int32)
+        for row, (_, ids, _) in zip(tokens, self._rows, strict=True):
+            row[: len(ids)] = ids
+        rates = np.array([rate for *_, rate in self._rows], np.float32)
+        stop = self._stop if self._has_stop else [*self._stop, *trainer.end_tokens]
+        rng, ends = np.random.default_rng(self._seed), lengths.copy()
+        going = np.ones(self.num_rows, bool)
+        for _ in range(self._num_tokens):
+            batch = {
+                "tokens": tokens,
+                "last": ends - 1,
+                "temperatures": rates,
+                # One draw for each row, even if the row has ended, so that a row's draws don't
+                # depend on the rest.
+                "draws": rng.random(self.num_rows, np.float32),
+            }
+            found = trainer.predict([batch], self._next_tokens).tolist()
+            # All processes go on with the first one's tokens; their own may be rounded differently.
+            chosen = np.array(trainer.processes.gather("the next tokens", found)[0], np.int32)
+            going &= ~np.isin(chosen, stop)
+            if not going.any():
+                break
+            # A new array, because the device may still be reading the previous one.
+            tokens = tokens.copy()
+            tokens[going, ends[going]] = chosen[going]
+            ends = ends + going
+        return [
+            {"prompt": text, "temperature": rate, "text": self._decoded(row[start:end])}
+            for (text, _, rate), row, start, end in zip(
+                self._rows, tokens, lengths, ends, strict=True
+            )
+        ]
+
+    def _generated(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """The continuations by a decoder, which keeps its caches from token to token."""
+        texts: dict[int, str] = {}
+        with models.Generator(trainer, tokenizer=self._tokenizer) as generator:
+            for rate in dict.fromkeys(rate for *_, rate in self._rows):
+                numbers = [i for i, (*_, own) in enumerate(self._rows) if own == rate]
+                found = generator.generate(
+                    [self._rows[i][1] for i in numbers],
+                    max_tokens=self._num_tokens,
+                    temperature=rate,
+                    stop=self._stop if self._has_stop else None,
+                    seed=self._seed,
+                )
+                texts |= {i: one.text for i, one in zip(numbers, found, strict=True)}
+        return [
+            {"prompt": text, "temperature": rate, "text": texts[i]}
+            for i, (text, _, rate) in enumerate(self._rows)
+        ]
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        return shown_answer(ids.tolist(), self._tokenizer)
+
+
+def _stop(stop: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a continuation."""
+    if stop is None:
+        end = getattr(tokenizer, "eos_token_id", None)
+        return [] if end is None else [int(end)]
+    if isinstance(stop, str) or not isinstance(stop, Collection):
+        raise TypeError(checks.refused("stop", "a collection of token ids", stop))
+    return [checks.integer("stop", i, least=0) for i in stop]
+
+
+def _printed(sample: Mapping[str, Any]) -> str:
+    text = f"{sample['prompt']}▸{sample['text']}".replace("\n", "\n    ")
+    return f"  at temperature {sample['temperature']:g}\n    {text}"

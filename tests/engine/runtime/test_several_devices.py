@@ -1,0 +1,363 @@
+"""Runs on a mesh of simulated devices give what plain JAX gives on one, and share their state."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import megatrain_jax as mt
+from device_pairs import ILL_CONDITIONED, PAIRS
+from inside import spec_of, store_of
+from megatrain_jax import losses
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
+from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
+from megatrain_jax._src.engine.state.layout import ALIGNMENT
+from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.placement import default_mesh
+from messages import refuses, tells
+from optimizers import OPTIMIZERS
+from oracle import train_exact, train_plain
+from runs import (
+    check_as_near,
+    check_close,
+    check_same_bits,
+    make_trainer,
+    recording,
+    train,
+    variables_of,
+)
+from zoo import CASES
+
+TOLERANCE = 2e-6
+NUM_STEPS = 3
+# The first batch makes gradients of several cases that nearly cancel.
+SEEDS = range(1, 1 + NUM_STEPS)
+
+
+def mesh_of(num_devices: int) -> Mesh:
+    return Mesh(jax.devices()[:num_devices], "data")
+
+
+SAMPLE = {*random.Random(0).sample(PAIRS, 4), *(pair for pair in PAIRS if "batchnorm" in pair[0])}
+
+
+def test_pairs_cover_every_optimizer():
+    assert {optimizer for _, optimizer in PAIRS} == set(OPTIMIZERS)
+
+
+@pytest.mark.by_default("batchnorm_linen-adaptive_grad_clip")
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [pair if pair in SAMPLE else pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS],
+)
+def test_four_devices_agree_with_plain_jax(name, optimizer):
+    case = CASES[name]
+    batches = [case.batch(seed) for seed in SEEDS]
+    plain = train_plain(case, OPTIMIZERS[optimizer], batches)
+    trainer = make_trainer(case, recording(OPTIMIZERS[optimizer]), mesh=mesh_of(4))
+    run = train(trainer, batches)
+    check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=1e-6)
+    check_close(run.params, plain.params, TOLERANCE, "parameter")
+    check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
+    check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 2 else pytest.param(name, marks=pytest.mark.long)
+        for number, name in enumerate(ILL_CONDITIONED)
+    ],
+)
+def test_four_devices_are_as_near_to_float64_as_plain_jax(name):
+    case, batches = CASES[name], [CASES[name].batch(2)]
+    plain, exact = (f(case, OPTIMIZERS["adam"], batches) for f in (train_plain, train_exact))
+    trainer = make_trainer(case, recording(OPTIMIZERS["adam"]), mesh=mesh_of(4))
+    run = train(trainer, batches)
+    check_as_near(run.first_grads, plain.first_grads, exact.first_grads, TOLERANCE, "gradient")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("started_once_in_test")
+@pytest.mark.parametrize(("optimizer", "microbatches"), [("clip_adamw", 2), ("muon", 1)])
+def test_budgets_do_not_change_a_bit(optimizer, microbatches):
+    case = CASES["nnx_tied"]
+    batches = [case.batch(seed) for seed in SEEDS]
+    options: dict[str, Any] = {"microbatches": microbatches, "mesh": mesh_of(2)}
+    first, *others = (
+        make_trainer(case, OPTIMIZERS[optimizer], budget=budget, **options)
+        for budget in ("least", 2**17, 2**40)
+    )
+    expected = train(first, batches, gradients=False)
+    assert first.schedule.peak_bytes < others[-1].schedule.peak_bytes
+    for other in others:
+        check_same_bits(train(other, batches, gradients=False).params, expected.params)
+
+
+@pytest.mark.exhaustive
+def test_the_order_of_a_mesh_and_its_axes_change_nothing():
+    case = CASES["moe"]
+    batches = [case.batch(seed) for seed in SEEDS]
+    square = np.array(jax.devices()[:4][::-1]).reshape(2, 2)
+    runs = [
+        train(make_trainer(case, OPTIMIZERS["clip_adamw"], mesh=mesh), batches, gradients=False)
+        for mesh in (mesh_of(4), Mesh(square, ("a", "b")))
+    ]
+    check_same_bits(runs[0].params, runs[1].params)
+
+
+def contrastive(params, batch):
+    """Each row's own column is the right one: every example needs all others."""
+    x, y = (jnp.tanh(batch[side] @ w) for side, w in params["towers"].items())
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ y.T, jnp.arange(len(x)))
+    return losses.mean(), {"hardest": losses.max()}
+
+
+@pytest.mark.exhaustive
+def test_a_loss_that_couples_examples_stays_the_whole_batch_s():
+    rng = np.random.default_rng(0)
+    params = {"towers": {k: rng.normal(size=(6, 5)).astype(np.float32) for k in ("x", "y")}}
+    batch = {k: rng.normal(size=(8, 6)).astype(np.float32) for k in ("x", "y")}
+    precision = mt.Precision(compute=jnp.float32)
+    trainer = mt.Trainer(
+        params, contrastive, optax.sgd(1.0), batch, mesh=mesh_of(4), precision=precision
+    )
+    metrics = trainer.read(trainer.step(batch))
+    (loss, aux), grads = jax.value_and_grad(contrastive, has_aux=True)(params, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["hardest"], aux["hardest"], rtol=1e-6)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, grads)
+    check_close(trainer.params, expected, TOLERANCE, "parameter")
+
+
+@dataclass(frozen=True)
+class Device:
+    platform: str
+    id: int
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("gpu", 4), ("cpu", 1)])
+def test_all_gpus_that_jax_sees_are_the_default(monkeypatch, platform, expected):
+    monkeypatch.setattr(jax, "devices", lambda: [Device(platform, i) for i in range(4)])
+    assert [device.id for device in default_mesh().devices.flat] == list(range(expected))
+
+
+@pytest.mark.exhaustive
+def test_each_device_holds_an_equal_share_and_nothing_twice():
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], mesh=mesh_of(4))
+    trainer.step(CASES["nnx_tied"].batch(0))
+    trainer.flush()
+    held = dict.fromkeys(jax.devices()[:4], 0)
+    for slabs in store_of(trainer).host.values():
+        for slab in slabs:
+            assert slab.sharding.memory_kind == "pinned_host"
+            for shard in slab.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+    assert len(set(held.values())) == 1
+    assert sum(held.values()) == trainer.plan.host_bytes
+
+
+@pytest.mark.exhaustive
+def test_a_kernel_gathers_once_and_sums_once():
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"], mesh=mesh_of(4))
+    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
+    most = {"forward": (1, 0), "backward": (1, 1), "update": (0, 0), "reduce": (0, 1)}
+    seen = set()
+    # CPUs sum and slice where GPUs scatter sums.
+    for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, store.placement):
+        takes: Any = kernel.takes
+        text = cache.get(kernel).lower(*takes).compile().as_text()
+        gathers, sums = (text.count(f" {op}(") for op in ("all-gather", "all-reduce"))
+        slabs = len(takes[0]) if kernel.name in ("forward", "backward") else 1
+        most_gathers, most_sums = most[kernel.name]
+        assert gathers <= slabs * most_gathers and sums <= most_sums, kernel.name
+        assert "all-to-all" not in text and "collective-permute" not in text, kernel.name
+        seen.add(kernel.name)
+    assert seen == set(most)
+
+
+@pytest.mark.exhaustive
+def test_a_loss_in_chunks_is_computed_where_its_tokens_are():
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(24, 6)), "head": rng.normal(size=(24, 6))}
+    params = {k: x.astype(np.float32) for k, x in params.items()}
+    tokens = rng.integers(0, 24, (8, 11))
+    batch = {"inputs": tokens[:, :-1], "labels": np.where(tokens[:, 1:] % 5, tokens[:, 1:], -100)}
+
+    def loss_fn(params, batch):
+        hidden = jnp.tanh(params["embedding"][batch["inputs"]])
+        return losses.next_token(hidden, params["head"], batch["labels"], chunk=4)
+
+    precision = mt.Precision(compute=jnp.float32)
+    options: dict[str, Any] = {"precision": precision, "mesh": mesh_of(4)}
+    trainer = mt.Trainer(params, loss_fn, optax.sgd(1.0), batch, **options)
+    value = trainer.read(trainer.step(batch))["loss"]
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(value, loss, rtol=1e-6)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, grads)
+    check_close(trainer.params, expected, TOLERANCE, "parameter")
+    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
+    loops = 0
+    for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, store.placement):
+        takes: Any = kernel.takes
+        text = cache.get(kernel).lower(*takes).compile().as_text()
+        if kernel.name == "backward" and " while(" in text:
+            loops += 1
+            gathers, sums = (text.count(f" {op}(") for op in ("all-gather", "all-reduce"))
+            assert gathers == sums == 1, "devices exchange chunks"
+    assert loops == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shards_hold_shares_of_every_leaf(seed):
+    rng = random.Random(seed)
+    shards = rng.randint(2, 6)
+    shapes = [tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for _ in range(7)]
+    layout = layout_of(shapes, "float32", shards)
+    leaves = [np.asarray(np.random.default_rng(seed).normal(size=s), np.float32) for s in shapes]
+    slab = np.asarray(jax.jit(layout.pack)(leaves))
+    assert slab.size == layout.size and not layout.size % (shards * ALIGNMENT)
+    filled = np.zeros_like(slab)
+    for i, leaf in enumerate(leaves):
+        write_part(layout, [filled], i, 0, [(0, leaf.reshape(-1))])
+    np.testing.assert_array_equal(filled, slab)
+    order = rng.sample(range(len(shapes)), 4)
+    gather = jax.jit(lambda slab: layout.unpack_whole([slab], order, "float32", lambda x: x))
+    unpack = jax.jit(lambda slab: [layout.unpack(slab, i) for i in order])
+    read = read_leaves(layout, [slab])
+    for i, gathered, unpacked in zip(order, gather(slab), unpack(slab), strict=True):
+        for found in (gathered, unpacked, read[i], read_leaf(layout, [slab], i)):
+            np.testing.assert_array_equal(found, leaves[i])
+    for shape, share in zip(shapes, layout.shares, strict=True):
+        assert math.prod(shape) <= share * shards
+        if shape and not shape[0] % shards:
+            assert share == math.prod(shape) // shards, "whole rows of the first axis"
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_go_from_any_number_of_devices_to_any_other(tmp_path):
+    case = CASES["nnx_tied"]
+    batches = [case.batch(seed) for seed in range(4)]
+    trainers = {n: make_trainer(case, OPTIMIZERS["clip_adamw"], mesh=mesh_of(n)) for n in (4, 1)}
+    for batch in batches[:2]:
+        trainers[4].read(trainers[4].step(batch))
+    trainers[4].save(tmp_path / "four")
+    trainers[1].restore(tmp_path / "four")
+    check_same_bits(trainers[1].params, trainers[4].params)
+    check_same_bits(trainers[1].opt_state, trainers[4].opt_state)
+    trainers[1].save(tmp_path / "one")
+    trainers[4].restore(tmp_path / "one")
+    check_same_bits(trainers[4].params, trainers[1].params)
+    for batch in batches[2:]:
+        losses = [t.read(t.step(batch))["loss"] for t in trainers.values()]
+        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_an_evaluation_takes_batches_that_do_not_divide():
+    case = CASES["nnx_tied"]
+    batches = [case.batch(0), jax.tree.map(lambda x: x[:3], case.batch(1))]
+    found = [
+        make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(n)).evaluate(batches) for n in (1, 4)
+    ]
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        np.testing.assert_allclose(found[1][key], value, rtol=1e-6)
+
+
+def test_a_batch_that_devices_cannot_share_is_named():
+    case = CASES["nnx_tied"]
+    with refuses(ValueError, 3, 8, "devices"):
+        make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(3))
+    with refuses(ValueError, "`microbatches`=4", 16):
+        make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(4), microbatches=4)
+    with refuses(ValueError, 5, "batch['x']") as caught:
+        params, odd = {"w": np.ones((3, 3), np.float32)}, [{"x": np.ones((5, 3), np.float32)}]
+        mt.fit(params, lambda params, batch: 0.0, odd, optax.sgd(0.1), mesh=mesh_of(2))
+    (note,) = caught.value.__notes__
+    assert tells(note, "`data`", 1)
+    with refuses(ValueError, "`plan`", "AbstractMesh"):
+        make_trainer(case, OPTIMIZERS["adam"], mesh=AbstractMesh((2,), ("data",)))
+
+
+def test_a_plan_divides_what_the_devices_share():
+    def build():
+        return {"layers": [{"w": jnp.zeros((256, 1024))} for _ in range(8)]}
+
+    def loss_fn(params, batch):
+        x = batch
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["w"]) @ layer["w"].T
+        return (x**2).mean()
+
+    batch = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    run, mesh = (build, loss_fn, optax.adamw(1e-3), batch), AbstractMesh((4,), ("data",))
+    one, four = (mt.plan(*run, hardware="H200", mesh=mesh) for mesh in (None, mesh))
+    waves = mt.plan(*run, hardware="H200", mesh=mesh, microbatches=2, waves=2)
+    assert four.num_devices == 4 and four.host_bytes == one.host_bytes
+    assert four.flops_per_step == one.flops_per_step
+    assert one.seconds_compute is not None and four.seconds_compute is not None
+    assert one.seconds_compute == pytest.approx(4 * four.seconds_compute)
+    assert (four.bytes_in, four.bytes_out) == (one.bytes_in // 4, one.bytes_out // 4)
+    assert one.host_share_bytes == one.host_bytes == 4 * four.host_share_bytes
+    # Seven forwards and eight backwards gather a layer in bf16, which gives eight gradients.
+    assert four.collective_bytes == (7 + 8 + 8) * 3 * (256 * 1024 * 2) // 4
+    assert one.collective_bytes == 0 and waves.collective_bytes == 2 * four.collective_bytes
+    assert one.hardware == mt.card("H200")
+    assert four.hardware == mt.card("H200").times(4)
+    assert "4 × NVIDIA H200" in str(four) and "×" not in str(one)
+
+
+def test_a_loss_in_a_mesh_of_its_own_is_refused():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+
+    def loss_fn(params, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return ((batch @ params["w"]) ** 2).mean()
+
+    params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
+    with refuses(ValueError, "mesh", 1, "d"):
+        mt.Trainer(params, loss_fn, optax.sgd(0.1), batch, mesh=mesh_of(2))
+
+
+ORDERED = {
+    "jax.debug.print('x {}')": lambda x: jax.debug.print("x {}", x, ordered=True),
+    "jax.debug.callback": lambda x: jax.debug.callback(see, x, ordered=True),
+    "io_callback(see)": lambda x: io_callback(see, None, x, ordered=True),
+}
+
+
+def see(value):
+    """Takes a value from the device."""
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["bare", "jit"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_callbacks_are_refused_by_name(name, within):
+    def loss_fn(params, batch):
+        def run(x):
+            ORDERED[name](x.sum())
+            return x @ params["w"]
+
+        return (within(run)(batch) ** 2).mean()
+
+    params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
+    several = AbstractMesh((2,), ("data",))
+    with refuses(ValueError, "loss_fn", name, "ordered=True"):
+        mt.plan(params, loss_fn, optax.sgd(0.1), batch, mesh=several)
+    assert mt.plan(params, loss_fn, optax.sgd(0.1), batch).num_stages == 1
+    trainer = mt.Trainer(params, lambda p, b: (p["w"] @ b.T).mean(), optax.sgd(0.1), batch,
+        mesh=mesh_of(2), progress=False)  # fmt: skip
+    with refuses(ValueError, "`ordered`"):
+        trainer.evaluate([batch], loss_fn)

@@ -1,0 +1,142 @@
+"""Copies beside computation in a schedule, over one link or two."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.schedule.clock import Clock
+from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.search import find_schedule
+from megatrain_jax._src.engine.schedule.timeline import timeline
+from megatrain_jax._src.engine.schedule.workload import Costs, Link, Workload
+from schedule_machine import run_everything
+from workloads import MOVES, all_resident_bytes, bytes_moved, costs, decoder, host, random_workload
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_computing_never_waits_for_room(seed):
+    """The device always has a task to compute while the driver waits."""
+    workload = random_workload(seed)
+    smallest = find_schedule(workload, None).smallest_bytes
+    for budget in (smallest, smallest + random.Random(seed).randint(1, 200)):
+        schedule = find_schedule(workload, budget)
+        computed = -1
+        for instruction in schedule.steady:
+            assert instruction.task is not None
+            if instruction.op not in MOVES:
+                computed = instruction.task
+            elif instruction.op is Op.WAIT:
+                assert instruction.task < computed
+            elif instruction.op is Op.LAND:
+                assert instruction.task < computed or not workload.costs.link.outward
+
+
+def busy_seconds(workload: Workload) -> float:
+    """Computing alone."""
+    costs = workload.costs
+    return sum(costs.forward) - costs.forward[-1] + sum(costs.backward) + sum(costs.update)
+
+
+def test_streaming_hides_behind_computing():
+    # A backward takes as long as its block needs in either direction, the large ends four times.
+    workload = decoder(costs=costs(20, 20, forward=(6.0,) * 20, backward=(18.0,) * 20))
+    smallest = find_schedule(workload, None)
+    assert smallest.seconds < 1.15 * busy_seconds(workload)
+    roomier = find_schedule(workload, 2 * smallest.smallest_bytes)
+    assert roomier.seconds == pytest.approx(busy_seconds(workload), rel=1e-9)
+
+
+def test_a_step_waits_for_its_batch_unless_it_arrives_behind_the_last_tasks():
+    def seconds(batch: float) -> float:
+        given = costs(20, 20, forward=(6.0,) * 20, backward=(18.0,) * 20, batch=batch)
+        workload = decoder(costs=given)
+        schedule = find_schedule(workload, all_resident_bytes(workload))
+        end = max(s.end for s in timeline(workload, schedule) if s.lane == "compute")
+        assert end == pytest.approx(schedule.seconds)
+        return schedule.seconds
+
+    # The driver begins a step while the last two tasks of the step before it compute: 36 seconds.
+    assert seconds(17.0) == seconds(0.0)
+    assert seconds(36.0 + 5.0) >= seconds(0.0) + 5.0
+    assert seconds(100.0) == pytest.approx(seconds(200.0) - 100.0)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_bound_link_is_never_idle(deferred):
+    workload = decoder(
+        deferred=deferred, costs=costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
+    )
+    schedule = find_schedule(workload, None)
+    busier = max(bytes_moved(workload, schedule, op) for op in (Op.FETCH, Op.OFFLOAD))
+    assert busier <= schedule.seconds < 1.1 * busier
+
+
+@pytest.mark.by_default("0", "8", "40")
+@pytest.mark.parametrize("room", [0, 8, 40, 80])
+def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
+    sizes = {i: 1 for i in range(19)}
+    makes = (*((i,) for i in sizes), ())
+    workload = decoder(deferred=True, activations=sizes, makes=makes, reads=((), *makes[:-1]))
+    schedule = find_schedule(workload, find_schedule(workload, None).smallest_bytes + room)
+    fetched: list[int] = []
+    between = []
+    for instruction in schedule.steady:
+        if instruction.op is Op.FETCH and instruction.key:
+            fetched.append(workload.size(instruction.key))
+        elif instruction.op is Op.BACKWARD:
+            between.append(sum(fetched[:-1]))  # the last may be larger and is due later
+            fetched = []
+    # The head's state leaves and makes room for many blocks, but while a block's backward computes
+    # the link brings 12 bytes. What the next one needs, 4 and 1, has to come in any case.
+    assert max(between[1:]) <= 12 + 4 + 1
+
+
+@pytest.mark.by_default("False")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_larger_budget_is_faster(deferred):
+    workload = decoder(deferred=deferred)
+    smallest = find_schedule(workload, None)
+    room = all_resident_bytes(workload) - smallest.smallest_bytes
+    budgets = [smallest.smallest_bytes + room * share // 4 for share in range(5)]
+    schedules = [find_schedule(workload, budget) for budget in budgets]
+    seconds = [schedule.seconds for schedule in schedules]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in schedules]
+    assert moved == sorted(moved, reverse=True) and not moved[-1]
+    for schedule in schedules:
+        run_everything(workload, schedule)
+
+
+class TwoTiers(Costs):
+    """Optimizer state rests in another place than the rest, behind a link of its own."""
+
+    def link_of(self, key: Key) -> Link:
+        other = Link(name="other", inward=self.link.inward, outward=self.link.outward)
+        return other if key.kind is Kind.OPTIMIZER_STATE else self.link
+
+
+@pytest.mark.parametrize(("tiers", "seconds"), [(Costs, 20.0), (TwoTiers, 10.0)])
+def test_the_lanes_of_two_links_work_side_by_side(tiers, seconds):
+    keys = Key(Kind.MASTERS, 0), Key(Kind.OPTIMIZER_STATE, 0)
+    clock = Clock(costs=tiers(forward=(), backward=(), update=(), link=host(1.0)))
+    for key in keys:
+        clock.fetch(key, 10)
+    assert max(map(clock.inward_until, keys)) == seconds
+    clock.compute(keys, 0.0, 0)
+    for key in keys:
+        clock.offload(key, 10, 0)
+    for key in keys:
+        clock.land(0, key)
+    assert clock.driver == 2 * seconds
+
+
+def test_a_second_link_relieves_the_first():
+    busy = costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
+    one = decoder(deferred=True, costs=busy)
+    two = replace(one, costs=TwoTiers(**vars(busy)))
+    schedules = [find_schedule(workload, None) for workload in (one, two)]
+    assert schedules[1].seconds < 0.8 * schedules[0].seconds
+    for workload, schedule in zip((one, two), schedules, strict=True):
+        run_everything(workload, schedule)

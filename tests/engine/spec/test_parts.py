@@ -1,0 +1,227 @@
+"""Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+from inside import spec_of
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.options.precision import Precision
+from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
+from megatrain_jax._src.engine.report.check_device import check_device
+from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.table import UNFIT
+from megatrain_jax._src.engine.schedule.schedule import BudgetError
+from megatrain_jax._src.engine.spec.budget import fit_to_machine, least_device_bytes
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
+from messages import tells
+from optimizers import OPTIMIZERS
+from oracle import train_plain
+from quantities import quantities
+from runs import (
+    SLOW,
+    check_close,
+    check_each_continues_the_other,
+    make_spec,
+    make_trainer,
+    train,
+)
+from zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+
+NOWHERE = placed_on(AbstractMesh((1,), ("data",)))
+WIDTH = 16
+
+
+def least_of(spec):
+    return spec.first.schedule.smallest_bytes
+
+
+def blocks(params, batch):
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = x + jnp.tanh(jnp.tanh(x @ layer["up"]) @ layer["down"])
+    return (x**2).mean()
+
+
+def spec_of_blocks(num_blocks, rows=8, **options):
+    """A run of blocks of two products, each of which may be a part."""
+    layer = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    batch = {"x": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
+
+    def build():
+        made = [{name: jnp.zeros(shape) for name, shape in layer.items()}]
+        return {"layers": made * num_blocks}
+
+    adapted, _ = adapt(build, blocks, batch, 0)
+    asked = Options(precision=Precision(compute=jnp.float32), **options)
+    return make_run_spec(adapted, blocks, optax.adam(1e-3), batch, asked)
+
+
+def fitted(spec, num_bytes):
+    return fit_to_machine(spec, KernelCache(), num_bytes, NOWHERE, lambda spec: spec)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options"),
+    [
+        ("nnx_tied", "clip_adamw", {}),
+        ("moe", "adamw_schedule", {"microbatches": 2}),
+        ("linen_scan_remat", "adafactor", {}),
+        pytest.param("unet", "adamw_schedule", {}, marks=pytest.mark.long),
+        pytest.param("batchnorm_nnx", "muon", {}, marks=pytest.mark.long),
+    ],
+)
+def test_training_in_parts_agrees_with_plain_jax(name, optimizer, options):
+    case, make = CASES[name], OPTIMIZERS[optimizer]
+    whole = make_spec(case, make, **options)
+    trainer = make_trainer(case, make, budget=least_of(whole) - 1, **options)
+    spec = spec_of(trainer)
+    assert spec.num_parts > 1 and len(spec.first.stages) > len(whole.first.stages)
+    batches = [case.batch(seed) for seed in range(3)]
+    run, plain = train(trainer, batches, gradients=False), train_plain(case, make, batches)
+    check_close(run.params, plain.params, 2e-5, "parameter")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+
+
+@pytest.mark.exhaustive
+def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+
+    def found(budget):
+        plan = make_plan(make_spec(case, make, device_budget=budget))
+        assert plan.device_state_bytes <= budget
+        assert quantities(str(plan).splitlines()[0])[4:] == [plan.num_parts] * (plan.num_parts > 1)
+        return plan.num_parts, plan.num_stages
+
+    whole = make_spec(case, make)
+    assert whole.num_parts == 1
+    assert found(least_of(whole)) == (1, len(whole.first.stages))
+    halves = found(least_of(whole) - 1)
+    assert halves == (2, 2 * len(whole.first.stages) - 2)
+    with pytest.raises(BudgetError) as refused:
+        make_spec(case, make, device_budget=1024)
+    least = refused.value.smallest
+    assert least < least_of(whole) / 2 and str(least) in str(refused.value)
+    # 16 x 48 numbers, with two moments each.
+    assert tells(str(refused.value), "blocks/0/attention/qkv/kernel", "9.00 KiB")
+    assert found(least)[0] > 2
+
+
+@pytest.mark.exhaustive
+def test_no_more_parts_are_tried_once_the_largest_cannot_be_cut():
+    """With more parts, only its neighbours become smaller; each number takes seconds to plan."""
+    spec, largest = make_spec(CASES["moe"], OPTIMIZERS["adamw_schedule"]), {}
+    while spec is not None and spec.num_groups == 1:  # then experts are divided, too
+        largest[spec.num_parts] = largest_block(spec.leaves)
+        spec = spec.finer and spec.finer()
+    sizes = list(largest.values())
+    assert sizes == sorted(sizes, reverse=True) and sizes.count(min(sizes)) == 2
+    assert max(largest) < NUMBERS_OF_PARTS[-1]
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_is_restored_by_runs_that_cut_otherwise(tmp_path):
+    case, make = CASES["linen_scan_remat"], OPTIMIZERS["clip_adamw"]
+    least = least_of(make_spec(case, make))
+    whole, parts = (make_trainer(case, make, budget=budget) for budget in (least, least - 1))
+    assert spec_of(whole).num_parts < spec_of(parts).num_parts
+    check_each_continues_the_other(whole, parts, case.batch(0), tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_functions_are_tiled_before_blocks_are_cut_for_a_device_that_has_no_room_for_one():
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    roomy = make_plan(fitted(spec, 1 << 30))
+    assert roomy.device_temporary_bytes is not None
+    needed = roomy.device_temporary_bytes + roomy.device_other_bytes + least_of(spec)
+    assert roomy.num_parts == 1 and make_plan(fitted(spec, needed)).num_parts == 1
+    tiled = make_plan(fitted(spec, needed - 1))
+    assert tiled.tiles and tiled.num_parts == 1
+    cut = make_plan(fitted(spec, least_of(spec)))
+    assert cut.num_parts > 1 and cut.device_bytes < tiled.device_bytes
+    # Like parts of all blocks are one row.
+    parts = {row.name.rpartition("part ")[2] for row in cut.groups if "part" in row.name}
+    assert sum("part" in row.name for row in cut.groups) == len(parts) == cut.num_parts
+
+
+def test_blocks_are_cut_where_parts_save_residuals_in_the_memory_of_whole_blocks():
+    # Computation takes nearly all of a step, and recomputation much of it.
+    spec = spec_of_blocks(5, hardware=SLOW)
+    needed = least_device_bytes(fitted(spec, 1 << 30))
+    # With a budget of the user's own, blocks stay whole where they fit.
+    fixed = spec_of_blocks(5, hardware=SLOW, device_budget=least_of(spec))
+    whole, cut = make_plan(fitted(fixed, needed)), make_plan(fitted(spec, needed))
+    assert (whole.num_parts, whole.num_kept) == (1, 0)
+    assert cut.num_parts == 2 and cut.num_kept > 0 and cut.device_bytes <= needed
+    assert whole.seconds_per_step and cut.seconds_per_step
+    assert cut.seconds_per_step < 0.95 * whole.seconds_per_step
+
+
+def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_does_not():
+    """Parts pass more values to each other, which would only take more of the host."""
+
+    def planned(num_bytes):
+        machine = replace(card("H200"), device_bytes=num_bytes, device_share=1.0)
+        return make_plan(fitted(spec_of_blocks(2, hardware=machine), num_bytes))
+
+    spec = spec_of_blocks(2)
+    whole, cut, unfit = planned(1 << 30), planned(least_of(spec)), planned(1000)
+    assert (whole.num_parts, cut.num_parts) == (1, 2)
+    assert whole.device_excess == cut.device_excess == "" and cut.fits_device
+    assert (unfit.fits_device, unfit.num_parts) == (False, 1)
+    assert unfit.host_peak_bytes == make_plan(spec).host_peak_bytes
+    assert re.search(rf"{UNFIT} .*1000 B.*\bKiB .*\d parts.*layers\.1\.part 2", str(unfit))
+    with pytest.raises(MemoryError, match=r"KiB .*\d parts.*Nothing"):
+        check_device(unfit, 1000)
+    assert "KiB with" not in str(replace(unfit, hardware=replace(card("H200"), host_bytes=2**40)))
+
+
+@pytest.mark.exhaustive
+def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():
+    case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
+    plan = make_plan(make_spec(case, make, device_budget=least_of(make_spec(case, make)) - 1))
+    title = str(plan).splitlines()[0]
+    assert quantities(title)[4:] == [2]
+    for share, as_before in ((1, True), (2, False)):
+        machine = replace(card("H200"), device_bytes=plan.device_bytes // share, device_share=1.0)
+        assert (str(replace(plan, hardware=machine)).splitlines()[0] == title) == as_before
+
+
+@pytest.mark.by_default("0.7-0.1-0")
+@pytest.mark.parametrize(("share", "seconds", "tiled"), [(0.7, 0.1, 0), (0.9, 0.1, 1), (0.7, 2, 1)])
+def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share, seconds, tiled):
+    class Compiler(KernelCache):
+        def compile(self, kernels):
+            return round(share * self.estimate(kernels))
+
+    budget = least_of(spec_of_blocks(2, rows=64))
+    spec = spec_of_blocks(2, rows=64, device_budget=budget)
+    costs = spec.first.workload.costs
+    slow = replace(costs, backward=(seconds,) * len(costs.backward))
+    first = replace(spec.first, workload=replace(spec.first.workload, costs=slow))
+    spec = replace(spec, first=first)
+    here = placed_on(default_mesh())
+
+    def fitted(num_bytes):
+        return fit_to_machine(spec, Compiler(), num_bytes, here, lambda spec: spec)
+
+    roomy = make_plan(fitted(1 << 30))
+    assert roomy.device_temporary_bytes is not None
+    estimate = roomy.device_temporary_bytes / share
+    room = round(0.8 * estimate) + roomy.device_other_bytes + least_of(spec)
+    found = make_plan(fitted(room))
+    assert found.num_parts == 1 and bool(found.tiles) == bool(tiled)

@@ -1,0 +1,149 @@
+"""Where leaves lie in slabs: whatever their dtypes and order, each comes out as it went in."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax._src.engine.state import offsets
+from megatrain_jax._src.engine.state.blockwise import Blockwise
+from megatrain_jax._src.engine.state.codec import Rounded
+from megatrain_jax._src.engine.state.draws import draw_of
+from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.host_leaves import read_leaves
+from megatrain_jax._src.engine.state.layout import ALIGNMENT
+from megatrain_jax._src.engine.state.mixed_layout import mixed_layout_of
+from megatrain_jax._src.engine.state.offsets import layout_of
+
+DTYPES = ("float32", "bfloat16", "int32")
+
+
+def random_shape(rng):
+    return tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
+
+
+def filled(shape, dtype, rng):
+    values = [rng.randint(-99, 99) for _ in range(int(np.prod(shape)))]
+    return np.array(values, jnp.dtype(dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_leaves_of_interleaved_dtypes_come_out_as_they_went_in(seed):
+    rng = random.Random(seed)
+    mirrored = [random_shape(rng) for _ in range(rng.randint(1, 3))]
+    shapes = []
+    for _ in range(rng.randint(1, 6)):
+        shapes += [(s, rng.choice(DTYPES)) for s in [random_shape(rng)] * rng.randint(0, 2)]
+        if rng.random() < 0.5:
+            shapes += [(shape, dtype) for dtype in [rng.choice(DTYPES)] for shape in mirrored]
+    shapes.append(((3,), "int32"))
+    leaves = [filled(shape, dtype, rng) for shape, dtype in shapes]
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    layout = mixed_layout_of(avals, mirrored)
+    slabs = jax.jit(layout.pack)(leaves)
+    assert [slab.size for slab in slabs] == [kind.size for kind in layout.layouts]
+    arrays = jax.jit(layout.encode)(slabs)
+    assert [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in layout.at_rest]
+    assert sum(x.nbytes for x in arrays) == layout.num_bytes
+    views = read_leaves(layout, arrays)
+    unpacked = jax.jit(lambda arrays: layout.unpack(layout.decode(arrays)))(arrays)
+    for leaf, view, array in zip(leaves, views, unpacked, strict=True):
+        for found in (view, np.asarray(array)):
+            assert found.dtype == leaf.dtype and found.shape == leaf.shape
+            np.testing.assert_array_equal(found, leaf)
+    # Moments lie as their parameters do, so that an update can leave slabs whole.
+    at = layout_of(mirrored, "float32").offsets
+    whole = [kind for kind in layout.layouts if kind.shapes == tuple(mirrored)]
+    assert all(kind.offsets == at for kind in whole)
+
+
+def test_no_two_numbers_of_a_slab_are_rounded_by_the_same_bits():
+    """Neither those of two devices, nor those of two codecs."""
+    codecs = [Rounded(dtype="bfloat16", stochastic=True), Blockwise(code="linear", stochastic=True)]
+    layout = layout_of([(512,), (512,)], "float32", 2, codecs)
+    # Numbers halfway between two: the first bit drawn decides. A code's scale is its block's 1.
+    scales = jnp.arange(512) % 128 == 0
+    leaves = [jnp.full(512, 1 + 2.0**-8), jnp.where(scales, 1.0, 63.5 / 127)]
+    draw = draw_of(jax.random.key(0), jnp.int32(1), jnp.uint32(2))
+
+    @jax.jit
+    def are_rounded_up(leaves):
+        slab = layout.pack(leaves)
+        return layout.decode(layout.encode(slab, draw)) > slab
+
+    went_up = np.asarray(are_rounded_up(leaves)).reshape(2, 2, 256)  # shards, segments, columns
+    patterns = went_up[..., ~np.asarray(scales[:256])].reshape(4, -1)
+    for one, other in itertools.combinations(patterns, 2):
+        assert 0.35 < (one == other).mean() < 0.65
+
+
+def test_no_two_slabs_groups_or_steps_have_a_draw_in_common():
+    avals = [jax.ShapeDtypeStruct((3,), dtype) for dtype in DTYPES]
+    group = GroupLayout(master=layout_of([(3,)], "float32"), state=mixed_layout_of(avals, [(3,)]))
+    draws = [
+        tuple(map(int, draw))
+        for source in itertools.product((0, 1), repeat=3)
+        for draw in group.slab_draws((jax.random.key(source[0]), *map(jnp.uint32, source[1:])))
+        if draw is not None
+    ]
+    assert len(draws) == len(set(draws)) == 8 * (1 + len(DTYPES))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
+    rng = random.Random(seed)
+    shapes = [random_shape(rng) for _ in range(rng.randint(1, 8))]
+    layout = layout_of(shapes, "float32")
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    leaves = [None if rng.random() < 0.3 else filled(s, "float32", rng) for s in shapes]
+    arrays = jax.jit(lambda leaves: layout.encode(layout.pack(leaves)))(leaves)
+    slab = layout.decode([np.asarray(x) for x in arrays])
+    assert sum(x.nbytes for x in arrays) == layout.num_bytes
+    expected = [
+        np.zeros(s, np.float32) if x is None else x for x, s in zip(leaves, shapes, strict=True)
+    ]
+    for view, leaf in zip(read_leaves(layout, arrays), expected, strict=True):
+        assert np.shares_memory(view, slab), "a slab at rest is read in place"
+        np.testing.assert_array_equal(view, leaf)
+    assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"
+    (sums,) = jax.jit(lambda leaves: layout.add([slab], leaves))(leaves)
+    np.testing.assert_array_equal(sums, 2 * slab)
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"), [((8, 3, 64), 384), ((3, 3, 64), 144), ((31, 64), 512), ((5,), 2)]
+)
+def test_a_share_is_in_whole_rows_unless_they_pad_too_much(shape, share):
+    """31 rows on four devices are padded to 32, but 3 are not padded to 4."""
+    assert layout_of([shape], "float32", 4).shares == (share,)
+
+
+def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypatch):
+    shapes = [(8, 64), (5,), (64, 8), (3,)]
+    codecs = [Rounded(dtype="bfloat16", stochastic=True)] * 4
+    monkeypatch.setattr(offsets, "LEAST_APART", 512)
+    assert offsets.large_leaves(shapes) == {0, 2}
+    for number, found in ((32, range(32)), (33, ())):
+        assert offsets.large_leaves([(8, 64)] * number) == set(found), "a small part of many"
+    order = [1, 3, 0, 2]
+    whole, apart = (
+        offsets.layout_of(shapes, "float32", 1, codecs, order, apart=large)
+        for large in ((), offsets.large_leaves(shapes))
+    )
+    assert [x.size for x in apart.at_rest] == [128, 512, 512]
+    assert apart.offsets == whole.offsets and apart.num_bytes == whole.num_bytes
+    leaves = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+    draw = draw_of(jax.random.key(0), jnp.int32(1), jnp.uint32(2))
+    # Functions of single operations take longer to compile.
+    ((expected,), found) = (
+        jax.jit(lambda x, own=own: own.encode(own.pack(x), draw))(leaves) for own in (whole, apart)
+    )
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+    rows = jax.jit(lambda x: apart.unpack_whole(x, range(4), "float32", lambda x: x))(found)
+    for ours, theirs in zip(rows, read_leaves(whole, [np.asarray(expected)]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    sums = jax.jit(lambda x: apart.joined(apart.add(apart.pack_segments(x), x)))(leaves)
+    np.testing.assert_array_equal(sums, 2 * jax.jit(whole.pack)(leaves))

@@ -1,0 +1,235 @@
+"""NF4 against bitsandbytes: the codec, and adapters trained beside a base in 4 bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import megatrain_jax as mt
+from inside import spec_of, store_of
+from megatrain_jax import models
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.checkpoint.saved_arrays import saved_arrays
+from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
+from megatrain_jax._src.engine.state.nf4 import Nf4
+from megatrain_jax._src.engine.state.offsets import layout_of
+from messages import warns
+from peft_curves import PEFT_WARNINGS, batches, curves, make_trainer
+from quantised_sizes import BITSANDBYTES, WIDE
+from runs import check_same_bits
+
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+bnb: Any = pytest.importorskip("bitsandbytes")
+peft: Any = pytest.importorskip("peft")
+
+import transformers  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+
+from families import make_torch, save  # noqa: E402
+
+pytestmark = PEFT_WARNINGS
+
+CODEC = Nf4()
+PARTS = [part.name for part in CODEC.parts("float32")]
+TARGETS = r"self_attn/(q|v)_proj|mlp"
+
+
+def matrix(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 0.02
+
+
+def quantised(x: Any) -> tuple[dict[str, np.ndarray], Any, Any]:
+    """A matrix as bitsandbytes encodes it: as parts of this codec, its codes, and its state."""
+    codes, state = bnb.functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+    nested = state.state2.absmax.numpy()
+    means = np.full(nested.shape, state.offset.item(), np.float32)
+    parts = codes.numpy().reshape(-1), state.absmax.numpy(), nested, means
+    return dict(zip(PARTS, parts, strict=True)), codes, state
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (512, 576), (64, 64), (3000, 64)])
+def test_codes_and_numbers_are_those_of_bitsandbytes(shape):
+    x = matrix(0, *shape)
+    theirs, codes, state = quantised(torch.tensor(x))
+    numbers = bnb.functional.dequantize_4bit(codes, state).numpy().reshape(-1)
+    own = jax.jit(CODEC.encode_leaf)(x.reshape(-1))
+    for name, part, by_numpy in zip(PARTS, own, CODEC.encode_leaf(x.reshape(-1)), strict=True):
+        np.testing.assert_array_equal(part, by_numpy, err_msg=name)
+    ours = {name: np.asarray(x)[: theirs[name].size] for name, x in zip(PARTS, own, strict=True)}
+    np.testing.assert_array_equal(ours["codes"], theirs["codes"])
+    # The mean of the scales is summed up in another order.
+    np.testing.assert_allclose(ours["scale_means"], theirs["scale_means"], rtol=2e-7)
+    np.testing.assert_allclose(ours["scale_scales"], theirs["scale_scales"], rtol=1e-6)
+    # Codes of scales are the nearest ones; bitsandbytes' kernel for CPUs misses some near a border.
+    blocks = np.abs(x.reshape(-1, 64)).max(axis=1)
+    rows = np.repeat(theirs["scale_scales"], 256)[: blocks.size]
+    places = (blocks - theirs["scale_means"][0]) / rows
+    levels = state.state2.code.numpy()
+    nearest = np.abs(places[:, None] - levels).min(axis=1)
+    np.testing.assert_allclose(np.abs(places - levels[ours["scales"]]), nearest, atol=1e-6)
+    differs = ours["scales"].astype(int) - theirs["scales"]
+    assert (differs != 0).mean() < 0.01 and np.abs(differs).max() <= 1
+    # Decoded from their arrays, by NumPy and by XLA, numbers have the same bits.
+    padded = [np.pad(x, (0, y.size - x.size)) for x, y in zip(theirs.values(), own, strict=True)]
+    for decode, arrays in (
+        (CODEC.decode, padded),
+        (jax.jit(CODEC.decode, static_argnums=1), list(map(jnp.asarray, padded))),
+    ):
+        found = np.asarray(decode(arrays, jnp.float32))[: x.size]
+        np.testing.assert_array_equal(found, numbers)
+
+
+def test_what_bitsandbytes_has_quantised_gets_the_same_codes_again():
+    """From bfloat16, the dtype of most checkpoints in NF4; scales are rounded once more."""
+    x = torch.tensor(matrix(1, 256, 512)).to(torch.bfloat16)
+    theirs, codes, state = quantised(x)
+    decoded = bnb.functional.dequantize_4bit(codes, state).float().numpy()
+    parts = CODEC.encode_leaf(decoded.reshape(-1))
+    np.testing.assert_array_equal(parts[0], theirs["codes"])
+    again = CODEC.decode(parts, np.float32).reshape(decoded.shape)
+    scales = np.abs(decoded.reshape(-1, 64)).max(axis=1)
+    assert np.abs(again - decoded).max() < 0.01 * scales.max()
+    np.testing.assert_array_equal(CODEC.encode_leaf(again.reshape(-1))[0], theirs["codes"])
+
+
+@pytest.mark.parametrize("lib", [np, jnp])
+def test_zeros_stay_and_what_is_not_finite_is_not_hidden(lib):
+    x = np.zeros(2 * CODEC.block + 5, np.float32)
+    assert not np.asarray(CODEC.decode(CODEC.encode_leaf(lib.asarray(x)), np.float32)).any()
+    x[70] = 3.0
+    found = np.asarray(CODEC.decode(CODEC.encode_leaf(lib.asarray(x)), np.float32))
+    assert found[70] > 2.9 and not np.delete(found, 70).any()
+    for bad in (np.nan, np.inf):
+        x[CODEC.block + 7] = bad
+        with np.errstate(invalid="ignore"):
+            parts = CODEC.encode_leaf(lib.asarray(x))
+            assert not np.isfinite(CODEC.decode(parts, np.float32)[: x.size]).any()
+
+
+def test_devices_and_neighbours_change_no_code():
+    leaves = [matrix(seed, *shape) for seed, shape in enumerate([(7, 50), (300, 130), (64, 1024)])]
+    parts = []
+    for num_shards in (1, 3):
+        shapes = [x.shape for x in leaves]
+        layout = layout_of(shapes, "float32", num_shards, [CODEC] * 3, unit=CODEC.block)
+
+        def encode(leaves, layout=layout):
+            return layout.encode(layout.pack(leaves))
+
+        arrays = [np.asarray(x) for x in jax.jit(encode)(leaves)]
+        assert [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in layout.at_rest]
+        slab = jax.jit(layout.decode)(arrays)
+        rows = [[read_part(layout, arrays, i, p) for p in range(4)] for i in range(3)]
+        for i, (leaf, row) in enumerate(zip(leaves, rows, strict=True)):
+            assert [x.shape for x in row] == [part_shape(layout, i, p) for p in range(4)]
+            for own, part in zip(encoded(layout, leaf, i), row, strict=True):
+                np.testing.assert_array_equal(own, part)
+            np.testing.assert_array_equal(layout.unpack(slab, i), read_leaf(layout, arrays, i))
+        parts.append(rows)
+    jax.tree.map(np.testing.assert_array_equal, *parts)
+
+
+def base(folder: Any) -> Any:
+    """A checkpoint in fp32; what stays in bfloat16 beside NF4 is exact there."""
+    model = make_torch("llama", **WIDE)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.ndim == 1 or "layers" not in name:
+                x.copy_(x.to(torch.bfloat16))
+    return save(model, folder)
+
+
+def nf4(folder: Any, **options: Any) -> mt.Trainer:
+    options |= {"precision": mt.Precision(compute=jnp.float32, frozen="nf4")}
+    return make_trainer(folder, TARGETS, options, rank=4, alpha=6.0)
+
+
+def test_adapters_beside_nf4_train_as_those_of_peft_and_bitsandbytes(tmp_path):
+    source = base(tmp_path / "base")
+    trainer = nf4(source)
+    models.save_lora(trainer, tmp_path / "fresh")
+    settings = BITSANDBYTES["nf4-nested"] | {"bnb_4bit_compute_dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        source,
+        quantization_config=transformers.BitsAndBytesConfig(**settings),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    frozen, exact = trainer.params, load_file(source / "model.safetensors")
+    for name, module in theirs.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight: Any = module.weight
+            # The few scales that bitsandbytes' kernel for CPUs rounds to the farther level.
+            nearest = CODEC.encode_leaf(exact[f"{name}.weight"].reshape(-1))[1]
+            scales = weight.quant_state.absmax
+            scales.copy_(torch.tensor(nearest[: scales.numel()]))
+            decoded = bnb.functional.dequantize_4bit(weight.data, weight.quant_state).numpy()
+            at = frozen
+            for key in name.removeprefix("model.").split("."):
+                at = at[int(key) if key.isdigit() else key]
+            np.testing.assert_allclose(at["weight"], decoded, rtol=1e-6, atol=1e-8, err_msg=name)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "fresh", is_trainable=True)
+    theirs.train()  # otherwise bitsandbytes computes in bfloat16 on some CPUs
+    curve, expected = curves(trainer, theirs, 6)
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
+    assert expected[-1] != expected[0]
+
+
+@pytest.mark.usefixtures("started_once_in_test")
+def test_a_base_in_nf4_streams_resumes_and_is_counted(tmp_path):
+    source = base(tmp_path / "base")
+    steps = [batch for batch, _ in zip(batches(), range(4), strict=False)]
+
+    def run(trainer: mt.Trainer, some: Any) -> list[float]:
+        return [trainer.read(trainer.step(batch))["loss"] for batch in some]
+
+    trainer = nf4(source, device_budget=2**30)
+    spec, store = spec_of(trainer), store_of(trainer)
+    frozen = [Key(Kind.MASTERS, g) for g in spec.grouping.frozen]
+    held = sum(x.nbytes for key in frozen for x in store.host[key])
+    assert trainer.plan.frozen_bytes == held
+    losses = run(trainer, steps[:2])
+    trainer.save(tmp_path / "run")
+    wide = make_trainer(source, TARGETS, rank=4, alpha=6.0)
+    with warns(UserWarning, "dtypes"):
+        wide.restore(tmp_path / "run")
+    check_same_bits(wide.params, trainer.params)
+    name = ("params", "layers", "1", "mlp", "up_proj", "weight")
+    saved = next(x for path, x in saved_arrays(tmp_path / "run").items() if path[:6] == name)
+    np.testing.assert_array_equal(saved, trainer.params["layers"][1]["mlp"]["up_proj"]["weight"])
+    losses += run(trainer, steps[2:])
+    least = nf4(source, device_budget="least")
+    assert least.plan.bytes_in > trainer.plan.bytes_in
+    assert run(least, steps) == losses
+    check_same_bits(least.params, trainer.params)
+    again = nf4(source, seed=1)
+    again.restore(tmp_path / "run")
+    assert run(again, steps[2:]) == losses[2:]
+    check_same_bits(again.params, trainer.params)
+    several = nf4(source, mesh=Mesh(jax.devices()[:2], "data"))
+    np.testing.assert_allclose(run(several, steps), losses, rtol=2e-6)
+    # A base is decoded alike on any number of devices.
+    pairs = zip(*map(jax.tree.leaves, (trainer.params, several.params)), strict=True)
+    alike = [np.array_equal(one, two) for one, two in pairs if 4 not in one.shape]  # no adapters
+    assert all(alike) and len(alike) == 21
+
+
+def test_a_run_without_matrices_in_blocks_is_told_so():
+    params = {"w": matrix(0, 8, 8), "b": np.zeros(8, np.float32)}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+    plan = mt.plan(
+        params,
+        loss,
+        optax.sgd(0.1),
+        np.ones((4, 8), np.float32),
+        trainable="b",
+        precision=mt.Precision(frozen="nf4"),
+    )
+    assert any('frozen="nf4"' in text for text in plan.warnings)

@@ -1,0 +1,220 @@
+"""What the training loop is made of: interrupts held back, batches checked, history kept."""
+
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax._src.engine.history import History
+from megatrain_jax._src.engine.options.batch_checks import batch_size, check_batch, check_like
+from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.train.source import Prefetch
+
+
+def batch_of(value: float) -> dict[str, np.ndarray]:
+    return {"x": np.full((4, 3), value, np.float32)}
+
+
+# Interrupts
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("inner")
+            with deferred_interrupt():
+                signal.raise_signal(signal.SIGINT)
+            done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_goes_to_the_handler_that_was_there():
+    received = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
+    try:
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            assert received == []
+        assert received == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_each_kind_of_signal_is_handed_on_once():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with deferred_interrupt():
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+                    signal.raise_signal(number)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_error_of_the_block_wins_over_the_interrupt():
+    with pytest.raises(OSError, match="first"):
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("first")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_goes_through_where_allowed():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt(second_interrupts=True):
+            signal.raise_signal(signal.SIGINT)
+            done.append("first")
+            signal.raise_signal(signal.SIGINT)
+            done.append("second")
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_off_the_main_thread_signals_are_left_alone():
+    handlers = []
+
+    def work() -> None:
+        with deferred_interrupt():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+# Batches
+
+
+class Tensor:
+    """An array as in PyTorch."""
+
+    def numpy(self) -> np.ndarray:
+        return np.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "error", "message"),
+    [
+        ({}, 1, ValueError, "arrays"),
+        ({"x": [1.0, 2.0]}, 1, TypeError, r"batch\['x'\]\[0\] .*float"),
+        ({"x": Tensor()}, 1, TypeError, r"batch\['x'\] .*Tensor.* `.numpy\(\)`"),
+        ({"x": np.float32(1)}, 1, TypeError, r"batch\['x'\] .*float32.*np.full\(n, x"),
+        ({"x": np.zeros(())}, 1, ValueError, r"batch\['x'\] .*scalar.*np.full\(n, x"),
+        ({"x": np.zeros((0, 2))}, 1, ValueError, r"batch\['x'\] .*\(0, 2\)"),
+        ({"x": np.array([[1], None], object)}, 1, TypeError, r"batch\['x'\] .*object"),
+        ({"x": np.array(["a"])}, 1, TypeError, r"batch\['x'\] .*<U1"),
+        (
+            {"x": np.zeros((4, 2)), "y": [np.zeros(4), np.zeros(3)]},
+            2,
+            ValueError,
+            r"batch\['x'\] .*\(4, 2\).*batch\['y'\]\[1\] .*\(3,\).*np.repeat",
+        ),
+        # It would be broadcast.
+        (
+            {"x": np.zeros((4, 2)), "y": np.zeros(1)},
+            1,
+            ValueError,
+            r"batch\['y'\] .*\(1,\)",
+        ),
+        (
+            {"x": np.zeros((1, 2)), "y": np.zeros(4)},
+            1,
+            ValueError,
+            r"batch\['x'\] .*\(1, 2\)",
+        ),
+        (batch_of(1), 3, ValueError, r"`microbatches`=3 .*\b4\b"),
+    ],
+)
+def test_wrong_batches_are_named_by_path(
+    batch: Any, microbatches: int, error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        check_batch(batch, microbatches)
+
+
+def test_right_batches_pass():
+    pair = np.zeros((4, 2), np.int32), jnp.zeros((4,), jnp.bfloat16)
+    keys = {"key": jax.random.split(jax.random.key(0), 4), "none": None}
+    check_batch(jax.ShapeDtypeStruct((4,), jnp.uint8), or_shapes=True)
+    for batch, microbatches in ((pair, 2), (keys, 4)):
+        check_batch(batch, microbatches)
+        with pytest.raises(ValueError, match="microbatches"):
+            check_batch(batch, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"y": np.zeros((4, 3), np.float32)}, r"missing: batch\['x'\]; new: batch\['y'\]"),
+        ({"x": np.zeros((4, 3), np.int32)}, r"batch\['x'\] .*int32"),
+        ({"x": np.zeros((4, 3), np.float32), "n": None}, "structure"),
+    ],
+)
+def test_a_batch_unlike_the_first_is_named(batch: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_like(batch, batch_of(1))
+    # Other shapes and widths of one dtype pass.
+    check_like({"x": np.zeros((2, 5), np.float64)}, batch_of(1))
+
+
+def test_prefetch_puts_batches_on_the_device_ahead():
+    drawn: list[int] = []
+
+    def numbered(count: int):
+        for index in range(count):
+            drawn.append(index)
+            yield batch_of(index)
+
+    with jax.transfer_guard("disallow"):
+        batches = Prefetch(numbered(4), check_batch, Processes())
+        assert drawn == []
+        first = next(batches)
+        assert isinstance(first["x"], jax.Array)
+        batches.fill()
+        batches.fill()
+        assert len(drawn) == 2
+        assert len(list(batches)) == 3
+        assert batches.exhausted
+
+
+def test_work_is_counted_in_tokens_or_examples():
+    tokens = np.zeros((4, 8), np.int32)
+    assert batch_size({"labels": np.zeros((4,), np.int32), "t": tokens}) == (32, "tokens")
+    assert batch_size({"labels": tokens[:, :5], "t": tokens}) == (32, "tokens")
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    assert batch_size({"images": images, "labels": np.zeros(4, np.int32)}) == (4, "examples")
+    assert batch_size({"nodes": np.zeros((12, 3)), "edges": np.zeros((20, 2))}) == (1, "batches")
+
+
+# History
+
+
+def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
+    history = History(
+        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan"), "eval_loss": 1.5}]
+    )
+    history.save(tmp_path / "history.json")
+    assert json.loads((tmp_path / "history.json").read_text()) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": None, "eval_loss": 1.5},
+    ]
+    (axes,) = history.plot().axes
+    loss, evaluation = axes.lines
+    np.testing.assert_array_equal(loss.get_xdata(), [1, 2])
+    np.testing.assert_array_equal(evaluation.get_xydata(), [[2, 1.5]])
+    assert History()._repr_html_() is None
+    assert len(History().plot().axes[0].lines) == 0

@@ -1,0 +1,134 @@
+"""The command `megatrain-jax finetune` on conversations with images."""
+
+import json
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+from megatrain_jax import data
+from megatrain_jax._src.lm.cli.main import main
+from messages import tells
+
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+
+from tiny_images import TEMPLATE, checkpoint, make_processor, picture  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A checkpoint with its processor, and rows of a question about an image, or without one."""
+    folder = tmp_path_factory.mktemp("given")
+    checkpoint(folder / "tiny")
+    make_processor().save_pretrained(folder / "tiny")
+    rows = []
+    for number in range(12):
+        content: Any = "which digit"
+        if number % 3:
+            picture(number).save(folder / f"{number}.png")
+            content = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "and"}]
+        answer = {"role": "assistant", "content": str(number)}
+        rows.append({"messages": [{"role": "user", "content": content}, answer]})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def tune(given: Any, out: str, *options: str) -> int:
+    paths = ["--model", given / "tiny", "--data", given / "rows.jsonl", "--out", given / out]
+    sizes = ["--length", "48", "--batch", "2", "--steps", str(STEPS)]
+    return main(["finetune", *map(str, paths), *sizes, *options])
+
+
+def test_a_run_is_that_of_transformers(given, capsys):
+    rates = ["--learning_rate", "0.1", "--warmup", "0", "--decay", "constant", "--clip", "null"]
+    rates += ["--optimizer", "sgd"]
+    assert tune(given, "run", "--held_out", "0", "--compute", "float32", *rates) == 0
+    printed = capsys.readouterr().out
+    assert "vision.tower.blocks.0 (frozen)" in printed
+    report = json.loads((given / "run" / "report.json").read_text())
+    losses = [record["loss"] for record in report["history"]]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        given / "tiny", attn_implementation="eager"
+    )
+    trained = [p for n, p in model.named_parameters() if "vision" not in n and "projector" not in n]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    processor = transformers.AutoProcessor.from_pretrained(given / "tiny")
+    options = {"length": 48, "batch_size": 2, "epochs": None, "progress": False}
+    batches = islice(data.image_chat(given / "rows.jsonl", processor, **options), STEPS)
+    expected = []
+    for batch in batches:
+        loss = documents_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    check_export(given, processor)
+
+
+def documents_loss(model: Any, batch: dict[str, np.ndarray]) -> Any:
+    """Transformers' loss of a packed batch, each document by itself."""
+    token, total = model.config.image_token_id, 0
+    size = model.config.mm_tokens_per_image
+    for row, pixels in enumerate(batch["pixel_values"]):
+        at = 0
+        for number in range(1, batch["segments"][row].max() + 1):
+            here = batch["segments"][row] == number
+            tokens = torch.tensor(batch["tokens"][row][here]).long()[None]
+            count = int((tokens == token).sum()) // size
+            images = {"pixel_values": torch.tensor(pixels[at : at + count])} if count else {}
+            at += count
+            logits = model(input_ids=tokens, token_type_ids=(tokens == token).long(), **images)
+            wanted = np.where(batch["mask"][row], batch["labels"][row], -100)[here]
+            labels = torch.tensor(wanted).long()
+            total = total + torch.nn.functional.cross_entropy(
+                logits.logits[0], labels, reduction="sum"
+            )
+    return total / batch["mask"].sum()
+
+
+def check_export(given: Any, processor: Any) -> None:
+    """The export has its processor, and the vision part of the checkpoint."""
+    exported = given / "run" / "model"
+    transformers.AutoModelForImageTextToText.from_pretrained(exported)
+    again = transformers.AutoProcessor.from_pretrained(exported)
+    assert again.full_image_sequence == processor.full_image_sequence
+    read, saved = (load_file(at / "model.safetensors") for at in (given / "tiny", exported))
+    changed = {name for name in read if read[name].tobytes() != saved[name].tobytes()}
+    assert changed and all(name.startswith("language_model.") for name in changed)
+
+
+@pytest.mark.long
+def test_adapters_are_trained_with_images(given):
+    options = ["--lora_rank", "2", "--lora_targets", "layers/.*/[qv]_proj", "--export_as", "model"]
+    assert tune(given, "adapters", "--held_out", "0.2", *options) == 0
+    transformers.AutoModelForImageTextToText.from_pretrained(given / "adapters" / "model")
+
+
+@pytest.mark.exhaustive
+def test_images_need_a_processor(given, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((given / "tiny" / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    command = ["finetune", "--model", tmp_path, "--data", given / "rows.jsonl"]
+    command += ["--out", tmp_path / "out", "--length", 48, "--batch", 2, "--steps", 1]
+    assert main(list(map(str, command))) == 2
+    assert tells(capsys.readouterr().err, "content", "text")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--objective", "dpo"], "images `objective`=dpo"),
+        (["--new_tokens", "[<a>]"], "`new_tokens`"),
+        (["--too_long", "cut"], "`too_long`"),
+    ],
+)
+def test_settings_that_images_can_not_have(given, options, message, capsys):
+    assert tune(given, "refused", "--held_out", "0", *options) == 2
+    assert tells(capsys.readouterr().err, *message.split())

@@ -1,0 +1,318 @@
+"""The largest batch, context and model of `megatrain-jax plan`."""
+
+import json
+import math
+import random
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain_jax import models
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.spec.host import COMMUNICATION_BYTES
+from megatrain_jax._src.lm.cli.catalogue import KnownModel, known_models
+from megatrain_jax._src.lm.cli.largest import (
+    confirmed,
+    fits,
+    largest,
+    largest_size,
+    least_host_bytes,
+    round_number,
+    with_few_layers,
+)
+from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
+from megatrain_jax._src.lm.cli.planner import Planner, config_of
+from messages import tells
+from tiny_sizes import TINY
+
+
+@pytest.mark.parametrize("of_tokens", [0.1, 0.5, 1.0])
+def test_the_largest_number_is_found_with_few_probes(of_tokens: float):
+    rng = random.Random(0)
+    for exact in [*range(80), *(round(10 ** rng.uniform(1, 6)) for _ in range(200))]:
+        probes: list[int] = []
+
+        # What is there once, and what each number takes; with tiles, up to a half, four times as
+        # many fit.
+        def share(n: int, most: int = exact, probes: list[int] = probes) -> float:
+            probes.append(n)
+            tiled = min(1.0, 4 * n / most) if 0 < n <= most else 2 * n / max(most, 0.1)
+            return 1 - of_tokens + of_tokens * tiled
+
+        found = largest(share, 16)
+        expected = [n for n in map(round_number, range(90)) if n <= exact]
+        assert found == (len(expected) - 1 if expected else None), exact
+        assert len(probes) <= 20 and len(set(probes)) == len(probes) and min(probes) > 0
+
+
+def test_what_was_found_is_confirmed_by_whole_plans():
+    def planned(n: int) -> Any:
+        return SimpleNamespace(n=n, fits_device=n <= 21, fits_host=None)
+
+    for place, expected in ((None, None), (2, 3), (12, 20), (15, 20)):
+        found: Any = confirmed(planned, place)
+        assert found == (expected and (expected, planned(expected)))
+    assert confirmed(lambda n: planned(22), 3) is None
+
+
+def test_few_layers_stand_for_all_kinds_of_layers():
+    config = config_of("Gemma-3-1B")
+    few = with_few_layers(config)
+    assert few.num_layers == 6 and set(few.windows) == set(config.windows) == {None, 512}
+    sparse = with_few_layers(config_of("Qwen3-30B-A3B"))
+    assert sparse.experts and sparse.experts.layers == tuple(range(4))
+    assert with_few_layers(config_of("SmolLM3-3B")).unrotated == (3,)
+    assert (
+        with_few_layers(config_of("Granite-3.1-2B")).num_layers == 7
+    )  # they have options of their own
+
+
+def variants(folder):
+    """Models whose sizes bound a step in different ways."""
+    wide = {"num_hidden_layers": 6, "vocab_size": 32768, "tie_word_embeddings": True}
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    changes = {"tiny": {}, "wide": wide, "experts": experts | {"moe_intermediate_size": 64}}
+    for name, change in changes.items():
+        (folder / f"{name}.json").write_text(json.dumps(TINY | change))
+    return {name: config_of(str(folder / f"{name}.json")) for name in changes}
+
+
+class Formula:
+    """A planner by a formula: a fixed part, and tokens in up to 64 tiles, each with a rest."""
+
+    def __init__(self, rng, tiles=64):
+        self.settings = PlanSettings(gpu="H100", length=512)
+        self.machine, self.host_limit = SimpleNamespace(usable_bytes=10**9), None
+        self._fixed, self._each = rng.uniform(0, 1e9), 10 ** rng.uniform(1, 6)
+        self._rest, self._deep, self._tiles = rng.random(), 1 + rng.random() / 2, tiles
+
+    def plan(self, config, rows, length, least=False):
+        if rows * length > 2**31:
+            raise ValueError("more elements than a kernel counts")
+        whole = rows * length * self._each
+        counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= self._tiles]
+        needs = [self._fixed + whole * (self._rest + (1 - self._rest) / n) for n in counts]
+        needed = next((need for need in needs if need <= 10**9), needs[-1])
+        needed *= 1 if config.num_layers == 4 else self._deep
+        return SimpleNamespace(
+            device_bytes=needed,
+            fits_device=needed <= 10**9,
+            fits_host=None,
+            hardware=self.machine,
+            of=(rows, length, least),
+        )
+
+    def smallest(self, config):
+        host = {"host_process_limit": self.host_limit, "host_fixed_bytes": 10**8}
+        return SimpleNamespace(host_bytes=10**9, **host)
+
+
+@pytest.mark.parametrize("what", ["batch", "context"])
+def test_the_search_finds_what_trying_all_sizes_finds(tmp_path, what):
+    rng, config = random.Random(0), variants(tmp_path)["wide"]
+    for _ in range(300):
+        planner: Any = Formula(rng, tiles=rng.choice([1, 4, 64]))
+        found = largest_size(planner, what, "wide", config)
+        expected = None
+        for number in map(round_number, range(80)):
+            shape = (number, 512) if what == "batch" else (1, 1024 * number)
+            if math.prod(shape) <= 2**31 and fits(plan := planner.plan(config, *shape)):
+                expected = plan
+        assert (found and found.plan) == expected
+
+
+@pytest.mark.parametrize("what", ["batch", "context"])
+def test_nothing_is_searched_where_the_state_alone_fills_the_host(tmp_path, what):
+    class Full(Formula):
+        def plan(self, config, rows, length, least=False):
+            pytest.fail("a size was planned")
+
+    planner: Any = Full(random.Random(0))
+    planner.host_limit = 10**9 + 10**8 - 1
+    assert largest_size(planner, what, "wide", variants(tmp_path)["wide"]) is None
+
+
+@pytest.mark.exhaustive
+def test_plans_of_one_model_build_it_once(tmp_path, monkeypatch):
+    built = []
+
+    def decoder(*args: Any, **options: Any) -> models.Decoder:
+        built.append(args)
+        return real(*args, **options)
+
+    real = models.Decoder
+    monkeypatch.setattr(models, "Decoder", decoder)
+    config = variants(tmp_path)["tiny"]
+    planner = Planner(PlanSettings(gpu="H100", length=512))
+    with remembering():
+        plans = [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
+    assert len(built) == 1
+    assert plans == [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "state": "compact"}])
+def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
+    sizes = TINY | {"hidden_size": 512, "num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = config_of(str(tmp_path))
+    planner = Planner(PlanSettings(gpu="H100", length=512, **settings))
+    few: Any
+    whole: Any
+    with remembering():
+        few, whole = (
+            planner.plan(of, 1, 512, least=True) for of in (with_few_layers(config), config)
+        )
+    beside = few.host_process_bytes - few.host_pool_bytes
+    assert few.host_bytes < 0.8 * whole.host_bytes
+    least = least_host_bytes(few, config)
+    assert least < whole.host_process_bytes
+    assert 0.8 * whole.host_bytes < least - beside < whole.host_bytes
+
+
+@pytest.mark.parametrize("limit", ["--host", "--host-budget"])
+def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
+    tmp_path, monkeypatch, capsys, limit
+):
+    gib, planned = 2**30, []
+    per_layer = {"float32": 12 * gib, "compact": 4 * gib, "two_bytes": 2 * gib}
+
+    def plan(self, config, *shape, **options):
+        num, each = config.num_layers, per_layer[self.settings.state]
+        planned.append((num, self.settings.state))
+        row = SimpleNamespace(name="layers.0 … layers.9", count=num, host_bytes=each)
+        return SimpleNamespace(
+            groups=[row],
+            host_bytes=num * each,
+            host_peak_bytes=num * each + gib,
+            host_process_bytes=num * each + 3 * gib,
+            host_pool_bytes=num * each + gib,
+            host_fixed_bytes=2 * gib,
+            host_process_limit=30 * gib,
+            fits_host=num * each + 3 * gib <= 30 * gib,
+            fits_device=True,
+            seconds_per_step=1.0,
+            attention_flops_per_step=1,
+            by_kernels=(),
+        )
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 10}))
+    given = ["--gpu", "H100", "--tokens", "1024", "--length", "512", limit, "30GiB"]
+    assert main(["plan", str(tmp_path), *given]) == 1
+    advised = re.findall(r"--[\w-]+ [\w-]+", capsys.readouterr().out.splitlines()[-1])
+    assert advised and {*advised} == {"--state two_bytes"}
+    # The first plan was asked for.
+    assert {state for num, state in planned[1:] if num == 10} == {"two_bytes"}
+    assert {state for num, state in planned if num == 4} > {"two_bytes"}
+
+
+@pytest.mark.by_default("tokens0---host-budget")
+@pytest.mark.parametrize("larger", ["--host", "--host-budget"])
+@pytest.mark.parametrize("tokens", [["--tokens", "1024"], []])
+def test_a_host_too_small_for_the_process_is_told_without_a_search(
+    tmp_path, capsys, tokens, larger
+):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = ["--gpu", "H100", "--gpus", "2", "--length", "512", larger, "1GiB"]
+    assert main(["plan", str(tmp_path), *tokens, *given]) == 1
+    printed = capsys.readouterr()
+    needed = sized(15 * 2**27 + COMMUNICATION_BYTES)
+    assert tells(printed.out, needed)
+    assert re.findall(r"--[\w-]+", printed.out.splitlines()[-1]) == [larger]
+    assert not printed.err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["batch", "context"])
+@pytest.mark.parametrize("gpu", ["RTX3080", "H100"])
+@pytest.mark.parametrize("name", ["tiny", "wide", "experts"])
+def test_the_search_finds_what_planning_all_sizes_finds(tmp_path, name, gpu, what):
+    config = variants(tmp_path)[name]
+    planner = Planner(PlanSettings(gpu=gpu, host="24GiB", length=512))
+    found = largest_size(planner, what, name, config)
+    assert found is not None
+    rows, length = (found.rows, 1) if what == "batch" else (1, found.length // 1024)
+    place = [round_number(at) for at in range(90)].index(rows * length)
+    # Fresh plans, of all sizes from far above down to the first that fits.
+    for number in (round_number(at) for at in range(place + 2, -1, -1)):
+        other = Planner(planner.settings)
+        shape = (number, 512) if what == "batch" else (1, 1024 * number)
+        try:
+            plan = other.plan(config, *shape)
+        except ValueError:  # more elements than a kernel counts
+            continue
+        if fits(plan):
+            assert (shape, plan) == ((found.rows, found.length), found.plan)
+            break
+
+
+@pytest.mark.long
+def test_the_largest_sizes_fit_and_larger_ones_do_not(tmp_path, capsys):
+    planner = Planner(PlanSettings(gpu="RTX3080", host="6GiB", length=512))
+    config, path = variants(tmp_path)["tiny"], str(tmp_path / "tiny.json")
+    kinds = ["batch", "context", "model"]
+    sizes = [largest_size(planner, kind, path, config) for kind in kinds]
+    batch, context, model = sizes
+    assert batch and context and model and [size and size.what for size in sizes] == kinds
+    assert fits(batch.plan) and fits(context.plan) and fits(model.plan)
+    assert batch.length == 512 and context.rows == 1
+    assert not fits(planner.plan(config, batch.rows * 5 // 4, 512))
+    assert not fits(planner.plan(config, 1, context.length * 5 // 4))
+    options = ["--gpu", "RTX3080", "--host", "6GiB", "--length", "512"]
+    assert main(["plan", path, *options]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == list(map(str, sizes))
+
+
+def test_few_plans_tell_the_largest_known_model(monkeypatch):
+    """Larger models take more of the host; what they take of the device has no order."""
+    rng, planned = random.Random(0), []
+    known = {model.num_parameters: name for name, model in known_models().items()}
+    sizes = {config_of(name): size for size, name in known.items()}
+    for host in (10 ** rng.uniform(9, 13) for _ in range(100)):
+        wide = {size: rng.random() < 0.3 for size in known}
+
+        class Counting:
+            settings = PlanSettings(gpu="H100")
+
+            def plan(self, config, rows, length, least=False, wide=wide, host=host):
+                size = sizes.get(config, 10**9)  # a few layers are of no known model
+                planned.append(size)
+                return SimpleNamespace(
+                    num_parameters=size,
+                    host_bytes=4 * size,
+                    host_process_limit=host,
+                    host_fixed_bytes=0,
+                    fits_host=6 * size <= host,
+                    fits_device=not wide.get(size),
+                )
+
+        planned.clear()
+        planner: Any = Counting()
+        found = largest_size(planner, "model", None, None)
+        largest_held = max((n for n in known if 6 * n <= host), default=0)
+        expected = max((n for n in known if n <= largest_held and not wide[n]), default=None)
+        assert (found and found.model) == (expected and known[expected])
+        between = sum(expected <= n < largest_held for n in known) if expected else len(known)
+        assert len(planned) == len(set(planned)) <= 10 + between
+
+
+@pytest.mark.exhaustive
+def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
+    for name in set(known_models()) - {"Llama-3.2-1B"}:
+        monkeypatch.delitem(known_models(), name)
+    for name, layers in (("small", 1), ("middle", 2)):
+        config = TINY | {"num_hidden_layers": layers, "tie_word_embeddings": False}
+        known = KnownModel(num_parameters=layers * 10**6, config=config)
+        monkeypatch.setitem(known_models(), name, known)
+    options = ["plan", "--gpu", "RTX3080", "--length", "256"]
+    assert main([*options, "--host", "8GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert tells(lines[0], "NVIDIA GeForce RTX 3080", "8.00 GiB", "unmeasured")
+    assert tells(lines[2], "middle", 1, 256) and len(lines) == 3
+    assert main([*options, "--host", "1GiB"]) == 1
+    assert tells(capsys.readouterr().out, "host")

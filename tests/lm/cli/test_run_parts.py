@@ -1,0 +1,81 @@
+"""Parts of runs of the command line that need neither a checkpoint nor training."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import optax
+import pytest
+from flax import nnx
+
+from megatrain_jax import models
+from megatrain_jax._src.lm.cli import grpo_command
+from megatrain_jax._src.lm.cli.finetune_data import chat_template
+from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
+from megatrain_jax._src.lm.cli.new_tokens import check_new_rows
+from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
+from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from tiny_sizes import tiny_decoder
+
+GIVEN: dict[str, Any] = {"model": "m", "data": "d", "out": "o"}
+
+
+def test_the_best_checkpoint_of_a_run_that_goes_on_stays(tmp_path):
+    folder, settings = RunFolder(tmp_path), FinetuneSettings(**GIVEN)
+    for path in (folder.best / "3", folder.checkpoints / "4"):
+        path.mkdir(parents=True)
+    folder.begin(settings)
+    assert (folder.best / "3").exists()
+    # Without a checkpoint, the run begins anew.
+    (folder.checkpoints / "4").rmdir()
+    folder.begin(settings)
+    assert not folder.best.exists()
+
+
+def test_a_run_is_done_when_all_is_exported(tmp_path):
+    folder = RunFolder(tmp_path)
+    settings = FinetuneSettings(**GIVEN, lora_rank=2, export_as="both")
+    (tmp_path / "model").mkdir()
+    folder.finish({})
+    assert not folder.is_done(settings)
+    (tmp_path / "adapter").mkdir()
+    assert folder.is_done(settings)
+    assert not RunFolder(tmp_path / "other").is_done(FinetuneSettings(**GIVEN, export="never"))
+
+
+def test_a_record_has_the_learning_rate_of_its_own_step(capsys):
+    lines = ProgressLines(9, optax.linear_schedule(0.0, 100.0, 100), 1)
+    record: dict[str, Any] = {"step": 8, "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "seconds": 1}
+    lines(None, record)  # type: ignore[arg-type]  # it asks nothing of the trainer
+    # The first step has the rate of 0 steps before it.
+    assert record["learning_rate"] == 7
+    assert "step 8/9, loss 1, learning rate 7," in capsys.readouterr().out
+
+
+def test_a_chat_template_may_be_in_a_file(tmp_path):
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    assert chat_template(str(tmp_path / "a.jinja")) == "{{ messages }}"
+    assert chat_template("{{ a }}") == "{{ a }}" and chat_template("named") == "named"
+
+
+def test_one_of_the_trained_parameters_has_to_be_the_embeddings():
+    settings = FinetuneSettings(**GIVEN, new_tokens=["<a>"])
+    check_new_rows(settings, ["norm", "embed_tokens"])
+    check_new_rows(settings, None)
+    with pytest.raises(ValueError, match="`new_tokens` .* are not trained"):
+        check_new_rows(settings, ["norm", "layers"])
+
+
+def test_adapters_of_grpo_are_those_of_the_settings(monkeypatch):
+    def build() -> models.Decoder:
+        return models.Decoder(tiny_decoder(), rngs=nnx.Rngs(0))
+
+    config = SimpleNamespace(saved_dtype="bfloat16")
+    pretrained = SimpleNamespace(model=build, params=None, config=config)
+    monkeypatch.setattr(models, "load_pretrained", lambda folder, ignore: pretrained)
+    options: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 5.0, "lora_targets": "q_proj"}
+    settings = GrpoSettings(**GIVEN, rewards="f.py:f", steps=1, seed=7, **options)
+    found = grpo_command._model(settings, "m")
+    adapted = nnx.eval_shape(found["model"]).layers[0].self_attn.q_proj.lora_settings
+    assert (adapted.rank, adapted.alpha, adapted.seed) == (3, 5.0, 7)
+    assert found["trainable"] == r"(^|/)lora_[AB]$"
