@@ -40,10 +40,9 @@ class Tree:
         found = {g for g, leaf in zip(self.group_of, self.leaves, strict=True) if leaf.block}
         return sorted(found)
 
-    def cut(self, optimizer: Any) -> OptimizerCut:
-        return cut_optimizer(
-            optimizer, self.build, self.shapes, self.leaves, self.group_of, self.num_groups
-        )
+    def cut(self, optimizer: Any, **options: Any) -> OptimizerCut:
+        groups = self.group_of, self.num_groups
+        return cut_optimizer(optimizer, self.build, self.shapes, self.leaves, *groups, **options)
 
     def by_group(self, arrays: Sequence[Any]) -> list[list[Any]]:
         groups: list[list[Any]] = [[] for _ in range(self.num_groups)]

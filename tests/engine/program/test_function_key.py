@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.function_key import function_key
-from megatrain_jax._src.engine.program.structural_key import structural_key
+from megatrain_jax._src.engine.program.structural_key import structural_key, value_key
 from repeated_blocks import (
     Forward,
     assert_computes_the_loss,
@@ -241,3 +241,10 @@ def test_zeros_of_both_signs_differ():
 
     assert function_key(make(0.0)) == function_key(make(0.0))
     assert function_key(make(0.0)) != function_key(make(-0.0))
+
+
+def test_constants_that_differ_in_one_number_differ():
+    one, other = np.zeros(100, np.float32), np.zeros(100, np.float32)
+    assert value_key(one) == value_key(other)
+    other[-1] = 1
+    assert value_key(one) != value_key(other)

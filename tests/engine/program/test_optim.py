@@ -12,6 +12,10 @@ import pytest
 from optax import contrib
 
 from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
+    find_hyperparameters,
+    kept_hyperparameters,
+)
 from megatrain_jax._src.engine.program.optimizer.whole_state import assemble_state
 from messages import refuses
 from optim_trees import (
@@ -122,7 +126,14 @@ def test_only_reductions_of_state_and_parameters_read_them():
     assert stacked_blocks(n=2).cut(OPTIMIZERS["lamb"](None)).reduce_reads == LASTING
 
 
-@pytest.mark.by_default("clip_adamw")
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_hyperparameters_without_a_schedule_are_known_before_training(is_scaled):
+    made = optax.inject_hyperparams(optax.sgd)(lambda count: 0.1 / (1 + count), momentum=0.9)
+    cut = rows_of_blocks(n=2).cut(made, is_scaled=is_scaled)
+    assert find_hyperparameters(cut).keys() == {"learning_rate", "momentum"}
+    assert kept_hyperparameters(cut) == {"momentum": 0.9}
+
+
 @pytest.mark.parametrize("name", ["apply_if_finite", "clip_adamw"])
 def test_a_step_with_nan_does_what_optax_does(name):
     cut, mine, theirs = run_both(rows_of_blocks(n=2), OPTIMIZERS[name], steps=3, bad_step=1)

@@ -119,6 +119,20 @@ def test_elementwise_primitives_give_slices_and_slabs_what_they_give_arrays(name
     assert count_flops(jaxpr) == whole[0].size * cost * counted
 
 
+def test_leaves_with_unlike_numbers_are_updated_by_functions_of_their_own():
+    shapes = [(2, 3), (5,)]
+    leaves = [jnp.full(s, n, jnp.float32) for n, s in enumerate([*shapes, *shapes], 1)]
+    jaxpr = jax.make_jaxpr(lambda a, b, da, db: (a - 0.5 * da, b - 0.25 * db))(*leaves).jaxpr
+    found = find_elementwise_functions(jaxpr, shapes, [[0, 1], [2, 3]], [[0, 1]])
+    assert found is not None
+    kinds, functions = found
+    assert kinds == (0, 1)
+    for kind, (old, gradient, factor) in zip(kinds, [(1, 3, 0.5), (2, 4, 0.25)], strict=True):
+        lined_up = [jnp.full(9, x, jnp.float32) for x in (old, gradient)]
+        (new,) = functions[kind](lined_up, {})
+        np.testing.assert_array_equal(new, old - factor * gradient)
+
+
 def reduced(name: str, axes: tuple[int, ...]) -> tuple[Any, jax.Array]:
     """A reduction or a running one of a sample array, and its operand."""
     is_bool = name in ("reduce_and", "reduce_or", "reduce_xor")

@@ -15,6 +15,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
+from megatrain_jax._src.engine.program.loss import block_parts
 from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.engine.report.check_device import check_device
 from megatrain_jax._src.engine.report.make_plan import make_plan
@@ -225,3 +226,14 @@ def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share,
     room = round(0.8 * estimate) + roomy.device_other_bytes + least_of(spec)
     found = make_plan(fitted(room))
     assert found.num_parts == 1 and bool(found.tiles) == bool(tiled)
+
+
+def test_a_value_is_handed_on_until_its_last_reader():
+    def two_products(x, w):
+        a = jnp.tanh(x)
+        return a @ w + a
+
+    traced = jax.make_jaxpr(two_products)(jnp.ones((2, 4)), jnp.ones((4, 4)))
+    x, w = 32, 64
+    # Before tanh, before the product, before the sum, which reads two values, and at the end.
+    assert block_parts._alive(traced.jaxpr, {})[:4] == [x + w, x + w, 2 * x, 0]

@@ -2,8 +2,8 @@
 
 An elementwise primitive may be applied to the slices of a stacked array one by one, or to leaves of
 any shape lined up in one slab. One entry here is enough for all such uses. Names that the installed
-JAX lacks match no equation. `tests/engine/program/test_primitives.py` evaluates every primitive, and fails
-if JAX has an elementwise one that is missing here.
+JAX lacks match no equation. `test_primitives.py` evaluates every primitive, and fails if JAX has an
+elementwise one that is missing here.
 
 To add a primitive, put its name into
 
