@@ -65,7 +65,7 @@ def trained(options: argparse.Namespace) -> Any:
     def evenness(completion_ids: Any) -> list[float]:
         return [float(np.mean(np.array(ids) % 2)) for ids in completion_ids]
 
-    return models.grpo(
+    return models.train_grpo(
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         rows,
         evenness,

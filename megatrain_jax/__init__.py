@@ -1,8 +1,8 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory.
 
 Settings that must be made before JAX starts are made at once. Public names and the modules
-`callbacks`, `data`, `losses` and `models` are imported on first use, so that commands that need no
-JAX don't wait for it.
+`callbacks`, `data`, `losses`, `models` and `objectives` are imported on first use, so that commands
+that need no JAX don't wait for it.
 """
 
 from importlib import import_module as _import_module
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatrain_jax import data as data
     from megatrain_jax import losses as losses
     from megatrain_jax import models as models
+    from megatrain_jax import objectives as objectives
     from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
     from megatrain_jax._src.engine.comparing import compare_plans
     from megatrain_jax._src.engine.fit import fit, train
@@ -103,7 +104,7 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Not in `__all__`, because `data` needs further packages.
-_SUBMODULES = ("callbacks", "data", "losses", "models")
+_SUBMODULES = ("callbacks", "data", "losses", "models", "objectives")
 
 
 def __getattr__(name: str) -> Any:

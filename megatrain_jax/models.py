@@ -11,7 +11,7 @@ It uses only the core's public names. Loading needs `pip install "megatrain-jax[
 
 from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.lm.grpo.grpo_run import grpo
+from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
 from megatrain_jax._src.lm.models.causal_attention import attention
 from megatrain_jax._src.lm.models.config import DecoderConfig
 from megatrain_jax._src.lm.models.decoder import Decoder
@@ -44,7 +44,6 @@ __all__ = [
     "attention",
     "conversation_scores",
     "generate",
-    "grpo",
     "load_lora",
     "load_pretrained",
     "lora",
@@ -56,6 +55,7 @@ __all__ = [
     "reward_model",
     "save_lora",
     "save_pretrained",
+    "train_grpo",
     "without_lora",
 ]
 

@@ -20,8 +20,8 @@ from optax import contrib
 
 import megatrain_jax as mt
 from cli_runs import SIZES
-from megatrain_jax import callbacks, data, models
-from megatrain_jax._src.lm.cli import objectives
+from megatrain_jax import callbacks, data, models, objectives
+from megatrain_jax._src.lm.cli import objectives as cli_objectives
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.common import hub
 
@@ -160,9 +160,9 @@ class _Library:
                 lambda source, tokenizer, **options: Files(source, options.get("chat_template")),
             )
         self.replace(data, "mix", lambda parts, *weights: _MixedFiles(parts, [1, 1]))
-        for name, real in objectives.LOSSES.items():
-            self.patch.setitem(objectives.LOSSES, name, self._noted(real, real))
-        self.replace(objectives, "next_token", objectives.next_token)
+        for name in objectives.__all__:
+            self.replace(objectives, name, getattr(objectives, name))
+        self.replace(cli_objectives, "counted", cli_objectives.counted)
         for name in "adamw lion adafactor sgd lamb clip_by_global_norm".split():
             self.replace(optax, name, getattr(optax, name))
         self.replace(contrib, "muon", contrib.muon)

@@ -35,7 +35,7 @@ LM = (
     "log_probabilities",
     "objectives",
     "data models",
-    "next_tokens",
+    "objectives/decoder_objectives next_tokens",
     "samples",
     "grpo",
     "cli",

@@ -194,7 +194,8 @@ _SAME = {
     "save_lora": "save_adapter",
     "merge_lora": "merge_and_unload",
     "GrpoOptions": "GRPOConfig GrpoConfig",
-    "grpo": "GRPOTrainer grpo_loss GRPOLoss ppo",
+    "grpo": "grpo_loss GRPOLoss",
+    "train_grpo": "GRPOTrainer grpo ppo",
     "Generator": "LLM LLMEngine",
     "generate": "pipeline TextGenerationPipeline",
     "resize_vocabulary": "resize_token_embeddings",
@@ -245,9 +246,10 @@ MODULES = {
     "callbacks": "CSVLog EarlyStopping JSONLog KeepBest LiveCurve MLflow Profile Samples "
     "TensorBoard WandB Callback",
     "data": "chat preferences text unpaired image_chat mix prompts",
-    "losses": "dpo ipo orpo simpo kto reward next_token log_probabilities group_advantages",
-    "models": "Decoder GrpoOptions generate Generator grpo load_lora load_pretrained lora "
-    "merge_lora neftune next_token_loss resize_vocabulary reward_model save_lora save_pretrained",
+    "losses": "next_token log_probabilities group_advantages",
+    "models": "Decoder GrpoOptions generate Generator load_lora load_pretrained lora merge_lora "
+    "neftune next_token_loss resize_vocabulary reward_model save_lora save_pretrained train_grpo",
+    "objectives": "dpo ipo orpo simpo kto reward distill",
 }
 
 
@@ -368,10 +370,10 @@ PUBLIC = {
         "any function (model, batch) that returns a scalar is a loss, such as one of Optax's": (
             "MSELoss mse mean_squared_error MeanSquaredError BCELoss bce"
         ),
-        "use data.preferences and losses.dpo, or megatrain-jax finetune --objective dpo": (
+        "use data.preferences and objectives.dpo, or megatrain-jax finetune --objective dpo": (
             "DPOTrainer DPOConfig dpo_loss DPOLoss"
         ),
-        "use losses.kto, reward, orpo or simpo, or --objective of megatrain-jax finetune": (
+        "use objectives.kto, reward, orpo or simpo, or --objective of megatrain-jax finetune": (
             "KTOTrainer RewardTrainer ORPOTrainer CPOTrainer"
         ),
         "data.chat and its siblings make batches": "DataLoader DataCollatorForLanguageModeling "

@@ -28,7 +28,7 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
-from megatrain_jax import callbacks, data, losses, models
+from megatrain_jax import callbacks, data, losses, models, objectives
 from megatrain_jax._src.common import checks, other_libraries, outside, suggestions
 from megatrain_jax._src.engine.options.options import LoopOptions, MachineOptions, Options
 from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
@@ -67,6 +67,7 @@ from misuses import (
 )
 
 # The options of the command.
+MODULES = (mt, callbacks, data, losses, models, objectives)
 SETTINGS = (ChatSettings, FinetuneSettings, GrpoSettings, MergeSettings, PlanSettings)
 SETTINGS += (PretrainSettings,)
 
@@ -403,8 +404,8 @@ def error_of(call: Callable[[], Any]) -> str:
         (models.merge_adapter, "base_model", "`base`"),
         (models.GrpoOptions, "group_size", "`num_generations`"),
         (models.GrpoOptions, "max_steps", "`fit` `train` `steps`"),
-        (models.grpo, "reward_funcs", "`rewards`"),
-        (models.grpo, "epsilon", "options=models.GrpoOptions(epsilon=...)"),
+        (models.train_grpo, "reward_funcs", "`rewards`"),
+        (models.train_grpo, "epsilon", "options=models.GrpoOptions(epsilon=...)"),
         (data.chat, "max_length", "`length`"),
         (data.chat, "dataset_num_proc", "`workers`"),
         (data.chat, "packing", "packed"),
@@ -462,7 +463,11 @@ def test_names_of_other_libraries_say_the_ones_that_were_meant(function: Any, na
         (losses, "kto_los", ""),
         (mt, "lora", "`megatrain_jax.models.lora`"),
         (mt, "TrainingArguments", "`fit`"),
-        (mt, "DPOTrainer", "losses.dpo"),
+        (mt, "DPOTrainer", "objectives.dpo"),
+        (mt, "dpo", "`megatrain_jax.objectives.dpo`"),
+        (mt, "grpo", "`megatrain_jax.models.train_grpo`"),
+        (models, "grpo", "`train_grpo`"),
+        (losses, "GRPOLoss", "`grpo`"),
     ],
 )
 def test_public_names_of_other_libraries_say_the_ones_that_were_meant(
@@ -482,7 +487,7 @@ def test_tables_of_other_libraries_name_what_there_is():
         assert {*names.split()} <= {*getattr(mt, module).__all__}
     signatures = [inspect.signature(function).parameters for function in public.values()]
     known = {name for shown in signatures for name in shown}
-    known |= {name for module in (mt, callbacks, data, losses, models) for name in module.__all__}
+    known |= {name for module in MODULES for name in module.__all__}
     known |= {f.name for kind in SETTINGS for f in dataclasses.fields(kind)}
     assert not {ours for meant in other_libraries.MEANT.values() for ours in meant} - known
     # A name that a function has itself needs no hint there.
@@ -491,7 +496,7 @@ def test_tables_of_other_libraries_name_what_there_is():
 
 def all_public() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public functions and records, and their public methods, by name."""
-    for module in (mt, callbacks, data, losses, models):
+    for module in MODULES:
         short = "" if module is mt else module.__name__.rpartition(".")[2] + "."
         for name in module.__all__:
             value = getattr(module, name)
@@ -563,7 +568,7 @@ def test_an_unknown_name_of_the_package_says_the_near_one(name: str, meant: str)
 
 def test_modules_of_the_package_are_there_without_an_import_of_their_own():
     # By the function itself: other tests have imported them, and Python keeps them as attributes.
-    for name in ("callbacks", "data", "losses", "models"):
+    for name in ("callbacks", "data", "losses", "models", "objectives"):
         assert mt.__getattr__(name) is importlib.import_module(f"megatrain_jax.{name}")
         assert name in dir(mt)
 

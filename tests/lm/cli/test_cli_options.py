@@ -82,11 +82,6 @@ def count(function: str, argument: str, number: int) -> At:
     return At(place=f"{function}.{argument}", of=len, expected=number)
 
 
-def counted(objective: str) -> At:
-    """The number of microbatches by which an objective multiplies its sums."""
-    return At(place=f"{objective}.context", of=lambda context: context.microbatches)
-
-
 def shape(at: int) -> Callable[[Any], int]:
     return lambda batch: batch["tokens"].shape[at]
 
@@ -158,7 +153,7 @@ COMMON = [
         2,
         "fit.microbatches",
         "plan.microbatches",
-        counted("next_token"),  # which counts the tokens of a step
+        "counted.microbatches",
     ),
     option("epochs", 3, "read.epochs"),
     option("steps", 9, "fit.steps"),
@@ -297,7 +292,7 @@ FINETUNE = [
     ),
     option("objective", "distill", count("distillation", "source", 1), held_out=0),
     option("neftune_noise_alpha", 5.0, "neftune.alpha"),
-    option("distill_alpha", 0.25, "distill.distill_alpha", objective="distill"),
+    option("distill_alpha", 0.25, "distill.alpha", objective="distill"),
     option("temperature", 2.0, "distill.temperature", objective="distill", tail=False),
     option("tail", False, "distill.tail", objective="distill"),
     option(
@@ -309,7 +304,7 @@ FINETUNE = [
     ),
     option("simpo_gamma", 1.5, "simpo.simpo_gamma", objective="simpo"),
     option("cpo_alpha", 0.0, "simpo.cpo_alpha", objective="simpo"),
-    option("microbatches", 2, counted("dpo"), objective="dpo", lora_rank=2),
+    option("microbatches", 2, "counted.microbatches", objective="dpo", lora_rank=2),
     option("format", "text", count("text", "source", 1), held_out=0),
     option("train_on", "all", "chat.train_on"),
     option(

@@ -128,7 +128,7 @@ def test_chat_stops_at_the_end_of_a_turn(base, taught, tmp_path, capsys):
 def test_completions_that_end_a_turn_are_not_cut_off(base, taught, tmp_path):
     folder = models.save_pretrained(taught.trainer, tmp_path / "taught")
     pretrained = models.load_pretrained(folder)
-    result = models.grpo(
+    result = models.train_grpo(
         pretrained.model,
         [{"prompt": QUESTION}],
         lambda completions, **_: [float(i) for i in range(len(completions))],

@@ -1,5 +1,7 @@
 """Parts of runs of the command line that need neither a checkpoint nor training."""
 
+import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ from megatrain_jax._src.lm.cli.finetune_data import chat_template
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.lm.cli.new_tokens import check_new_rows
+from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from places import ROOT
 from tiny_sizes import tiny_decoder
 
 GIVEN: dict[str, Any] = {"model": "m", "data": "d", "out": "o"}
@@ -79,3 +83,28 @@ def test_adapters_of_grpo_are_those_of_the_settings(monkeypatch):
     adapted = nnx.eval_shape(found["model"]).layers[0].self_attn.q_proj.lora_settings
     assert (adapted.rank, adapted.alpha, adapted.seed) == (3, 5.0, 7)
     assert found["trainable"] == r"(^|/)lora_[AB]$"
+
+
+def test_a_report_has_null_for_what_is_not_finite(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.finish({"history": [{"reward": float("nan"), "loss": 0.5}], "last": float("-inf")})
+    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"history": [{"reward": None, "loss": 0.5}], "last": None}
+
+
+def test_adapters_have_the_default_learning_rate_of_their_page():
+    def rate(**options: Any) -> float | None:
+        return FinetuneSettings(**GIVEN, **options).learning_rate
+
+    page = (ROOT / "docs" / "adapters.md").read_text()
+    assert (
+        {float(x) for x in re.findall(r"adamw\(([^)]*)\)", page)} == {rate(lora_rank=2)} == {1e-4}
+    )
+    assert rate() == 1e-5 and rate(adapter="folder") == 1e-4
+    assert rate(lora_rank=2, learning_rate=1e-5) == 1e-5
+    by_objective = {name: rate(lora_rank=2, objective=name) for name in OBJECTIVE_KINDS}
+    high = {name for name, found in by_objective.items() if found == 1e-4}
+    assert high == {"sft", "distill", "reward"} and set(by_objective.values()) == {1e-4, 1e-5}
+    rewarded = {**GIVEN, "rewards": "f.py:f", "steps": 1}
+    assert GrpoSettings(**rewarded).learning_rate == 1e-6
+    assert GrpoSettings(**rewarded, lora_rank=2).learning_rate == 1e-5

@@ -12,9 +12,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from chats import tokenizer, write
-from megatrain_jax import data, models
-from megatrain_jax._src.lm.cli import distillation_objectives
-from megatrain_jax._src.lm.cli.answers import LossContext
+from megatrain_jax import data, models, objectives
 from small_decoders import SMALL
 from small_logits import full
 
@@ -132,8 +130,6 @@ def test_logits_and_rounded_log_probabilities_are_accepted_where_they_do():
 def test_ten_steps_are_those_of_plain_jax(microbatches: int):
     batches = [batch for _, batch in zip(range(10), load(rows(99)), strict=False)]
     assert len(batches) == 10
-    options = {"distill_alpha": 0.4, "temperature": 1.0, "tail": True, "topk": K}
-    loss = distillation_objectives.distill(LossContext(microbatches=microbatches), **options)
     optimizer = optax.adamw(1e-2, eps=1e-3)
 
     def build() -> models.Decoder:
@@ -141,7 +137,7 @@ def test_ten_steps_are_those_of_plain_jax(microbatches: int):
 
     result = mt.fit(
         build,
-        loss,
+        objectives.distill(alpha=0.4),
         batches,
         optimizer,
         microbatches=microbatches,

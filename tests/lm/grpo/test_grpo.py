@@ -79,7 +79,7 @@ def run(
 ) -> mt.FitResult:
     given = {"precision": "float32", "progress": False, "resume": True, "tokenizer": None}
     given |= settings
-    return models.grpo(
+    return models.train_grpo(
         model,
         ROWS,
         rewards,
@@ -155,7 +155,7 @@ def test_a_column_that_a_function_needs_is_named_before_the_run():
         return [0.0 for _ in completions]
 
     with refuses(TypeError, "right", "answer", "['wanted']"):
-        models.grpo(decoder, ROWS, right, optax.sgd(1.0), steps=1, tokenizer=None)
+        models.train_grpo(decoder, ROWS, right, optax.sgd(1.0), steps=1, tokenizer=None)
     Rewards([right, lambda **columns: []]).check_columns(["answer", "more"])
 
 
@@ -214,7 +214,7 @@ def test_mistakes_are_named():
     with refuses(TypeError, "'max_new_tokens'", "`max_completion_length`"):
         models.GrpoOptions(**wrong)
     # Names of TRL, before Python says that `rewards` is missing.
-    call: Any = models.grpo
+    call: Any = models.train_grpo
     with refuses(TypeError, "'reward_funcs'", "`rewards`"):
         call(decoder, ROWS, reward_funcs=share_of_wanted, optimizer=optax.sgd(1.0))
     with refuses(TypeError, "'beta'", "models.GrpoOptions(beta=...)"):

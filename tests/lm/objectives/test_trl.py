@@ -12,9 +12,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax import models
-from megatrain_jax._src.lm.cli import pair_objectives, reward_objectives, unpaired_objectives
-from megatrain_jax._src.lm.cli.answers import LossContext, answers
+from megatrain_jax import models, objectives
 from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
@@ -141,7 +139,9 @@ def initial_answers(pretrained: models.Pretrained) -> Any:
     """A function from a batch to its answers' log-probabilities before training."""
     graph, initial = nnx.split(pretrained.model())
     nnx.replace_by_pure_dict(initial, jax.tree.map(jnp.asarray, pretrained.params))
-    compute = jax.jit(lambda batch: answers(nnx.merge(graph, initial), batch))
+    compute = jax.jit(
+        lambda batch: objectives.answer_log_probabilities(nnx.merge(graph, initial), batch)
+    )
     return lambda batch: np.asarray(compute(batch))
 
 
@@ -177,36 +177,27 @@ def ours(pretrained: models.Pretrained, loss: Any, batches: list[Any]) -> mt.Fit
     )
 
 
-def of_cpo(**given: Any) -> Any:
-    from trl.experimental.cpo import CPOConfig
-
-    return CPOConfig(loss_type="simpo", **given)
-
-
 REWARDS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
 PAIRED = {
-    "dpo": lambda: (trl.DPOTrainer, trl.DPOConfig, {"beta": 0.1}),
+    "dpo": lambda: (trl.DPOTrainer, trl.DPOConfig),
     "ipo": lambda: (
         trl.DPOTrainer,
         lambda **given: trl.DPOConfig(loss_type="ipo", **given),
-        {"beta": 0.1},
     ),
     "simpo": lambda: (
         pytest.importorskip("trl.experimental.cpo").CPOTrainer,
-        of_cpo,
-        {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0},
+        lambda **given: trl.experimental.cpo.CPOConfig(loss_type="simpo", **given),
     ),
     "orpo": lambda: (
         pytest.importorskip("trl.experimental.orpo").ORPOTrainer,
         pytest.importorskip("trl.experimental.orpo").ORPOConfig,
-        {"beta": 0.1},
     ),
 }
 
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
-    kind, config, options = PAIRED[name]()
+    kind, config = PAIRED[name]()
     has_reference = kind is trl.DPOTrainer
     model, *before = (make_torch("llama", vocab_size=400) for _ in range(1 + has_reference))
     pretrained = models.load_pretrained(save(model, tmp_path / "model"))
@@ -215,9 +206,9 @@ def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     if has_reference:
         reference = initial_answers(pretrained)
         batches = [batch | {"reference": reference(batch)} for batch in batches]
+    stored = {"reference": "stored"} if has_reference else {}
     # The defaults of options are TRL's.
-    loss = getattr(pair_objectives, name)(LossContext(is_stored=has_reference), **options)
-    result = ours(pretrained, loss, batches)
+    result = ours(pretrained, getattr(objectives, name)(**stored), batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, REWARDS)
 
@@ -238,7 +229,7 @@ def test_dropout_is_off_where_trl_switches_it_off():
     for name, kind in OBJECTIVE_KINDS.items():
         defaults = {field.name: field.default for field in fields(configs[name])}
         assert kind.has_dropout == (not defaults.get("disable_dropout", False)), name
-    # `models.grpo` trains with a model's own dropout.
+    # `models.train_grpo` trains with a model's own dropout.
     assert not trl.GRPOConfig.disable_dropout
 
 
@@ -262,7 +253,6 @@ def test_labelled_answers_are_learned_as_trl_learns_them(tmp_path: Any):
             parameter.mul_(1.05)
     pretrained = models.load_pretrained(save(model, tmp_path / "model"))
     earlier = models.load_pretrained(save(before, tmp_path / "before"))
-    options = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.2}
 
     def config(**given: Any) -> Any:
         return trl.KTOConfig(undesirable_weight=1.2, **given)
@@ -275,7 +265,7 @@ def test_labelled_answers_are_learned_as_trl_learns_them(tmp_path: Any):
         counts = np.full(PAIRS, good.mean(), np.float32)
         batches.append(batch | {"desirable": good, "desirable_per_row": counts})
         batches[-1]["reference"] = reference(batch)
-    loss = unpaired_objectives.kto(LossContext(is_stored=True), **options)
+    loss = objectives.kto(undesirable_weight=1.2, reference="stored")
     result = ours(pretrained, loss, batches)
     assert max(record["kl"] for record in result.history) > 0.1
     check_equal(result, trainer, model)
@@ -308,7 +298,7 @@ def test_reward_models_learn_as_trl_lets_them_and_are_exported(has_margins: bool
     batches = all_packed(trainer.seen, scored_sides)
     for batch, seen in zip(batches, trainer.seen, strict=True):
         batch["margins"] = seen.get("margin", np.zeros(PAIRS, np.float32))[:, None]
-    loss = reward_objectives.reward(LossContext(), center_rewards_coefficient=coefficient)
+    loss = objectives.reward(center_rewards_coefficient=coefficient)
     result = ours(models.reward_model(pretrained), loss, batches)
     check_equal(result, trainer, model)
     check_metrics(result, trainer, ["accuracy", "margin", "mean_reward"])

@@ -54,7 +54,7 @@ def run(settings: GrpoSettings) -> int:
         arguments = _arguments(settings, folder, start_callback)
     try:
         with phase_lines():
-            result = models.grpo(arguments.pop("model"), **arguments)
+            result = models.train_grpo(arguments.pop("model"), **arguments)
     except (ValueError, TypeError, OSError, ImportError) as error:
         if start_callback.is_past:
             raise
@@ -72,7 +72,7 @@ def run(settings: GrpoSettings) -> int:
 def _arguments(
     settings: GrpoSettings, folder: RunFolder, start_callback: "_StartCallback"
 ) -> dict[str, Any]:
-    """The arguments of `models.grpo`."""
+    """The arguments of `models.train_grpo`."""
     options = _options(settings)
     rewards = load_rewards(listed(settings.rewards))
     with errors_name_option("data"):
@@ -151,7 +151,7 @@ def _options(settings: GrpoSettings) -> models.GrpoOptions:
 
 
 def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
-    """The arguments of `models.grpo` for the model and its precision."""
+    """The arguments of `models.train_grpo` for the model and its precision."""
     pretrained = models.load_pretrained(checkpoint, ignore=settings.ignore or ())
     model, params, trainable = pretrained.model, pretrained.params, settings.trainable
     if settings.lora_rank is not None:

@@ -1,7 +1,7 @@
 """The training objectives by name: their options, their rows, and whether they have a reference.
 
 This table needs no JAX, so that settings are checked before anything heavy is imported. The losses
-are in the table of `objectives.py`. A new objective is a line in both.
+have the same names in `megatrain_jax.objectives`.
 """
 
 from collections.abc import Mapping

@@ -3,49 +3,42 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatrain_jax import models
-from megatrain_jax._src.lm.cli import (
-    distillation_objectives,
-    pair_objectives,
-    reward_objectives,
-    unpaired_objectives,
-)
-from megatrain_jax._src.lm.cli.answers import Loss, LossContext, num_tokens
+import jax.numpy as jnp
+
+from megatrain_jax import models, objectives
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
 
-
-def next_token(context: LossContext) -> Loss:
-    """`models.next_token_loss` for packed batches, with the number of tokens as a metric."""
-
-    def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> Any:
-        loss, metrics = models.next_token_loss(model, batch)
-        return loss, {**metrics, "tokens": num_tokens(batch, context.microbatches)}
-
-    return loss_fn
+_Loss = Callable[[models.Decoder, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
-# Functions of a run's context and of the settings that `OBJECTIVE_KINDS` names.
-LOSSES: dict[str, Callable[..., Loss]] = {
-    "sft": next_token,
-    "dpo": pair_objectives.dpo,
-    "ipo": pair_objectives.ipo,
-    "simpo": pair_objectives.simpo,
-    "orpo": pair_objectives.orpo,
-    "kto": unpaired_objectives.kto,
-    "reward": reward_objectives.reward,
-    "distill": distillation_objectives.distill,
-}
+def counted(loss_fn: _Loss, microbatches: int) -> _Loss:
+    """A loss with the metric `tokens`: the step's tokens without padding.
+
+    A step reports the mean of a metric over its microbatches, so this sum is multiplied by their
+    number.
+    """
+
+    def with_tokens(model: models.Decoder, batch: Mapping[str, Any]) -> Any:
+        loss, metrics = loss_fn(model, batch)
+        tokens = microbatches * (batch["segments"] > 0).sum(dtype=jnp.float32)
+        return loss, {**metrics, "tokens": tokens}
+
+    return with_tokens
 
 
-def loss_of(settings: FinetuneSettings, microbatches: int) -> Loss:
+def loss_of(settings: FinetuneSettings, microbatches: int) -> _Loss:
     """The loss of a run's objective.
 
     Args:
         settings: The settings.
         microbatches: Parts that a batch is cut into.
     """
-    kind = OBJECTIVE_KINDS[settings.objective]
-    context = LossContext(microbatches=microbatches, is_stored=settings.stores_reference)
-    options = {name: getattr(settings, name) for name in kind.options}
-    return LOSSES[settings.objective](context, **options)
+    if settings.objective == "sft":
+        return counted(models.next_token_loss, microbatches)
+    # The reader has cut or filled the entries of `topk`.
+    names = [name for name in OBJECTIVE_KINDS[settings.objective].options if name != "topk"]
+    options = {name.removeprefix("distill_"): getattr(settings, name) for name in names}
+    if settings.stores_reference:
+        options["reference"] = "stored"
+    return counted(getattr(objectives, settings.objective)(**options), microbatches)

@@ -12,7 +12,6 @@ from megatrain_jax import data, models
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.lm.cli import objectives
 from megatrain_jax._src.lm.cli import training_recipe as training
-from megatrain_jax._src.lm.cli.answers import LossContext
 from megatrain_jax._src.lm.cli.catalogue import config_values
 from megatrain_jax._src.lm.cli.job import Job
 from megatrain_jax._src.lm.cli.model_and_batch import batch_shapes
@@ -41,7 +40,7 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_of=cache(lambda number: objectives.next_token(LossContext(microbatches=number))),
+        loss_of=cache(lambda number: objectives.counted(models.next_token_loss, number)),
         shapes=batch_shapes(settings.batch, settings.length),
         prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),

@@ -22,10 +22,9 @@ import numpy as np
 import optax
 
 import megatrain_jax as mt
-from megatrain_jax import data
+from megatrain_jax import data, objectives
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.unfinished import naming_file
-from megatrain_jax._src.lm.cli.answers import answers
 from megatrain_jax._src.lm.cli.job import Job
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.common.hf_folder import regular_file
@@ -184,30 +183,23 @@ def _computed(
     batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
 ) -> Iterator[tuple[_Batch, np.ndarray]]:
     """Batches with the log-probabilities of their answers, under the initial model."""
-    nothing = ReferenceLogProbs(Path(), "", _Zeros())
+    rows, pairs = sample["pairs"].shape
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
         job.loss_of(options["microbatches"]),
         optax.sgd(0.0),
-        nothing.joined(sample),
+        {**sample, "reference": np.zeros((rows, 2 * pairs), np.float32)},
         params=job.params,
         progress=_has_bar(),
         **options,
     )
     try:
         for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
-            yield batch, trainer.predict([batch], answers)
+            yield batch, trainer.predict([batch], objectives.answer_log_probabilities)
     finally:
         del trainer
         gc.collect()  # frees its host memory for the run
-
-
-class _Zeros(dict[bytes, float]):
-    """A mapping that gives 0 for every answer."""
-
-    def __missing__(self, digest: bytes) -> float:
-        return 0.0
 
 
 def _has_bar() -> bool:

@@ -27,7 +27,7 @@ def prompts(
         columns: See `chat`, such as ``{"prompt": "question"}``.
 
     Returns:
-        The rows, for `models.grpo`.
+        The rows, for `models.train_grpo`.
 
     Raises:
         DataError: If a row has no prompt and that is an error, no row is left, or a file can't be

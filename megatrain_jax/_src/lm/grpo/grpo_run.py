@@ -19,7 +19,7 @@ from megatrain_jax._src.lm.models.low_rank import adapted_modules
 from megatrain_jax._src.lm.models.with_reference import with_reference
 
 
-def grpo(
+def train_grpo(
     model: Decoder | Callable[[], Decoder],
     rows: Sequence[Mapping[str, Any]],
     rewards: RewardFunction | Sequence[RewardFunction],

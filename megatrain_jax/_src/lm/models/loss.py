@@ -37,7 +37,7 @@ def next_token_loss(
         ValueError: If `batch` lacks `tokens` or `labels`, shapes don't match, or the model has a
             score head.
     """
-    _check(model, batch)
+    check_arguments(model, batch, ("tokens", "labels"))
     checks.number("z_loss", z_loss, least=0)
     checks.integer("chunk", chunk)
     images = {} if "pixel_values" not in batch else {"pixel_values": batch["pixel_values"]}
@@ -63,13 +63,21 @@ def next_token_loss(
     return loss, {"weight": count}
 
 
-def _check(model: Decoder, batch: Mapping[str, Any]) -> None:
+def check_arguments(
+    model: Decoder, batch: Mapping[str, Any], names: tuple[str, ...], *, scores: bool = False
+) -> None:
+    """Checks the arguments of a loss: a decoder, and a batch that has the columns `names`.
+
+    Raises:
+        TypeError: If `model` is not a decoder, or `batch` not a mapping.
+        ValueError: If `batch` lacks one of them, or the model has a score head, unless `scores`.
+    """
     if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
         raise TypeError(checks.refused("model", "a models.Decoder", model))
-    if getattr(getattr(model, "config", None), "scores", False):
+    if not scores and getattr(getattr(model, "config", None), "scores", False):
         raise ValueError("`model` is a reward model, whose head has no logits of next tokens")
     if not isinstance(batch, Mapping):
         raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
-    missing = [name for name in ("tokens", "labels") if name not in batch]
+    missing = [name for name in names if name not in batch]
     if missing:
         raise ValueError(f"`batch` has no {' and no '.join(map(repr, missing))}, but {list(batch)}")

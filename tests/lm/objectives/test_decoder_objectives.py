@@ -1,9 +1,7 @@
-"""The metrics of the command line's losses, of batches that are cut into microbatches."""
+"""Losses and metrics of batches that are cut into microbatches, and mistakes in calls."""
 
 import dataclasses
 import functools
-import json
-import re
 from typing import Any
 
 import jax
@@ -12,15 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax import models
-from megatrain_jax._src.lm.cli import pair_objectives, reward_objectives, unpaired_objectives
-from megatrain_jax._src.lm.cli.answers import LossContext, answers, sides
-from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
-from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from megatrain_jax import models, objectives
+from megatrain_jax._src.lm.cli.objectives import counted
 from megatrain_jax._src.lm.data.packing import with_counts
-from places import ROOT
+from messages import refuses
 from tiny_sizes import tiny_decoder
 
 SIZES = tiny_decoder()
@@ -61,7 +54,7 @@ def test_accuracy_of_a_batch_without_pairs_is_0():
     batch = two_pairs_in_four_rows()
     without = {name: jnp.zeros_like(batch[name]) for name in ("pairs", "pairs_per_row")}
     model = models.Decoder(SIZES, rngs=nnx.Rngs(0))
-    _, metrics = pair_objectives.dpo(LossContext(is_stored=True), beta=0.1)(
+    _, metrics = objectives.dpo(reference="stored")(
         model, {name: jnp.asarray(array) for name, array in {**batch, **without}.items()}
     )
     assert metrics["accuracy"] == 0
@@ -92,19 +85,19 @@ def uneven_pairs():
 
 
 EXACT: dict[str, Any] = {
-    "dpo": lambda given: pair_objectives.dpo(given, beta=0.3),
-    "ipo": lambda given: pair_objectives.ipo(given, beta=0.3),
-    "simpo": lambda given: pair_objectives.simpo(given, beta=2.0, simpo_gamma=0.5, cpo_alpha=0.7),
-    "orpo": lambda given: pair_objectives.orpo(given, beta=0.3),
-    "reward": lambda given: reward_objectives.reward(given, center_rewards_coefficient=0.1),
+    "dpo": objectives.dpo(beta=0.3, reference="stored"),
+    "ipo": objectives.ipo(beta=0.3, reference="stored"),
+    "simpo": objectives.simpo(beta=2.0, cpo_alpha=0.7),
+    "orpo": objectives.orpo(beta=0.3),
+    "reward": objectives.reward(center_rewards_coefficient=0.1),
 }
 
 
 @functools.lru_cache(maxsize=2)  # batches of one shape follow each other
-def compiled(make: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
+def compiled(objective: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
     """A loss with its gradients as a function of parameters and a batch; and the parameters."""
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    loss = make(LossContext(microbatches=microbatches, is_stored=True))
+    loss = counted(objective, microbatches)
 
     def plain(params, batch):
         return loss(nnx.merge(graph, params), batch)
@@ -112,9 +105,9 @@ def compiled(make: Any, config: Any, microbatches: int) -> tuple[Any, Any]:
     return jax.jit(jax.value_and_grad(plain, has_aux=True)), params
 
 
-def gradients_of(make: Any, config: Any, batch: Any, microbatches: int) -> Any:
+def gradients_of(objective: Any, config: Any, batch: Any, microbatches: int) -> Any:
     """Loss, metrics and gradients of a step, as means over microbatches."""
-    compute, params = compiled(make, config, microbatches)
+    compute, params = compiled(objective, config, microbatches)
     cut = {name: np.split(array, microbatches) for name, array in batch.items()}
     parts = [{name: part[i] for name, part in cut.items()} for i in range(microbatches)]
     found = [compute(params, part) for part in parts]
@@ -136,23 +129,20 @@ def test_microbatches_have_the_gradients_of_the_whole_batch(name):
 
 def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
     """Everything besides the baseline is a mean over the whole step."""
-
-    def make(given):
-        return unpaired_objectives.kto(
-            given, beta=0.3, desirable_weight=1.0, undesirable_weight=0.5
-        )
-
+    loss = objectives.kto(beta=0.3, undesirable_weight=0.5, reference="stored")
     batch = uneven_pairs()
     batch["desirable"] = np.array([[True, False], [False, False], [True, False], [True, False]])
     config = dataclasses.replace(SIZES, init_std=0.3)
     del batch["chosen_learned_per_row"], batch["chosen_tokens_per_row"]
     # References as likely as can be: all baselines are 0.
     certain = with_counts(batch | {"reference": np.zeros((4, 4), np.float32)})
-    whole, cut = (gradients_of(make, config, certain, n) for n in (1, 4))
+    whole, cut = (gradients_of(loss, config, certain, n) for n in (1, 4))
     assert whole[0][1]["kl"] == 0
     # Each kind of answer has the mean reward of its own number of answers.
     graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-    ours, _ = jax.jit(lambda params: sides(answers(nnx.merge(graph, params), certain)))(params)
+    ours = jax.jit(
+        lambda params: objectives.answer_log_probabilities(nnx.merge(graph, params), certain)
+    )(params)[:, 0::2]
     good = batch["desirable"]
     for name, here in (("chosen", good), ("rejected", batch["pairs"] & ~good)):
         mean = 0.3 * np.asarray(ours)[here].mean()
@@ -160,32 +150,25 @@ def test_the_baseline_of_labelled_answers_is_that_of_a_microbatch():
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
     unlikely = with_counts(batch | {"reference": np.full((4, 4), -30, np.float32)})
-    whole, cut = (gradients_of(make, config, unlikely, n) for n in (1, 4))
+    whole, cut = (gradients_of(loss, config, unlikely, n) for n in (1, 4))
     assert whole[0][1]["kl"] > 1 and whole[0][1]["kl"] != pytest.approx(cut[0][1]["kl"], rel=0.01)
 
 
-def test_a_report_has_null_for_what_is_not_finite(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.finish({"history": [{"reward": float("nan"), "loss": 0.5}], "last": float("-inf")})
-    found = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    assert found == {"history": [{"reward": None, "loss": 0.5}], "last": None}
-
-
-def test_adapters_have_the_default_learning_rate_of_their_page():
-    given: dict[str, Any] = {"model": "m", "data": "d", "out": "o"}
-
-    def rate(**options: Any) -> float | None:
-        return FinetuneSettings(**given, **options).learning_rate
-
-    page = (ROOT / "docs" / "adapters.md").read_text()
-    assert (
-        {float(x) for x in re.findall(r"adamw\(([^)]*)\)", page)} == {rate(lora_rank=2)} == {1e-4}
-    )
-    assert rate() == 1e-5 and rate(adapter="folder") == 1e-4
-    assert rate(lora_rank=2, learning_rate=1e-5) == 1e-5
-    by_objective = {name: rate(lora_rank=2, objective=name) for name in OBJECTIVE_KINDS}
-    high = {name for name, found in by_objective.items() if found == 1e-4}
-    assert high == {"sft", "distill", "reward"} and set(by_objective.values()) == {1e-4, 1e-5}
-    rewarded = {**given, "rewards": "f.py:f", "steps": 1}
-    assert GrpoSettings(**rewarded).learning_rate == 1e-6
-    assert GrpoSettings(**rewarded, lora_rank=2).learning_rate == 1e-5
+def test_mistakes_are_named():
+    wrong: Any = "model"
+    model, batch = models.Decoder(SIZES, rngs=nnx.Rngs(0)), two_pairs_in_four_rows()
+    with refuses(ValueError, "`reference`", "'model'", "'adapters'", "'stored'"):
+        objectives.ipo(reference=wrong)(model, batch)
+    with refuses(ValueError, "`model`", "no adapters", "models.lora", "`reference`", "stored"):
+        objectives.dpo()(model, batch)
+    del batch["reference"]
+    with refuses(ValueError, "`batch`", "no 'reference'"):
+        objectives.dpo(reference="stored")(model, batch)
+    with refuses(ValueError, "`beta`", -1):
+        objectives.dpo(beta=-1, reference="stored")(model, two_pairs_in_four_rows())
+    del batch["pairs"]
+    for loss in (objectives.orpo(), objectives.answer_log_probabilities):
+        with refuses(ValueError, "`batch`", "no 'pairs'"):
+            loss(model, batch)
+    with refuses(ValueError, "`model`", "models.reward_model"):
+        objectives.reward()(model, two_pairs_in_four_rows())
