@@ -82,7 +82,7 @@ def test_answers_are_those_of_transformers(given, capsys):
     assert capsys.readouterr().out.split() == expected.split() != plain.split()
 
 
-def test_warnings_of_other_libraries_are_not_shown(given, monkeypatch, recwarn):
+def test_warnings_of_other_libraries_are_not_shown(given, monkeypatch, recwarn, capsys):
     def warning(kind: Any, name: str) -> None:
         before = getattr(kind, name)
 
@@ -98,6 +98,7 @@ def test_warnings_of_other_libraries_are_not_shown(given, monkeypatch, recwarn):
     base = "--base", str(given / "run" / "model")
     assert main(["chat", str(given / "adapter"), *base, "--prompt", QUESTION, *GREEDY]) == 0
     assert not [one for one in recwarn if "another library" in str(one.message)]
+    assert "another library" not in capsys.readouterr().err
 
 
 def test_adapters_with_new_tokens_answer_as_in_peft(given, tmp_path, capsys):
