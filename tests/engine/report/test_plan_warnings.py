@@ -129,7 +129,6 @@ def tokens_plan(precision, dtype=None):
 EVERYWHERE = mt.Precision(products={"*": "float8"})
 
 
-@pytest.mark.by_default("precision1")
 @pytest.mark.parametrize("precision", [EVERYWHERE, mt.Precision(compute="bfloat16")])
 def test_a_layer_that_widens_the_products_is_named(precision):
     (said,) = tokens_plan(precision)

@@ -149,7 +149,9 @@ def test_other_settings_are_refused_only_where_a_run_has_left_something(tmp_path
 H100_OF_64_KIB = replace(mt.card("H100"), device_bytes=2**16, device_share=1.0)
 
 
-@pytest.mark.by_default("finetune-card0-budgets0-process 2.00 GiB")
+@pytest.mark.by_default(
+    "finetune-card0-budgets0-process 2.00 GiB", "finetune-card1-budgets1-64.00 KiB GPU"
+)
 @pytest.mark.parametrize(
     ("command", "card", "budgets", "message"),
     [
