@@ -29,22 +29,26 @@ if metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 # A GPU has to have room for the processes that a test starts.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Tests compile many equal programs. The first process makes the folder, its workers inherit it.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    folder = tempfile.mkdtemp(prefix="jax-cache-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
-# Commands keep tokenised data in the user's cache folder. All that others keep there stays in use.
-if "XDG_CACHE_HOME" not in os.environ:
-    caches = tempfile.mkdtemp(prefix="caches-")
-    atexit.register(shutil.rmtree, caches, ignore_errors=True)
-    for kept in Path.home().glob(".cache/*"):
-        if kept.name != "megatrain_jax":
-            Path(caches, kept.name).symlink_to(kept)
-    os.environ["XDG_CACHE_HOME"] = caches
+# What tests and the libraries in them leave behind, such as W&B's media, goes with this folder: the
+# first process makes it, its workers inherit it. pytest keeps the files of its last runs as ever.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    scratch = tempfile.mkdtemp(prefix="megatrain-tests-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    # Tests compile many equal programs.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{scratch}/programs"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # Commands keep tokenised data in the user's cache folder. All that others keep there stays in
+    # use.
+    if "XDG_CACHE_HOME" not in os.environ:
+        os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
+        Path(scratch, "cache").mkdir()
+        for kept in Path.home().glob(".cache/*"):
+            if kept.name != "megatrain_jax":
+                Path(scratch, "cache", kept.name).symlink_to(kept)
 
 # A shell's background jobs ignore SIGINT, and the tests of interrupts would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -150,6 +150,7 @@ def run_pytest(folder: Path, programs: Path, options: list[str]) -> None:
     # Processes that tests start read the same from the environment.
     os.environ |= {name.upper(): str(value) for name, value in settings.items()}
     os.environ |= {"PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     import jax
     import pytest
 
