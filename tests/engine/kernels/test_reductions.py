@@ -158,6 +158,14 @@ def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeyp
         assert not ok_of(gradients[0], ok=False) and ok_of(gradients[0], guarded=False)
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_every_piece_of_a_gradient_counts(beyond, monkeypatch):
+    monkeypatch.setattr(reducing, "_PIECE", PIECE)
+    gradient = jnp.ones(3 * PIECE + beyond)
+    squared, _ = reducing.squared_norm_and_ok([gradient], jnp.array(True), True, 1)
+    assert squared == gradient.size
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_training_in_pieces_agrees_with_plain_jax(num_devices, monkeypatch):

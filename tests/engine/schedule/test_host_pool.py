@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,10 @@ from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.schedule import host_pool
 from megatrain_jax._src.engine.schedule.host_copies import host_changes
 from megatrain_jax._src.engine.schedule.host_pool import _EndlessPool, bytes_with_gaps
-from megatrain_jax._src.engine.schedule.instructions import Op
+from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
+from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
 from megatrain_jax._src.engine.spec import pooled as pooled_module
 from megatrain_jax._src.engine.spec.host import host_process, peak_bytes
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
@@ -226,3 +229,12 @@ def test_the_arrays_of_parts_are_those_of_the_schedule(options, monkeypatch):
         assert Kind.RESIDUALS in kinds
     elif spec.first.wave_microbatches > 1:
         assert (Kind.ACTIVATION, spec.first.wave_microbatches) in seen
+
+
+def test_the_largest_groups_are_taken_to_be_in_flight():
+    def size(key):
+        return 2**key.owner if key.kind is Kind.MASTERS else 0
+
+    workload: Any = SimpleNamespace(size=size, waves=1)
+    moves = [Instruction(op=Op.OFFLOAD, key=Key(Kind.MASTERS, group)) for group in range(5)]
+    assert in_flight_bytes(workload, moves) == 16 + 8 + 4

@@ -360,3 +360,8 @@ def test_memory_that_went_meanwhile_ends_a_start_with_words(gpu):
     fake.take = take_beside_another_program
     with refuses(MemoryError, "available", "64.00 GiB", "host_budget"):
         fake.reserve(64 * GIB)
+
+
+def test_a_piece_takes_the_next_power_of_two_from_the_system():
+    found = [pool._region_bytes(2**29 + more, 0, 2**40) for more in (-1, 0, 1)]
+    assert found == [2**29, 2**29, 2**30]

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax._src.engine.kernels import steps
+from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax.models import Decoder, next_token_loss
 from messages import refuses, warns
 from tiny_sizes import tiny_decoder
@@ -209,3 +211,11 @@ def test_perplexity_is_that_of_all_labels(per_row):
     np.testing.assert_allclose(math.exp(record["eval_loss"]), np.exp(every.mean()), rtol=1e-5)
     np.testing.assert_allclose(record["eval_weight"], every.size, rtol=1e-6)
     np.testing.assert_allclose(record["weight"], batches[0]["mask"].sum(), rtol=1e-6)
+
+
+def test_means_with_weights_are_a_function_of_their_own():
+    """Of a training step, whose microbatches count alike, and of an evaluation."""
+    cache, rows = KernelCache(), [[jnp.float32(1), jnp.int32(1)], [jnp.float32(4), jnp.int32(2)]]
+    for weighted, mean in ((False, 2.5), (True, 3.0), (False, 2.5)):
+        found = cache.get(steps.means(["weight"], weighted=weighted))(rows)
+        assert found["loss"] == mean and found["weight"] == 3
