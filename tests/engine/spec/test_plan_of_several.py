@@ -25,7 +25,11 @@ from megatrain_jax._src.engine.schedule.clock import Clock
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.workload import Costs, Link
 from megatrain_jax._src.engine.spec.costs import find_costs
-from megatrain_jax._src.engine.spec.host import BETWEEN_PROCESSES_BYTES, COMMUNICATION_BYTES
+from megatrain_jax._src.engine.spec.host import (
+    BETWEEN_PROCESSES_BYTES,
+    COMMUNICATION_BYTES,
+    host_process,
+)
 from megatrain_jax._src.engine.spec.step_kernels import stage_kernel, step_kernels
 from megatrain_jax._src.engine.state import pool, pool_limit
 from megatrain_jax._src.engine.state.hardware import Hardware
@@ -373,3 +377,10 @@ def test_progress_bars_name_several_devices(capfd):
         share = sized(result.trainer.plan.host_bytes // num_devices)
         assert tells(shown, "training", "2 CPUs", share) == (num_devices > 1)
         assert ("2 CPUs" in shown) == (num_devices > 1)
+
+
+def test_a_process_may_take_the_memory_of_its_host_whatever_its_devices(spec):
+    roomy = replace(MACHINE, host_bytes=2**40)
+    spec = replace(spec, options=replace(spec.options, hardware=roomy), base_bytes=None)
+    found = [host_process(spec, *processes).usable_bytes or 0 for processes in ((1, 1), (2, 2))]
+    assert found[0] > 0.8 * 2**40 and found[1] < 0.55 * 2**40

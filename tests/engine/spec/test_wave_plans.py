@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from inside import on_one_device
@@ -337,3 +338,11 @@ def test_a_run_that_resumes_keeps_the_parts_of_its_checkpoint(tmp_path):
     resumed = fit(4, microbatches="auto")
     assert resumed.trainer.num_steps == 4
     assert resumed.trainer.plan.microbatches == 4 and resumed.trainer.plan.waves == 2
+
+
+def test_microbatches_to_choose_from_divide_the_rows_of_each_device():
+    run = Options(microbatches="auto", mesh=AbstractMesh((4,), ("data",)))
+    unused: Any = None
+    for rows, numbers in ((24, [1, 2, 3, 6]), (10, [])):
+        found = microbatches._Dividing(run, unused, unused, rows, None, unused)
+        assert sorted(found._numbers) == numbers

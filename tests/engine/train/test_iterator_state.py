@@ -61,7 +61,7 @@ def test_a_state_of_numpy_s_types_is_gone_on_from(tmp_path):
     # Each checkpoint has the state of its own step, though the iterator has only one dict.
     for step in range(1, 7):
         facts = json.loads((tmp_path / str(step) / "megatrain.json").read_text())
-        assert decoded_state(facts["data"]["state"])["at"] == step
+        assert decoded_state(facts["data"]["state"])["at"] == facts["data"]["batches"] == step
 
 
 def same(a: Any, b: Any) -> bool:

@@ -78,11 +78,12 @@ def test_chunks_give_what_the_definition_gives(length, starts, span_bytes):
         assert error <= 2e-6 * np.linalg.norm(expected)
 
 
-def test_a_document_sees_nothing_of_another_one():
+@pytest.mark.parametrize("start", [40, 64])  # within a chunk, and at the border of two
+def test_a_document_sees_nothing_of_another_one(start):
     q, k, v, log_decay, rate = arrays(1, 100)
-    args = (log_decay, rate, jnp.asarray(documents(1, 100, 40, 90)))
-    changed = gated_delta_rule(q, k.at[:, :40].add(1.0), v.at[:, :40].set(1e4), *args)
-    np.testing.assert_array_equal(gated_delta_rule(q, k, v, *args)[:, 40:], changed[:, 40:])
+    args = (log_decay, rate, jnp.asarray(documents(1, 100, start, 90)))
+    changed = gated_delta_rule(q, k.at[:, :start].add(1.0), v.at[:, :start].set(1e4), *args)
+    np.testing.assert_array_equal(gated_delta_rule(q, k, v, *args)[:, start:], changed[:, start:])
 
 
 def test_a_convolution_ends_at_its_document():
