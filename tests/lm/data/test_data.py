@@ -293,6 +293,15 @@ def test_a_split_keeps_equal_documents_and_pieces_together(tmp_path: Path):
     assert sum(map(len, tokens)) == dataset.num_tokens
 
 
+def test_documents_that_only_begin_alike_are_split(tmp_path: Path):
+    question, answer = conversations(1, turns=1)[0]
+    long = {**question, "content": " ".join([question["content"]] * 30)}
+    answers = [{**answer, "content": " ".join([answer["content"]] * n)} for n in range(1, 11)]
+    path = write(tmp_path / "a.jsonl", [openai([long, one]) for one in answers])
+    dataset = load(path, length=64, too_long="split", train_on="all")
+    assert [side.num_documents for side in dataset.split(0.5)] == [5, 5]
+
+
 def test_a_split_that_makes_no_sense_is_named(tmp_path: Path):
     rows = [openai(conversations(1)[0])] * 2
     dataset = load(write(tmp_path / "a.jsonl", rows))

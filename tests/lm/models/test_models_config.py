@@ -282,6 +282,14 @@ def test_configurations_of_released_checkpoints(name):
     assert round(num_parameters(config) / 1e6) == released.millions
 
 
+def test_scores_of_deepseek_grow_twice_with_stretched_wavelengths():
+    """By `mscale_all_dim` 1 and `factor` 40, as in DeepSeek's own `softmax_scale`."""
+    released = PUBLISHED["unsloth/DeepSeek-V3-bf16"]
+    config = DecoderConfig.from_hf(released.config, ignore=released.ignore)
+    growth = 0.1 * np.log(40) + 1
+    assert config.attention_scale == pytest.approx((128 + 64) ** -0.5 * growth**2)
+
+
 def test_unknown_fields_may_be_ignored_by_name():
     values = SIZES | {"model_type": "llama", "comment": "mine", "_private": 1, "off": False}
     with refuses(ValueError, "`comment` = 'mine'", "`ignore`"):
