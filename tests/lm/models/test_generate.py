@@ -261,7 +261,6 @@ def sampling_params(temperature: float, top_p: float, seed: int = 0) -> Sampling
     return SamplingParams(*numbers, jax.random.key(seed))
 
 
-@pytest.mark.exhaustive
 def test_draws_are_as_often_as_they_are_probable():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=12), jnp.float32)
     number = 4000
@@ -279,6 +278,9 @@ def test_draws_are_as_often_as_they_are_probable():
     # The chi-squared statistic is above this in one of 10,000 cases, for up to eight degrees.
     assert ((counts[possible] - expected) ** 2 / expected).sum() < 31.8
     np.testing.assert_allclose(np.exp(chosen.drawn_log_probs), odds[chosen.tokens], rtol=1e-5)
+    for found, factor in ((chosen.log_probs, 1.0), (chosen.tempered_log_probs, 1 / 0.7)):
+        all_tokens = jax.nn.log_softmax(factor * logits)
+        np.testing.assert_allclose(found, all_tokens[chosen.tokens], rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 5, 40, 90])
