@@ -19,7 +19,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
-from megatrain_jax._src.engine.checkpoint import manifest, orbax, writing
+from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, writing
 from megatrain_jax._src.engine.checkpoint import workspace as workspaces
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.workspace import NAME, Workspace
@@ -452,3 +452,9 @@ def test_paths_that_are_one_on_the_disk_are_refused_before_a_step(tmp_path):
     with refuses(mt.CheckpointError, "params/a/b", "params/a.b"):
         result.trainer.save(tmp_path / "alone")
     assert len(started) == 2 and not (tmp_path / "alone").exists()
+
+
+def test_steps_come_in_the_order_of_their_numbers(tmp_path):
+    for name in ("10", "9", "100", "007", "x"):
+        (tmp_path / name).mkdir()
+    assert folder.numbered(tmp_path) == [9, 10, 100]

@@ -221,6 +221,14 @@ def test_bounds_of_several_devices(changes, bound):
     assert bound_of(busy_resources(hardware=alone, num_devices=4, **step)) == "collectives"
 
 
+def test_a_link_is_as_busy_as_its_slower_direction():
+    slow_out = replace(MACHINE, link_bytes_per_s=10.0, link_out_bytes_per_s=2.0)
+    for bytes_in, bytes_out, seconds in ((20, 16, 8.0), (200, 16, 20.0)):
+        step = {"bytes_in": bytes_in, "bytes_out": bytes_out, "collective_bytes": 0, "flops": 1}
+        busy = busy_resources(hardware=slow_out, num_devices=1, **step)
+        assert busy["link"] == ("link", seconds)
+
+
 @pytest.mark.parametrize("together", [1, 2])
 def test_a_process_s_host_has_its_devices_shares(spec, together):
     """Two processes with two devices each, on a host or on two."""

@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
+import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli import grpo_command
+from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
 from megatrain_jax._src.lm.cli.finetune_data import chat_template
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
@@ -108,3 +109,28 @@ def test_adapters_have_the_default_learning_rate_of_their_page():
     rewarded = {**GIVEN, "rewards": "f.py:f", "steps": 1}
     assert GrpoSettings(**rewarded).learning_rate == 1e-6
     assert GrpoSettings(**rewarded, lora_rank=2).learning_rate == 1e-5
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_a_run_keeps_its_microbatches_from_its_first_checkpoint_on(has_checkpoints):
+    noted: Any = SimpleNamespace(has_checkpoints=has_checkpoints, note=lambda name: "4 2")
+    settings = FinetuneSettings(**GIVEN, microbatches="auto")
+    found = training_recipe._parts(settings, noted)
+    assert found == (
+        {"microbatches": 4, "waves": 2} if has_checkpoints else {"microbatches": "auto"}
+    )
+
+
+def test_another_arithmetic_has_another_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "_digest", str)
+    job: Any = SimpleNamespace(reference=["model"], trainable=None)
+
+    def key(**precision: Any) -> str:
+        options = {"precision": mt.Precision(**precision), "hardware": None}
+        found = reference.load_or_compute_reference(RunFolder(tmp_path), [], job, options)
+        assert found is not None
+        return found.key
+
+    given = [{}, {"compute": "float32"}, {"master": "bfloat16"}, {"frozen": "int8"}]
+    assert len({key(**one) for one in given}) == 4
+    assert key() == key()
