@@ -179,6 +179,7 @@ def test_adapters_beside_nf4_train_as_those_of_peft_and_bitsandbytes(tmp_path):
     assert expected[-1] != expected[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("started_once_in_test")
 def test_a_base_in_nf4_streams_resumes_and_is_counted(tmp_path):
     source = base(tmp_path / "base")

@@ -47,6 +47,7 @@ def loss_of(model, tokens):
         return model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkeypatch, capsys):
     settings = {
@@ -179,6 +180,7 @@ def test_pretraining_stops_early_and_exports_the_best_for_transformers(given, tm
     assert all(np.array_equal(array, after[name]) for name, array in before.items())
 
 
+@pytest.mark.exhaustive
 def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
     out = tmp_path / "out"
     settings = {
@@ -220,6 +222,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.by_default("orpo")
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_an_objective_is_learned_and_exported(given, tmp_path, objective):
     data, options, gains = OBJECTIVES[objective]

@@ -125,6 +125,7 @@ def test_chat_stops_at_the_end_of_a_turn(base, taught, tmp_path, capsys):
         assert capsys.readouterr().out.split() == answer.text.split()
 
 
+@pytest.mark.exhaustive
 def test_completions_that_end_a_turn_are_not_cut_off(base, taught, tmp_path):
     folder = models.save_pretrained(taught.trainer, tmp_path / "taught")
     pretrained = models.load_pretrained(folder)

@@ -254,6 +254,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
         models.load_lora(other.model, folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_adapters_of_experts_are_loaded_by_peft(name, tmp_path):
     trainer = make_trainer(save(make_torch(name), tmp_path / "base"), r"_proj", rank=3)

@@ -55,6 +55,7 @@ def by_name(model: Any) -> dict[str, np.ndarray]:
     return {n.removeprefix("model."): array for n, array in named(found, model).items()}
 
 
+@pytest.mark.by_default("frozen")
 @pytest.mark.parametrize("trainable", [TEXT, None], ids=["frozen", "all"])
 def test_five_steps_are_those_of_transformers(trainable, tmp_path):
     model, folder = checkpoint(tmp_path / "m")

@@ -83,6 +83,7 @@ def make(config: models.DecoderConfig, microbatches: int = 1, **options: Any) ->
     )
 
 
+@pytest.mark.by_default("plain-1")
 @pytest.mark.parametrize(("name", "microbatches"), [("plain", 1), ("gemma", 2)])
 def test_steps_are_those_of_noise_by_hand(name: str, microbatches: int, tmp_path: Any):
     config = CONFIGS[name]

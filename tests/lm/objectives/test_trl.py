@@ -195,6 +195,7 @@ PAIRED = {
 }
 
 
+@pytest.mark.by_default("ipo", "simpo", "orpo")
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs_are_learned_as_trl_learns_them(name: str, tmp_path: Any):
     kind, config = PAIRED[name]()
