@@ -1,8 +1,8 @@
 """Primitives that a GPU computes by a library's kernels, and JAX's operations elsewhere.
 
 As a primitive, a function is one equation of a trace, so a loss can be cut without looking into the
-kernels. Only the compilation for a GPU imports the library. What a kernel costs is said where its
-primitive is defined; plans look it up.
+kernels. Only the compilation for a GPU imports the library. A kernel's costs are defined with its
+primitive, and plans look them up.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from jax.interpreters import batching, mlir
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCosts:
-    """What a kernel computes and needs, by the equation that calls it.
+    """A kernel's purpose, operations and memory, from the equation that calls it.
 
     Attributes:
-        purpose: What it computes, as plans call it.
+        purpose: The computation, as plans name it.
         flops: Counts its floating-point operations.
         workspace: Counts the bytes that it needs beside operands and results.
         reads_weights: Whether operands are parameters, of which XLA hands a kernel copies unless
@@ -58,7 +58,7 @@ def define(
         shapes: Maps abstract operands to abstract results.
         on_gpu: Computes the results on an NVIDIA GPU.
         elsewhere: Computes the results on all remaining devices.
-        costs: What the kernel needs on the GPU.
+        costs: The costs of the kernel on the GPU.
         several: Whether the results are a list.
     """
     _COSTS[name] = costs

@@ -30,7 +30,7 @@ _KINDS = {
 
 
 def check_regular(path: Path) -> int:
-    """Returns the bytes of a regular file: reading a named pipe, for example, would never end.
+    """Returns the size of a regular file in bytes. Reading a named pipe, for example, never ends.
 
     Raises:
         OSError: If it can't be looked at; a `FileNotFoundError` if nothing has that name.
