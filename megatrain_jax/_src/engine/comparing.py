@@ -58,20 +58,33 @@ def compare_plans(
         over: The arguments to vary, by name, with their values: a mapping from a value's name in
             the table to the value, or a sequence of machines, numbers or strings, which are their
             own names.
-        microbatches: See `plan`.
-        waves: See `plan`.
-        precision: See `plan`.
-        device_budget: See `plan`.
-        host_budget: See `plan`.
-        trainable: See `plan`.
-        on_nonfinite: See `plan`.
-        max_skipped: See `plan`.
-        seed: See `plan`.
-        hardware: See `plan`.
-        mesh: See `plan`.
-        host_gib: See `plan`.
-        num_gpus: See `plan`.
-        measure: See `plan`.
+        microbatches: Number of equal parts that each training batch is split into, or "auto"; see
+            `plan`.
+        waves: Number of equal groups of microbatches that go through forward and backward one after
+            another; see `plan`.
+        precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods, "bfloat16",
+            "float16" and "float32" for the dtype of the computation, or "auto" for bfloat16, or
+            float16 on a GPU without it.
+        device_budget: Bytes of device memory for state and activations, or text such as "22GiB",
+            "minimum", or None ("auto") for all that compiled functions leave; see `plan`.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available at the start, less a reserve; see `plan`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all; see `plan`.
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
+            everything but the step number unchanged and continue; see `plan`.
+        max_skipped: Number of consecutive skipped steps that is an error; see `plan`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
+            such as "H100"; None for this machine, or an H200 without a GPU.
+        mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
+            see `plan`.
+        host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
+            the host memory of `hardware`.
+        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        measure: Whether to plan for this machine's GPU, and to compile and time the step's
+            functions on it, as the start of a run does: the seconds then come from measured times,
+            and the bytes of functions from the compiler; see `plan`.
 
     Returns:
         The plans as a table, a sequence of rows.
@@ -98,26 +111,26 @@ def compare_plans(
         >>> [(n, p.host_bytes // p.num_parameters) for n, p in plans.items()]
         [(('adamw',), 12), (('lion',), 8)]
     """
-    arguments = {
-        "model": model,
-        "loss_fn": loss_fn,
-        "optimizer": optimizer,
-        "sample_batch": sample_batch,
-        "microbatches": microbatches,
-        "waves": waves,
-        "precision": precision,
-        "device_budget": device_budget,
-        "host_budget": host_budget,
-        "trainable": trainable,
-        "on_nonfinite": on_nonfinite,
-        "max_skipped": max_skipped,
-        "seed": seed,
-        "hardware": hardware,
-        "mesh": mesh,
-        "host_gib": host_gib,
-        "num_gpus": num_gpus,
-        "measure": measure,
-    }
+    arguments = dict(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        sample_batch=sample_batch,
+        microbatches=microbatches,
+        waves=waves,
+        precision=precision,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+        hardware=hardware,
+        mesh=mesh,
+        host_gib=host_gib,
+        num_gpus=num_gpus,
+        measure=measure,
+    )
     parameters = inspect.signature(compare_plans).parameters
     fixed = {k: v for k, v in arguments.items() if v is not parameters[k].default}
     axes = _axes(over)

@@ -62,6 +62,13 @@ def fit(
     resume: bool = True,
     steps: int | None = None,
     epochs: int | None = None,
+    eval_data: EvalData | None = None,
+    eval_every: int | None = None,
+    checkpoint_dir: str | PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    callbacks: Callbacks = (),
+    progress: bool = True,
     microbatches: Microbatches = 1,
     waves: int | None = None,
     precision: PrecisionGiven = "auto",
@@ -73,13 +80,6 @@ def fit(
     seed: int = 0,
     hardware: Hardware | str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    eval_data: EvalData | None = None,
-    eval_every: int | None = None,
-    checkpoint_dir: str | PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    keep: int = 3,
-    callbacks: Callbacks = (),
-    progress: bool = True,
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -112,24 +112,6 @@ def fit(
             `data` ends.
         epochs: Number of passes over `data` instead of `steps`. `data` must have a length and be
             iterable anew, as a list is; otherwise give `steps`.
-        microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
-            resumes keeps the number that its checkpoint was trained with. See `Trainer`.
-        waves: Number of groups of microbatches that are trained on one after another; see
-            `Trainer`.
-        precision: The dtypes of masters, of compute and of optimizer state, a `Precision` or
-            "auto", "compact", "two_bytes", "bfloat16", "float16" or "float32"; see `Trainer`.
-        device_budget: Bytes of device memory that state may occupy, "minimum", or None ("auto")
-            for all that the device has left; see `Trainer`.
-        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
-            all that is available; see `Trainer`.
-        trainable: The parameters to train, as a regular expression on their paths, a predicate of
-            the path, a filter of `flax.nnx`, or a list of these; None trains all. See `Trainer`.
-        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
-            which leaves parameters and optimizer state unchanged; see `Trainer`.
-        max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.
-        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
-        hardware: The machine whose rates the schedule uses; see `Trainer`.
-        mesh: The devices to train on; see `Trainer`.
         eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
             first batch is checked before the first step; a function is called for that, and its
             result serves the first evaluation.
@@ -148,6 +130,27 @@ def fit(
             `megatrain_jax.callbacks.Callback`.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
+        microbatches: Number of equal parts that each training batch is split into, or "auto"; see
+            `Trainer`. A run that resumes keeps the number that its checkpoint was trained with.
+        waves: Number of equal groups of microbatches that go through forward and backward one after
+            another; see `Trainer`.
+        precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods, "bfloat16",
+            "float16" and "float32" for the dtype of the computation, or "auto" for bfloat16, or
+            float16 on a GPU without it.
+        device_budget: Bytes of device memory for state and activations, or text such as "22GiB",
+            "minimum", or None ("auto") for all that compiled functions leave; see `Trainer`.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available at the start, less a reserve; see `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all; see `Trainer`.
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
+            everything but the step number unchanged and continue; see `Trainer`.
+        max_skipped: Number of consecutive skipped steps that is an error; see `Trainer`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
+            such as "H100"; None for this machine, or an H200 without a GPU.
+        mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
+            see `Trainer`.
 
     Returns:
         The trainer and its history.
@@ -234,6 +237,7 @@ def train(
     trainer: Trainer,
     data: Iterable[Any],
     *,
+    resume: bool = False,
     steps: int | None = None,
     epochs: int | None = None,
     eval_data: EvalData | None = None,
@@ -241,7 +245,6 @@ def train(
     checkpoint_dir: str | PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
-    resume: bool = False,
     callbacks: Callbacks = (),
     progress: bool = True,
 ) -> FitResult:
@@ -256,19 +259,26 @@ def train(
     Args:
         trainer: The trainer, new or used.
         data: See `fit`.
-        steps: Number of further steps to take; None trains until `data` ends.
-        epochs: Number of passes over `data`, which starts from its beginning; see `fit`.
-        eval_data: See `fit`.
-        eval_every: See `fit`; steps are counted over the trainer's life. If Ctrl-C cut off an
-            evaluation due after the trainer's last step, it is made first.
-        checkpoint_dir: See `fit`. Without `resume`, the folder must not contain later steps.
-        checkpoint_every: See `fit`.
-        keep: See `fit`.
         resume: Whether to restore the newest checkpoint in `checkpoint_dir` first, if there is one,
             with the position of `data`; `steps` are then counted from 0, as in `fit`. The trainer
             itself draws no batch of `data`, so the data may be made by the trainer.
-        callbacks: See `fit`.
-        progress: See `fit`.
+        steps: Number of batches to train on, including those before a checkpoint; None trains until
+            `data` ends; see `fit`. Here these are further steps.
+        epochs: Number of passes over `data` instead of `steps`; see `fit`. `data` starts from its
+            beginning.
+        eval_data: Evaluation batches, iterated anew each time, or a function that returns them; see
+            `fit`.
+        eval_every: Evaluate after each multiple of this number of steps; see `fit`. Steps are
+            counted over the trainer's life. If Ctrl-C cut off an evaluation due after the trainer's
+            last step, it is made first.
+        checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
+            Orbax checkpoint; see `fit`. Without `resume`, the folder must not contain later steps.
+        checkpoint_every: Save after each multiple of this number of steps; see `fit`.
+        keep: Number of newest checkpoints to keep.
+        callbacks: Called in order as ``callback(trainer, record)`` with each complete record; see
+            `fit`.
+        progress: Whether to show a progress bar; without it nothing is printed, except that a
+            signal ended the run.
 
     Returns:
         The trainer, with all its state on the host, and its history.

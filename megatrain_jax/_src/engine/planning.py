@@ -74,21 +74,33 @@ def plan(
         loss_fn: See `Trainer`.
         optimizer: See `Trainer`.
         sample_batch: A batch, or its `jax.ShapeDtypeStruct`s.
-        microbatches: See `Trainer`; "auto" needs `hardware`, and is 1 without.
-        waves: See `Trainer`.
-        precision: See `Trainer`.
-        device_budget: See `Trainer`. None plans the budget that `fit` would choose on `hardware`,
-            with an estimate of the memory of compiled functions; the minimum if its memory isn't
-            known.
-        host_budget: See `Trainer`. None plans with the host memory of `hardware`.
-        trainable: See `Trainer`.
-        on_nonfinite: See `Trainer`.
-        max_skipped: See `Trainer`; a plan doesn't depend on it.
-        seed: See `Trainer`.
-        hardware: The machine to plan for, a `Hardware` or the name of a card such as "H100" or "RTX
-            4090"; with None, numbers that depend on it are left out.
-        mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
-            for one device.
+        microbatches: Number of equal parts that each training batch is split into, or "auto"; see
+            `Trainer`. "auto" needs `hardware`, and is 1 without.
+        waves: Number of equal groups of microbatches that go through forward and backward one after
+            another; see `Trainer`.
+        precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods, "bfloat16",
+            "float16" and "float32" for the dtype of the computation, or "auto" for bfloat16, or
+            float16 on a GPU without it.
+        device_budget: Bytes of device memory for state and activations, or text such as "22GiB",
+            "minimum", or None ("auto") for all that compiled functions leave; see `Trainer`. None
+            plans the budget that `fit` would choose on `hardware`, with an estimate of the memory
+            of compiled functions; the minimum if its memory isn't known.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available at the start, less a reserve; see `Trainer`. None plans with the
+            host memory of `hardware`.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all; see `Trainer`.
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
+            everything but the step number unchanged and continue; see `Trainer`.
+        max_skipped: Number of consecutive skipped steps that is an error; see `Trainer`. A plan
+            doesn't depend on it.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
+            such as "H100"; None for this machine, or an H200 without a GPU; see `Trainer`. With
+            None, numbers that depend on it are left out.
+        mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
+            see `Trainer`. A `jax.sharding.AbstractMesh` needs none of them here; None for one
+            device.
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
         num_gpus: Number of its GPUs to plan for, instead of `mesh`.
@@ -133,7 +145,11 @@ def plan(
         hardware=hardware,
         mesh=mesh,
     )
-    machine_options = MachineOptions(host_gib=host_gib, num_gpus=num_gpus, measure=measure)
+    machine_options = MachineOptions(
+        host_gib=host_gib,
+        num_gpus=num_gpus,
+        measure=measure,
+    )
     run = machine_options.applied(run)
     order = "plan(model, loss_fn, optimizer, sample_batch)"
     check_order(order, optimizer, "sample_batch", sample_batch)

@@ -92,10 +92,10 @@ class Trainer(ExplainedAttributes):
                 with `microbatches` "auto", the numbers of microbatches and waves are those of the
                 newest one, if they divide a batch.
             progress: Whether to show a progress bar while the state is made or restored.
-            microbatches: Number of equal parts that each training batch is split into. The loss and
-                the gradient are the means over the parts. "auto" lets the plan choose this number
-                and the number of waves, by the GPU's memory; it is 1 without a GPU. The loss should
-                then be a mean over examples: a sum would depend on the number.
+            microbatches: Number of equal parts that each training batch is split into, or "auto".
+                The loss and the gradient are the means over the parts. "auto" lets the plan choose
+                this number and the number of waves, by the GPU's memory; it is 1 without a GPU. The
+                loss should then be a mean over examples: a sum would depend on the number.
             waves: Number of equal groups of microbatches that go through forward and backward one
                 after another. Each wave fetches all weights, and only its own activations exist
                 meanwhile. None lets the plan choose; it is 1 if several blocks read a parameter,
@@ -103,21 +103,22 @@ class Trainer(ExplainedAttributes):
             precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods,
                 "bfloat16", "float16" and "float32" for the dtype of the computation, or "auto" for
                 bfloat16, or float16 on a GPU without it.
-            device_budget: Bytes of device memory that state and activations may occupy, as a number
-                or as text such as "22 GiB". With a larger budget, less is transferred and less is
-                recomputed: results may then differ in the last bits. "minimum" for the smallest one
-                with which no step waits for memory; None or "auto" for all that compiled functions
-                leave, or the minimum if JAX doesn't report the device's memory.
-            host_budget: Maximum bytes of host memory of the process, as a number or as text such as
-                "200GiB", with JAX, CUDA, XLA, compilation, reading and saving. None for all that is
-                available at the start, less a reserve. With less, more is recomputed in backward.
-            trainable: The parameters to train: a regular expression to search for in their paths,
-                such as ``"layers/.*/(q|v)_proj"``, a predicate of the path as text, a filter of
-                `flax.nnx` (a type such as `nnx.LoRAParam`, `nnx.Not(...)`, a predicate of path and
-                variable), a list of these of which any may choose a parameter, or None for all.
-                Predicates return Booleans. Frozen parameters have neither gradients nor optimizer
-                state and are only copied to the device, in `precision.frozen` if that is given; the
-                optimizer sees `optax.MaskedNode` in their place.
+            device_budget: Bytes of device memory for state and activations, or text such as
+                "22GiB", "minimum", or None ("auto") for all that compiled functions leave. With a
+                larger budget, less is transferred and less is recomputed: results may then differ
+                in the last bits. "minimum" is the smallest budget with which no step waits for
+                memory; None is that, too, if JAX doesn't report the device's memory.
+            host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None
+                for all that is available at the start, less a reserve. JAX, CUDA, XLA, compilation,
+                reading and saving count, too. With less, more is recomputed in backward.
+            trainable: The parameters to train, as a regular expression on their paths, a predicate
+                of the path, a filter of `flax.nnx`, or a list of these; None trains all. An
+                expression such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A
+                filter is a type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of path and
+                variable. Any of a list may choose a parameter. Predicates return Booleans. Frozen
+                parameters have neither gradients nor optimizer state and are only copied to the
+                device, in `precision.frozen` if that is given; the optimizer sees
+                `optax.MaskedNode` in their place.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
@@ -125,12 +126,12 @@ class Trainer(ExplainedAttributes):
             max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an
                 error only if the loss is not finite or its scale is already 1.
             seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
-            hardware: The machine whose rates schedule and `plan` use, a `Hardware` or a card's name
-                such as "H100"; None for this machine, or an H200 without a GPU.
-            mesh: The devices to train on, each with its share of the state and of the batch: a
-                `jax.sharding.Mesh` with any axes, with equally many devices of each process or only
-                of this one; None for all GPUs that JAX sees, or else its first device. The loss is
-                still over the whole batch; each process passes its part.
+            hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's
+                name such as "H100"; None for this machine, or an H200 without a GPU.
+            mesh: The devices to train on; None for all GPUs that JAX sees, or else its first
+                device. It is a `jax.sharding.Mesh` with any axes, with equally many devices of each
+                process or only of this one. Each device has its share of the state and of the
+                batch. The loss is still over the whole batch; each process passes its part.
 
         Raises:
             TypeError: If an argument has a wrong type.

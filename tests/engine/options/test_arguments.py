@@ -24,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import signatures
 from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, losses, models, objectives
 from megatrain_jax._src.common import checks, other_libraries, outside, suggestions
-from megatrain_jax._src.engine.options.options import LoopOptions, MachineOptions, Options
+from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
@@ -65,6 +66,7 @@ from misuses import (
     right_value,
     trainer,
 )
+from places import ROOT
 
 # The options of the command.
 MODULES = (mt, callbacks, data, losses, models, objectives)
@@ -270,26 +272,22 @@ def test_signatures_show_every_option(entry: str):
         function(*(None for p in shown if p.default is p.empty), microbatch=2)
 
 
-@pytest.mark.parametrize(
-    ("function", "records"),
-    [
-        (mt.fit, (LoopOptions, Options)),
-        (mt.train, (LoopOptions,)),
-        (mt.Trainer, (Options,)),
-        (mt.plan, (Options, MachineOptions)),
-        (mt.compare_plans, (Options, MachineOptions)),
-    ],
-)
-def test_keywords_have_the_types_and_defaults_of_the_records(
-    function: Callable[..., Any], records: tuple[type[Any], ...]
-):
-    shown = inspect.signature(function).parameters
-    fields = [f for record in records for f in dataclasses.fields(record)]
-    for field in fields:
-        parameter = shown[field.name]
-        assert parameter.kind is parameter.KEYWORD_ONLY
-        assert (field.name, parameter.annotation) == (field.name, field.type)
-        assert (field.name, parameter.default) == (field.name, field.default)
+def test_options_are_written_into_all_places():
+    old = [path for path, text in signatures.up_to_date().items() if path.read_text() != text]
+    assert not old, "run `python tests/signatures.py`"
+
+
+@pytest.mark.parametrize("call", signatures.CALLS, ids=lambda call: call[1])
+def test_a_new_option_is_written_into_a_call(call: Any):
+    file, name, records = call
+    record, see = next(iter(records.items()))
+    options = signatures.declared(Path(inspect.getfile(Options)).read_text())
+    fresh = signatures.Declared(annotation="int | None", default="7", text="How many. Or none.")
+    source = (ROOT / "megatrain_jax/_src" / file).read_text()
+    found = signatures.written(source, name, records, {**options, record: {"fresh": fresh}})
+    assert "fresh: int | None = 7" in found and "fresh=fresh" in found
+    told = "How many. Or none." if see is None else "How many"
+    assert f"fresh: {told}" in " ".join(found.split())
 
 
 def call(entry: str, **options: Any) -> None:

@@ -1,9 +1,8 @@
 """The options of a run, as records with checks.
 
 `fit`, `train`, `Trainer` and `plan` make these records from their keywords first. So a mistake is
-reported before data is drawn, and before anything is traced, made or saved. To add an option, add
-its default and its check here, and the keyword with the same default to these functions; a test
-compares their signatures with these records.
+reported before data is drawn, and before anything is traced, made or saved. An option is declared
+here alone: a field, its text, and its check. `python tests/signatures.py` writes it into the calls.
 """
 
 import re
@@ -49,6 +48,48 @@ _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a run and its steps; see `Trainer`. Integers are stored as Python `int`s.
+
+    Attributes:
+        microbatches: Number of equal parts that each training batch is split into, or "auto". The
+            loss and the gradient are the means over the parts. "auto" lets the plan choose this
+            number and the number of waves, by the GPU's memory; it is 1 without a GPU. The loss
+            should then be a mean over examples: a sum would depend on the number.
+        waves: Number of equal groups of microbatches that go through forward and backward one after
+            another. Each wave fetches all weights, and only its own activations exist meanwhile.
+            None lets the plan choose; it is 1 if several blocks read a parameter, such as a tied
+            embedding, as the sum of its gradients would be rounded differently.
+        precision: A `Precision`, or a name: "compact" and "two_bytes" for its methods, "bfloat16",
+            "float16" and "float32" for the dtype of the computation, or "auto" for bfloat16, or
+            float16 on a GPU without it.
+        device_budget: Bytes of device memory for state and activations, or text such as "22GiB",
+            "minimum", or None ("auto") for all that compiled functions leave. With a larger budget,
+            less is transferred and less is recomputed: results may then differ in the last bits.
+            "minimum" is the smallest budget with which no step waits for memory; None is that, too,
+            if JAX doesn't report the device's memory.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available at the start, less a reserve. JAX, CUDA, XLA, compilation, reading
+            and saving count, too. With less, more is recomputed in backward.
+        trainable: The parameters to train, as a regular expression on their paths, a predicate of
+            the path, a filter of `flax.nnx`, or a list of these; None trains all. An expression
+            such as ``"layers/.*/(q|v)_proj"`` is searched for in the path as text. A filter is a
+            type such as `nnx.LoRAParam`, `nnx.Not(...)`, or a predicate of path and variable. Any
+            of a list may choose a parameter. Predicates return Booleans. Frozen parameters have
+            neither gradients nor optimizer state and are only copied to the device, in
+            `precision.frozen` if that is given; the optimizer sees `optax.MaskedNode` in their
+            place.
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
+            everything but the step number unchanged and continue. Skipping is decided over all
+            gradients, so no parameter is updated before all are known. Steps in float16 always
+            skip: this is how the scale of the loss is found.
+        max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an error
+            only if the loss is not finite or its scale is already 1.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
+            such as "H100"; None for this machine, or an H200 without a GPU.
+        mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device. It
+            is a `jax.sharding.Mesh` with any axes, with equally many devices of each process or
+            only of this one. Each device has its share of the state and of the batch. The loss is
+            still over the whole batch; each process passes its part.
 
     Raises:
         TypeError: If an option has the wrong type.
@@ -119,6 +160,15 @@ class Options:
 class MachineOptions:
     """The options of a plan that change its hardware, or measure it; see `plan`.
 
+    Attributes:
+        host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
+            the host memory of `hardware`.
+        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        measure: Whether to plan for this machine's GPU, and to compile and time the step's
+            functions on it, as the start of a run does: the seconds then come from measured times,
+            and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
+            on the GPU.
+
     Raises:
         TypeError: If an option has the wrong type.
         ValueError: If an option's value is not allowed.
@@ -164,6 +214,30 @@ class MachineOptions:
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
     """The options of the training loop; see `fit`. Integers are stored as Python `int`s.
+
+    Attributes:
+        steps: Number of batches to train on, including those before a checkpoint; None trains until
+            `data` ends.
+        epochs: Number of passes over `data` instead of `steps`. `data` must have a length and be
+            iterable anew, as a list is; otherwise give `steps`.
+        eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
+            first batch is checked before the first step; a function is called for that, and its
+            result serves the first evaluation.
+        eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
+            the end of the run is always evaluated, even for a finished run that was not.
+        checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
+            run can write there at the same time.
+        checkpoint_every: Save after each multiple of this number of steps. Training continues while
+            a checkpoint is written.
+        keep: Number of newest checkpoints to keep.
+        callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
+            Records are read late, so the trainer may already have dispatched the step after the
+            record's. A callback can end the run early by raising `StopTraining`. Methods `begin`
+            and `end`, if it has them, are called at the run's begin and end; see
+            `megatrain_jax.callbacks.Callback`.
+        progress: Whether to show a progress bar; without it nothing is printed, except that a
+            signal ended the run.
 
     Raises:
         TypeError: If an option has the wrong type.
