@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
     from megatrain_jax._src.engine.report.run_warnings import PlanWarning
     from megatrain_jax._src.engine.runtime.training import StepMetrics
-    from megatrain_jax._src.engine.state.cards import (
-        card,
-        this_machine,
-    )
-    from megatrain_jax._src.engine.state.hardware import Hardware
+    from megatrain_jax._src.engine.state.hardware import Hardware, card, this_machine
     from megatrain_jax._src.engine.train.result import DataRanOutError, FitResult, StopTraining
     from megatrain_jax._src.engine.trainer import Trainer
 
@@ -90,11 +86,7 @@ _NAMES = {
     ),
     "engine.report.run_warnings": ("PlanWarning",),
     "engine.runtime.training": ("StepMetrics",),
-    "engine.state.cards": (
-        "card",
-        "this_machine",
-    ),
-    "engine.state.hardware": ("Hardware",),
+    "engine.state.hardware": ("Hardware", "card", "this_machine"),
     "engine.train.result": (
         "DataRanOutError",
         "FitResult",

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from megatrain_jax._src.engine.state.blockwise import Blockwise
+from megatrain_jax._src.engine.state.codec import Blockwise
 
 KINDS = list(itertools.product(("dynamic", "linear"), (8, 4), (True, False)))
 

@@ -12,7 +12,7 @@ from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.report.plan import GroupRow, Plan
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.state import cards
+from megatrain_jax._src.engine.state import hardware
 from megatrain_jax._src.engine.state.hardware import Hardware
 
 GIB = 2**30
@@ -110,7 +110,7 @@ BIG = Plan(
     num_stages=38,
     num_kept=0,
     num_templates=3,
-    hardware=replace(cards.card("H200"), host_bytes=125 * GIB),
+    hardware=replace(hardware.card("H200"), host_bytes=125 * GIB),
     warnings=("`while` holds 3 blocks", "one large stage"),
 )
 

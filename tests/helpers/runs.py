@@ -18,7 +18,7 @@ from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, adapt
 from megatrain_jax._src.engine.options.options import DeviceBudget, Options
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.hardware import card
 from oracle import PlainRun
 from zoo_case import Case
 

@@ -9,7 +9,7 @@ On a GPU, two threads work in parallel:
     times copies, and schedules again   reads
     fills the store                     -
 
-While memory is pinned, only threads that prefault its pages run (see `prefault_threads.py`): the
+While memory is pinned, only threads that prefault its pages run (see `prefaulting`): the
 kernel makes threads that need more memory wait, such as a compiler's.
 No large array is sent to a device before the pool is reserved, because its copy goes through the
 pool and would make it grow in small steps.
@@ -75,17 +75,17 @@ from megatrain_jax._src.engine.spec.run_spec import RunSpec, distinct_facts
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.cards import card_here, within_pools
-from megatrain_jax._src.engine.state.pinning import (
-    advice_on_pages,
-    pins_small_pages,
-    warning_of_little,
-)
+from megatrain_jax._src.engine.state.hardware import card_here, within_pools
 from megatrain_jax._src.engine.state.placement import (
     Placement,
     default_mesh,
     device_count_text,
     placed_on,
+)
+from megatrain_jax._src.engine.state.pool import (
+    advice_on_pages,
+    pins_small_pages,
+    warning_of_little,
 )
 from megatrain_jax._src.engine.state.processes import PeerEndedError
 

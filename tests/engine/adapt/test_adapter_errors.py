@@ -19,7 +19,7 @@ from flax import linen, nnx
 import megatrain_jax as mt
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.precision import Precision
-from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.hardware import card
 from messages import refuses
 
 BATCH = {"x": np.ones((4, 3), np.float32)}

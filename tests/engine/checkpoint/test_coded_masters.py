@@ -16,8 +16,7 @@ from megatrain_jax._src.engine.checkpoint.encodings import coding_of
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.report import run_warnings
 from megatrain_jax._src.engine.spec.codecs import master_codecs
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Plain
+from megatrain_jax._src.engine.state.codec import Blockwise, Plain
 from messages import refuses, tells, warns
 from optimizers import OPTIMIZERS
 from oracle import open_model

@@ -19,12 +19,16 @@ from megatrain_jax._src.engine.kernels import update_pieces as pieces
 from megatrain_jax._src.engine.kernels import updates
 from megatrain_jax._src.engine.kernels.fused_updates import update_in_one_pass
 from megatrain_jax._src.engine.kernels.update_pieces import update_in_pieces
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Plain, Rounded
-from megatrain_jax._src.engine.state.draws import derived_draw, draw_of, halves_of_bits
+from megatrain_jax._src.engine.state.codec import (
+    Blockwise,
+    Plain,
+    Rounded,
+    derived_draw,
+    draw_of,
+    halves_of_bits,
+)
 from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.mixed_layout import MixedLayout
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import MixedLayout, layout_of
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES

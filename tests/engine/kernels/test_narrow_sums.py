@@ -13,7 +13,7 @@ from inside import engine_of, on_one_device, spec_of
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.kernels.narrow_sums import NarrowSums
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
-from megatrain_jax._src.engine.state import offsets
+from megatrain_jax._src.engine.state import layout
 from poison import WIDTH, batch, spoiled_trainer
 from runs import check_close, check_same_bits
 from started import Started
@@ -46,7 +46,7 @@ def test_leaves_with_their_own_arrays_get_the_same_bits_in_every_budget(sums, ma
     precision = mt.Precision(**dtypes)
     given: dict[str, Any] = {"microbatches": MICROBATCHES, "waves": 2, "precision": precision}
     whole = tied_trainer(**given)
-    monkeypatch.setattr(offsets, "LEAST_APART", WIDTH * WIDTH)
+    monkeypatch.setattr(layout, "LEAST_APART", WIDTH * WIDTH)
     with Started().replacing():
         apart = [tied_trainer(device_budget=size, **given) for size in ("least", 10**9)]
     batches = [batch(seed) for seed in range(2)]

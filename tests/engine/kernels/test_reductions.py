@@ -14,8 +14,7 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.optimizer.reductions import find_reductions
 from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.mixed_layout import mixed_layout_of
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import layout_of, mixed_layout_of
 from optimizers import DEFERRED, OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, make_spec, make_trainer, train

@@ -18,9 +18,7 @@ from megatrain_jax._src.engine.kernels.tile_codecs import (
     read_tile,
     write_tile,
 )
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Plain, Rounded
-from megatrain_jax._src.engine.state.nf4 import Nf4
+from megatrain_jax._src.engine.state.codec import Blockwise, Nf4, Plain, Rounded
 
 CODECS = [
     Plain(),

@@ -14,7 +14,7 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaves
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import layout_of
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_spec
 from zoo import CASES

@@ -26,7 +26,7 @@ from megatrain_jax._src.engine.program.loss.operand_traits import (
 )
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import forward_work
-from megatrain_jax._src.engine.state import cards
+from megatrain_jax._src.engine.state import hardware
 from messages import refuses, tells
 from optimizers import OPTIMIZERS
 from oracle import open_model, plain_jit, train_plain
@@ -362,6 +362,6 @@ class FakeDevice:
     ("capability", "has_units"), [("8.6", False), ("8.9", True), ("12.0", True)]
 )
 def test_an_unknown_gpu_has_float8_by_its_compute_capability(monkeypatch, capability, has_units):
-    monkeypatch.setattr(cards, "default_device", lambda: FakeDevice(capability))
+    monkeypatch.setattr(hardware, "default_device", lambda: FakeDevice(capability))
     machine = mt.this_machine()
     assert machine is not None and (machine.float8_flops_per_s is not None) == has_units

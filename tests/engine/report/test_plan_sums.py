@@ -26,7 +26,7 @@ from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.transient_host_bytes import in_flight_bytes
-from megatrain_jax._src.engine.state import cards
+from megatrain_jax._src.engine.state import hardware
 from messages import refuses, tells
 from plans import BALANCED, GIB, SMALL, big_plan, layers_spec, small_plan
 from quantities import has_row
@@ -261,10 +261,10 @@ def test_temporaries_count_once_they_are_known():
 def test_the_share_that_jax_takes_is_counted(name, monkeypatch):
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(variable, raising=False)
-    assert cards.card("RTX 4090").usable_bytes == int(0.85 * 24 * GIB)
+    assert hardware.card("RTX 4090").usable_bytes == int(0.85 * 24 * GIB)
     monkeypatch.setenv(name, "0.5")
-    assert cards.card("RTX 4090").usable_bytes == 12 * GIB
-    assert replace(cards.card("RTX 4090"), device_share=1.0).usable_bytes == 24 * GIB
+    assert hardware.card("RTX 4090").usable_bytes == 12 * GIB
+    assert replace(hardware.card("RTX 4090"), device_share=1.0).usable_bytes == 24 * GIB
 
 
 def test_what_exceeds_the_device_is_refused_with_figures():

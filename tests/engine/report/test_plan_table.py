@@ -11,7 +11,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan_table import BOUNDS
 from megatrain_jax._src.engine.report.table import seconds
-from megatrain_jax._src.engine.state import cards
+from megatrain_jax._src.engine.state import hardware
 from megatrain_jax._src.engine.state.hardware import Hardware
 from messages import tells
 from plans import BALANCED, GIB, big_plan, layers_spec, row, small_plan
@@ -50,7 +50,7 @@ def test_table_of_text():
 @pytest.mark.parametrize(("share", "line"), [(0.04, False), (0.06, True), (0.8, True)])
 def test_attention_has_a_line_where_it_is_much(share, line):
     machine = replace(
-        cards.card("H200"), flops_per_s=588e12, sustained=1.0, sustained_attention=0.5
+        hardware.card("H200"), flops_per_s=588e12, sustained=1.0, sustained_attention=0.5
     )
     plan = big_plan(attention_flops_per_step=int(share * 588e12), hardware=machine)
     text = str(plan)
@@ -72,7 +72,7 @@ def test_attention_has_a_line_where_it_is_much(share, line):
 )
 def test_the_bottleneck_follows_from_printed_times(link, loops, memory, bound):
     machine = replace(
-        cards.card("H200"),
+        hardware.card("H200"),
         flops_per_s=294e12,
         sustained=1.0,
         link_bytes_per_s=1e9,
@@ -118,7 +118,7 @@ def test_a_trainer_without_a_gpu_says_what_it_planned(capfd):
 
 
 def test_what_is_missing_is_said():
-    host = str(big_plan(hardware=cards.card("H200")))
+    host = str(big_plan(hardware=hardware.card("H200")))
     assert has_row(host, [116.9 * GIB, 256 * GIB])
     bare = Hardware(name="Bare", link_bytes_per_s=1e9, flops_per_s=1e12)
     lines = str(big_plan(hardware=bare)).splitlines()

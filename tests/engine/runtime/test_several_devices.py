@@ -20,8 +20,7 @@ from megatrain_jax import losses
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
-from megatrain_jax._src.engine.state.layout import ALIGNMENT
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of
 from megatrain_jax._src.engine.state.placement import default_mesh
 from messages import refuses, tells
 from optimizers import OPTIMIZERS

@@ -24,7 +24,7 @@ from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.traffic import extra_traffic_seconds, stage_traffic
 from megatrain_jax._src.engine.spec.work import Work
-from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.hardware import card
 from messages import tells
 from optimizers import OPTIMIZERS
 from runs import make_spec

@@ -23,7 +23,7 @@ from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.budget import fit_to_machine, least_device_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
-from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.hardware import card
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from messages import tells
 from optimizers import OPTIMIZERS

@@ -26,7 +26,7 @@ from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state import pool
-from megatrain_jax._src.engine.state.cards import card
+from megatrain_jax._src.engine.state.hardware import card
 from megatrain_jax._src.engine.state.placement import placed_on
 from megatrain_jax._src.lm.models.tensors import LazyArray, open_folder
 from messages import tells

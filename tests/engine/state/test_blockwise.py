@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from code_kinds import BLOCK, KINDS, numbers
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.draws import draw_of
+from megatrain_jax._src.engine.state.codec import Blockwise, draw_of
 from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import layout_of
 
 
 def nearest_levels(codec, x):
@@ -48,7 +47,7 @@ def test_zeros_and_largest_numbers_stay_whatever_is_drawn(code, bits, signed, dr
     def drawing(draw, numbers):
         return np.full(numbers.shape, drawn, np.uint32)
 
-    monkeypatch.setattr("megatrain_jax._src.engine.state.blockwise.random_bits", drawing)
+    monkeypatch.setattr("megatrain_jax._src.engine.state.codec.random_bits", drawing)
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
     levels = codec.levels()[signed:]
     rows = np.resize(levels, (4, BLOCK)).astype(np.float32)
@@ -72,7 +71,7 @@ def test_unchanged_numbers_keep_their_codes(code, bits, signed, monkeypatch):
     def drawing(draw, numbers):
         return jnp.zeros(numbers.shape, jnp.uint32)
 
-    monkeypatch.setattr("megatrain_jax._src.engine.state.blockwise.random_bits", drawing)
+    monkeypatch.setattr("megatrain_jax._src.engine.state.codec.random_bits", drawing)
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
     rng = np.random.default_rng(6)
     rows = rng.choice(codec.levels()[signed:], size=(512, BLOCK))

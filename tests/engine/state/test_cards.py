@@ -10,7 +10,7 @@ import pytest
 
 import megatrain_jax as mt
 from inside import on_one_device
-from megatrain_jax._src.engine.state import cards, pool
+from megatrain_jax._src.engine.state import hardware, pool
 from messages import refuses, tells
 
 GIB = 2**30
@@ -26,36 +26,36 @@ def test_known_cards(monkeypatch):
     placement = replace(on_one_device(), devices=(Card(),))
     monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "64")
-    monkeypatch.setattr(cards.host_memory, "total_bytes", lambda: 64 * GIB)
-    assert cards.this_machine() == replace(
-        cards.card("RTX 4090"), host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
+    monkeypatch.setattr(hardware.host_memory, "total_bytes", lambda: 64 * GIB)
+    assert hardware.this_machine() == replace(
+        hardware.card("RTX 4090"), host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
     )
     monkeypatch.setattr(Card, "device_kind", "NVIDIA Abacus")
-    unknown = cards.this_machine()
+    unknown = hardware.this_machine()
     assert unknown is not None and unknown.name == "NVIDIA Abacus"
     assert unknown.device_bytes == 18 * GIB and unknown.source.startswith("assumed")
     assert unknown.is_unmeasured
     # Other vendors' GPUs have bfloat16; of NVIDIA's, their compute capability tells.
     for capability, has_bfloat16 in (("gfx942", True), ("8.0", True), ("7.5", False)):
         monkeypatch.setattr(Card, "compute_capability", capability, raising=False)
-        found = cards.this_machine()
+        found = hardware.this_machine()
         assert found is not None and found.has_bfloat16 is has_bfloat16, capability
     monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
-    unlimited = cards.this_machine()
+    unlimited = hardware.this_machine()
     assert unlimited is not None and unlimited.device_bytes is None
     assert pool.free_device_bytes(placement) is None
     monkeypatch.setattr(Card, "platform", "cpu")
-    assert cards.this_machine() is None
+    assert hardware.this_machine() is None
 
 
 def test_a_plan_says_of_each_card_whether_its_rates_were_measured():
     """So that nobody takes a vendor's peak for a rate that was seen."""
-    sources = {name: card.source for name, card in cards._CARDS.items()}
+    sources = {name: card.source for name, card in hardware._CARDS.items()}
     measured = {name for name, source in sources.items() if source.startswith("measured")}
     assert measured == {"H100", "H200", "HGX_H100", "HGX_H200"}
     (said,) = {sources[name] for name in sources.keys() - measured}
     assert tells(said, "unmeasured")
-    assert {name for name, card in cards._CARDS.items() if not card.is_unmeasured} == measured
+    assert {name for name, card in hardware._CARDS.items() if not card.is_unmeasured} == measured
 
 
 def test_every_figure_of_a_card_has_a_source():
@@ -73,7 +73,7 @@ def test_every_figure_of_a_card_has_a_source():
     }
     faster = {"flops_per_s": {"value": 5e12, "source": "data sheet"}}
     second = {"name": "B", "like": "A", "source": "peak", "figures": faster}
-    found = cards.read_cards({"A": first, "B": second})
+    found = hardware.read_cards({"A": first, "B": second})
     rates = {"device_bytes": 3 * GIB, "link_bytes_per_s": 3e9}
     assert found == {
         "A": mt.Hardware(
@@ -89,14 +89,14 @@ def test_every_figure_of_a_card_has_a_source():
     ):
         figures = first["figures"] | {"link_bytes_per_s": figure}
         with refuses(ValueError, "`link_bytes_per_s`", "A", *named):
-            cards.read_cards({"A": first | {"figures": figures}})
+            hardware.read_cards({"A": first | {"figures": figures}})
 
 
 @pytest.mark.parametrize(
-    "key", json.loads(Path(cards.__file__).with_name("cards.json").read_text()).keys()
+    "key", json.loads(Path(hardware.__file__).with_name("cards.json").read_text()).keys()
 )
 def test_a_card_that_was_a_constant_is_found_by_its_name(key):
     with refuses(AttributeError, key, "hardware=") as caught:
         getattr(mt, key)
     named = re.findall(r'card\("(.+?)"\)', str(caught.value))
-    assert [cards.card(name) for name in named] == [cards._CARDS[key]]
+    assert [hardware.card(name) for name in named] == [hardware._CARDS[key]]

@@ -11,8 +11,13 @@ import pytest
 from inside import on_one_device
 from megatrain_jax._src.engine.runtime.random_arguments import RandomArguments
 from megatrain_jax._src.engine.runtime.store import Store
-from megatrain_jax._src.engine.state.codec import Rounded, round_stochastically
-from megatrain_jax._src.engine.state.draws import derived_draw, draw_of, random_bits
+from megatrain_jax._src.engine.state.codec import (
+    Rounded,
+    derived_draw,
+    draw_of,
+    random_bits,
+    round_stochastically,
+)
 
 SPECIAL = np.array(
     [0, -0.0, 1, -1, np.inf, -np.inf, 1e-45, -1e-45, 1e-40, 3e38, 1 / 3, -1e-3], np.float32

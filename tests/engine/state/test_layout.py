@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.engine.state import offsets
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Rounded
-from megatrain_jax._src.engine.state.draws import draw_of
+from megatrain_jax._src.engine.state import layout
+from megatrain_jax._src.engine.state.codec import Blockwise, Rounded, draw_of
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.host_leaves import read_leaves
-from megatrain_jax._src.engine.state.layout import ALIGNMENT
-from megatrain_jax._src.engine.state.mixed_layout import mixed_layout_of
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of, mixed_layout_of
 
 DTYPES = ("float32", "bfloat16", "int32")
 
@@ -124,14 +120,14 @@ def test_a_share_is_in_whole_rows_unless_they_pad_too_much(shape, share):
 def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypatch):
     shapes = [(8, 64), (5,), (64, 8), (3,)]
     codecs = [Rounded(dtype="bfloat16", stochastic=True)] * 4
-    monkeypatch.setattr(offsets, "LEAST_APART", 512)
-    assert offsets.large_leaves(shapes) == {0, 2}
+    monkeypatch.setattr(layout, "LEAST_APART", 512)
+    assert layout.large_leaves(shapes) == {0, 2}
     for number, found in ((32, range(32)), (33, ())):
-        assert offsets.large_leaves([(8, 64)] * number) == set(found), "a small part of many"
+        assert layout.large_leaves([(8, 64)] * number) == set(found), "a small part of many"
     order = [1, 3, 0, 2]
     whole, apart = (
-        offsets.layout_of(shapes, "float32", 1, codecs, order, apart=large)
-        for large in ((), offsets.large_leaves(shapes))
+        layout.layout_of(shapes, "float32", 1, codecs, order, apart=large)
+        for large in ((), layout.large_leaves(shapes))
     )
     assert [x.size for x in apart.at_rest] == [128, 512, 512]
     assert apart.offsets == whole.offsets and apart.num_bytes == whole.num_bytes

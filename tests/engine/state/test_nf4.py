@@ -14,9 +14,9 @@ from inside import spec_of, store_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint.saved_arrays import saved_arrays
+from megatrain_jax._src.engine.state.codec import Nf4
 from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
-from megatrain_jax._src.engine.state.nf4 import Nf4
-from megatrain_jax._src.engine.state.offsets import layout_of
+from megatrain_jax._src.engine.state.layout import layout_of
 from messages import warns
 from peft_curves import PEFT_WARNINGS, batches, curves, make_trainer
 from quantised_sizes import BITSANDBYTES, WIDE

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from inside import on_one_device
 from megatrain_jax._src.engine.state import pool, pool_limit
 from megatrain_jax._src.engine.state.placement import placed_on
-from megatrain_jax._src.engine.state.prefault_threads import num_threads
+from megatrain_jax._src.engine.state.pool import num_threads
 from messages import refuses, tells
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_jax._src.engine.state.prefault_threads import MappingLister, parts_of, prefaulting
+from megatrain_jax._src.engine.state.pool import MappingLister, parts_of, prefaulting
 
 MIB = 2**20
 

@@ -26,7 +26,7 @@ from megatrain_jax._src.common.sharing import traced_for_devices
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.engine.program.flops import count_flops
 from megatrain_jax._src.engine.program.loop_kernels import count_loops
-from megatrain_jax._src.engine.state import offsets
+from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.lm.models import (
     delta_kernel,
     expert_rows,
@@ -203,7 +203,7 @@ def config_of(**options):
 
 @pytest.mark.exhaustive
 def test_a_model_is_cut_and_trained_with_kernels_as_without_being_cut(kernels, monkeypatch):
-    monkeypatch.setattr(offsets, "LEAST_APART", 4 * 24 * 32)
+    monkeypatch.setattr(layout, "LEAST_APART", 4 * 24 * 32)
     config, optimizer = config_of(), optax.adamw(1e-2)
     rows = jax.random.randint(jax.random.key(0), (3, 2, 40), 1, 64)
     segments = jnp.repeat(jnp.asarray([[1] * 20 + [2] * 20]), 2, axis=0)
@@ -241,7 +241,7 @@ def test_a_model_is_cut_and_trained_with_kernels_as_without_being_cut(kernels, m
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_matrices_that_kernels_read_are_arrays_of_their_own(by_kernels, monkeypatch):
     """Kernels would read copies of what lies in a slab, also in a single microbatch."""
-    monkeypatch.setattr(offsets, "LEAST_APART", 2 * 8 * 8)
+    monkeypatch.setattr(layout, "LEAST_APART", 2 * 8 * 8)
     sizes = jnp.array([3, 5])
 
     def loss(params, x):

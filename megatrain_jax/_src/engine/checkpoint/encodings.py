@@ -23,8 +23,7 @@ import numpy as np
 from megatrain_jax._src.engine.checkpoint.contents import ArrayEntry, TreePath, layout_at, pointer
 from megatrain_jax._src.engine.program.layers.index import sliced_axes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.nf4 import Nf4
+from megatrain_jax._src.engine.state.codec import Blockwise, Nf4
 
 _FLOATS = ("bfloat16", "float32")
 

@@ -38,8 +38,7 @@ from megatrain_jax._src.engine.kernels.tile_codecs import (
 from megatrain_jax._src.engine.kernels.tiles import evaluate_on_tile, fits_tile, pallas
 from megatrain_jax._src.engine.kernels.update_pieces import Columns, Compute
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.state.codec import Array
-from megatrain_jax._src.engine.state.draws import Draw, halves_of_bits
+from megatrain_jax._src.engine.state.codec import Array, Draw, halves_of_bits
 from megatrain_jax._src.engine.state.layout import PLAIN
 
 # Blocks of a tile, and groups of 32 threads that compute it: 8 numbers per thread, so that each

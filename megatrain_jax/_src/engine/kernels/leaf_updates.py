@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.engine.kernels.update_pieces import Columns
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment, groups_behind
-from megatrain_jax._src.engine.state.codec import Array
-from megatrain_jax._src.engine.state.draws import Draw
+from megatrain_jax._src.engine.state.codec import Array, Draw
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import Layout
 

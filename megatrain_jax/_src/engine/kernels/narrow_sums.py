@@ -18,8 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.engine.kernels.kernel import placed
-from megatrain_jax._src.engine.state.codec import round_stochastically
-from megatrain_jax._src.engine.state.draws import derived_draw, draw_of, random_bits
+from megatrain_jax._src.engine.state.codec import (
+    derived_draw,
+    draw_of,
+    random_bits,
+    round_stochastically,
+)
 from megatrain_jax._src.engine.state.layout import Layout
 from megatrain_jax._src.engine.state.placement import Placement
 

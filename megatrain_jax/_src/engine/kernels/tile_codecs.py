@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.engine.kernels.tiles import pallas
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Plain, Rounded, round_stochastically
+from megatrain_jax._src.engine.state.codec import Blockwise, Plain, Rounded, round_stochastically
 
 BLOCK = Blockwise.block
 # Bits of the smallest normal number of fp32, and of infinity. Bits of positive numbers have the

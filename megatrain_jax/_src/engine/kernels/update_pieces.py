@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.engine.state.codec import Array
-from megatrain_jax._src.engine.state.draws import Draw
+from megatrain_jax._src.engine.state.codec import Array, Draw
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import Layout, Segment
 

@@ -7,8 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.engine.options.precision import Precision
-from megatrain_jax._src.engine.state.cards import card
-from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.hardware import Hardware, card
 
 
 def found_hardware(value: Any) -> Hardware | None:

@@ -14,8 +14,7 @@ from megatrain_jax._src.engine.report.timeline_figure import draw_timeline, titl
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.timeline import memory, timeline
 from megatrain_jax._src.engine.schedule.workload import Workload
-from megatrain_jax._src.engine.state.cards import card
-from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.hardware import Hardware, card
 from megatrain_jax._src.engine.state.pool import usable_bytes
 from megatrain_jax._src.engine.state.pool_limit import beside_bytes
 

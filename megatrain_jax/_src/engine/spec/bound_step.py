@@ -46,9 +46,8 @@ from megatrain_jax._src.engine.spec.costs import (
 )
 from megatrain_jax._src.engine.spec.cut_run import Cut
 from megatrain_jax._src.engine.spec.selective import selective_residuals
-from megatrain_jax._src.engine.state.cards import card
 from megatrain_jax._src.engine.state.groups import Grouping, GroupLayout
-from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.hardware import Hardware, card
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

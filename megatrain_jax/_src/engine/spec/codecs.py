@@ -13,9 +13,7 @@ from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.program.optimizer.trace_optimizer import StateLeaf
 from megatrain_jax._src.engine.program.optimizer.traits import Traits, state_traits
-from megatrain_jax._src.engine.state.blockwise import Blockwise
-from megatrain_jax._src.engine.state.codec import Plain, Rounded
-from megatrain_jax._src.engine.state.nf4 import Nf4
+from megatrain_jax._src.engine.state.codec import Blockwise, Nf4, Plain, Rounded
 
 _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 

@@ -19,11 +19,17 @@ import jax
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.program.jaxpr import num_bytes
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.state.codec import Plain
-from megatrain_jax._src.engine.state.draws import Draw, derived_draw, draw_of
-from megatrain_jax._src.engine.state.layout import PLAIN, Layout
-from megatrain_jax._src.engine.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
-from megatrain_jax._src.engine.state.offsets import in_order, large_leaves, layout_of
+from megatrain_jax._src.engine.state.codec import Draw, Plain, derived_draw, draw_of
+from megatrain_jax._src.engine.state.layout import (
+    PLAIN,
+    Layout,
+    MixedLayout,
+    in_order,
+    large_leaves,
+    layout_of,
+    mixed_layout_of,
+    rows_like,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.engine.state.codec import Array
-from megatrain_jax._src.engine.state.layout import Layout
-from megatrain_jax._src.engine.state.mixed_layout import MixedLayout
+from megatrain_jax._src.engine.state.layout import Layout, MixedLayout
 
 Run = tuple[int, np.ndarray]
 """Consecutive elements of a flat array: the number of the first element, and the elements."""

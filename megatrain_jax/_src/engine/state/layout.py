@@ -1,4 +1,6 @@
-"""Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
+"""Layouts of leaves in slabs: of one dtype, in one slab, or of several.
+
+Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
 
 A slab is one flat array of a group's leaves with one dtype. One array per group needs one transfer,
 and freed arrays of equal size are reused exactly. Unpacking happens inside a kernel, where it is a
@@ -10,18 +12,27 @@ every leaf, so that an update needs no data from its peers.
 A layout also defines the arrays that store a slab between kernels (`at_rest`): the slab itself, or
 the output of its segments' codecs, such as a narrower dtype. Kernels `decode` their inputs and
 `encode` their outputs; the rest of the program treats the arrays as opaque.
+
+Lays out leaves in a slab: their order, their shares and their offsets.
+
+Example: leaves of shapes (3, 2), (5,) and (70,) over two shards, aligned to 64 elements::
+
+    shares     3, 3 and 35 elements of each shard; the second leaf has one element of padding
+    offsets    0, 64 and 128, in both shards
+    size       2 * 192
+
+Layouts of leaves with several dtypes, such as optimizer state: a sequence of slabs.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import accumulate, groupby, islice
 
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.engine.state.codec import Array, Part, Plain
-from megatrain_jax._src.engine.state.draws import Draw, derived_draw
+from megatrain_jax._src.engine.state.codec import Array, Draw, Part, Plain, derived_draw
 
 Spread = Callable[[jax.Array], jax.Array]
 """A function that applies a sharding to an array, inside jit."""
@@ -398,3 +409,237 @@ class Layout:
                 is_padding = (inside >= share) | (shard * share + inside >= size)
                 rows = jnp.where(is_leaf & is_padding, 0, rows)
         return rows
+
+
+# ---- offsets
+
+# The maximum padding that a leaf's shares may add, as a fraction of its size.
+_PADDING = 1 / 16
+# A leaf gets its own segment if it has at least LEAST_APART elements, and at least 1/_MOST_APART of
+# its slab's elements.
+LEAST_APART = 1 << 20
+_MOST_APART = 32
+
+
+def layout_of(
+    shapes: Sequence[tuple[int, ...]],
+    dtype: jax.typing.DTypeLike,
+    num_shards: int = 1,
+    codecs: Sequence[Plain] | None = None,
+    order: Sequence[int] | None = None,
+    unit: int = 1,
+    apart: Collection[int] = (),
+) -> Layout:
+    """Lays out leaves of one dtype back to back, each aligned, in each shard.
+
+    Args:
+        shapes: Shape of each leaf.
+        dtype: Compute dtype of the leaves.
+        num_shards: Number of equal parts that the slab is divided into.
+        codecs: Codec of each leaf; None for plain ones.
+        order: The leaves in the order of their offsets; None puts leaves of one codec together.
+        unit: Number of elements that are encoded together: leaves and their shares begin at
+            multiples of it.
+        apart: Leaves with their own segments; see `large_leaves`.
+    """
+    # Leaves of one codec are adjacent, so that a slab has few segments and few arrays at rest.
+    codecs = codecs or [PLAIN] * len(shapes)
+    order = in_order(codecs) if order is None else order
+    shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)
+    offsets, end, step = [0] * len(shapes), 0, max(ALIGNMENT, unit)
+    segments: list[Segment] = []
+    before = None
+    for i in order:
+        offsets[i] = start = end
+        # A leaf without elements also takes space, so that no slab and no segment is empty.
+        end += max(1, -(-shares[i] // step)) * step
+        # Neighbours with one codec form one segment, including the padding between them.
+        is_alike = segments and segments[-1].codec == codecs[i]
+        if is_alike and i not in apart and before not in apart:
+            start = segments.pop().start
+        segments.append(Segment(codec=codecs[i], start=start, stop=end))
+        before = i
+    return Layout(
+        dtype=jnp.dtype(dtype).name,
+        shapes=tuple(tuple(s) for s in shapes),
+        shares=shares,
+        offsets=tuple(offsets),
+        size=end * num_shards,
+        num_shards=num_shards,
+        segments=tuple(segments),
+    )
+
+
+def large_leaves(shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
+    """The leaves that are worth their own arrays, if many microbatches read and add to them.
+
+    A matrix product can read weights in place, and add to the sum of their gradients in place, if
+    they have their own array. A part of an array would be copied first. But each array takes time
+    to dispatch.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    least = max(LEAST_APART, sum(sizes) / _MOST_APART)
+    return frozenset(i for i, size in enumerate(sizes) if size >= least)
+
+
+def in_order(kinds: Sequence[Hashable]) -> list[int]:
+    """Positions of leaves, sorted so that equal kinds are adjacent: [a, b, a] gives [0, 2, 1]."""
+    first = {kind: n for n, kind in reversed(list(enumerate(kinds)))}
+    return sorted(range(len(kinds)), key=lambda i: first[kinds[i]])
+
+
+def _share(shape: tuple[int, ...], num_shards: int, unit: int) -> int:
+    """Elements of a leaf in each shard.
+
+    A share consists of whole rows along the leaf's first axis. If that adds too much padding, more
+    leading axes are merged. For example, (8, 3, 64) over 4 shards gives each shard two rows of 192
+    elements. But (3, 3, 64) has three rows for four shards, and nine rows of 64 elements are no
+    better, so each shard gets 144 of the 576 elements. A `unit` of elements that are encoded
+    together is never divided, so that units are the same for any number of shards.
+    """
+    size = inner = math.prod(shape)
+    share = size
+    for axis in shape:
+        inner //= max(axis, 1)
+        share = -(-size // (inner * num_shards)) * inner if inner else 0
+        if share * num_shards <= size * (1 + _PADDING):
+            break
+    return share if num_shards == 1 else -(-share // unit) * unit
+
+
+# ---- mixed layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedLayout:
+    """The layout of leaves with several dtypes: one or more slabs, with all their arrays at rest.
+
+    Attributes:
+        layouts: Layout of each slab.
+        places: For each leaf, the number of its slab and its position there.
+    """
+
+    layouts: tuple[Layout, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs at rest."""
+        return sum(layout.num_bytes for layout in self.layouts)
+
+    @property
+    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays at rest, slab by slab."""
+        return tuple(aval for layout in self.layouts for aval in layout.at_rest)
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding an update draws random bits."""
+        return any(layout.draws for layout in self.layouts)
+
+    def encode(
+        self, slabs: Sequence[Array], draws: Sequence[Draw | None] | None = None
+    ) -> tuple[Array, ...]:
+        """The arrays at rest of all slabs; `draws` has one entry per slab. See `Layout.encode`."""
+        draws = [None] * len(self.layouts) if draws is None else draws
+        rows = zip(self.layouts, slabs, draws, strict=True)
+        return tuple(x for layout, slab, draw in rows for x in layout.encode(slab, draw))
+
+    def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The slabs decoded from their arrays at rest; see `Layout.decode`."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode(own) for layout, own in rows)
+
+    def decode_segments(self, arrays: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
+        """The segments of each slab, decoded; see `Layout.decode_segments`."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode_segments(own) for layout, own in rows)
+
+    def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each slab."""
+        row = iter(arrays)
+        return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
+
+    def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
+        """All leaves, in order; for use inside jit."""
+        return [self.layouts[s].unpack(slabs[s], i) for s, i in self.places]
+
+    def pack(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The slabs of all leaves."""
+        rows: list[list] = [[] for _ in self.layouts]
+        for (s, _), leaf in zip(self.places, leaves, strict=True):
+            rows[s].append(leaf)
+        return tuple(layout.pack(row) for layout, row in zip(self.layouts, rows, strict=True))
+
+
+def mixed_layout_of(
+    avals: Sequence[jax.ShapeDtypeStruct],
+    mirrored: Sequence[tuple[int, ...]],
+    num_shards: int = 1,
+    codecs: Sequence[Plain] | None = None,
+    order: Sequence[int] | None = None,
+    unit: int = 1,
+    apart: Collection[int] = (),
+) -> MixedLayout:
+    """Lays out leaves of any dtypes: moments like the masters, the rest of the state together.
+
+    Consecutive leaves with the shapes in `mirrored`, such as one moment of all parameters, get
+    their own slab, with the same offsets as the parameters. The remaining leaves share one slab per
+    dtype.
+
+    Example: AdamW's state for parameters of shapes (3, 2) and (5,), given as `mirrored`::
+
+        leaf     count   mu 0     mu 1   nu 0     nu 1
+        shape    ()      (3, 2)   (5,)   (3, 2)   (5,)
+        place    (0, 0)  (1, 0)   (1, 1) (2, 0)   (2, 1)     # slabs: int32[64], fp32[128] twice
+
+    Args:
+        avals: Shape and dtype of each leaf.
+        mirrored: Shapes of the parameters, in the order of their slab.
+        num_shards: Number of equal parts that each slab is divided into.
+        codecs: Codec of each leaf; None for plain ones.
+        order: The order of the parameters in their slab; see `layout_of`.
+        unit: Number of elements that are encoded together; see `layout_of`.
+        apart: Parameters that have their own segments in their slab; see `layout_of`.
+    """
+    codecs = codecs or [PLAIN] * len(avals)
+    kinds: dict[tuple[str, int], list[int]] = {}
+    places = []
+    for start, count in rows_like(avals, mirrored):
+        for i in range(start, start + max(count, 1)):
+            # A row's start identifies its slab; -1 is the slab of the remaining leaves.
+            kind = jnp.dtype(avals[i].dtype).name, start if count else -1
+            rows = kinds.setdefault(kind, [])
+            places.append((list(kinds).index(kind), len(rows)))
+            rows.append(i)
+    layouts = tuple(
+        layout_of(
+            [tuple(avals[i].shape) for i in rows],
+            dtype,
+            num_shards,
+            [codecs[i] for i in rows],
+            # In the masters' order, so that an update can compute on whole slabs.
+            order if start >= 0 else None,
+            unit,
+            apart if start >= 0 else (),
+        )
+        for (dtype, start), rows in kinds.items()
+    )
+    return MixedLayout(layouts=layouts, places=tuple(places))
+
+
+def rows_like(
+    avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
+) -> list[tuple[int, int]]:
+    """Finds rows of consecutive leaves that have the parameters' shapes and one dtype.
+
+    Returns:
+        The first position of each row and the number of its leaves; 0 for a leaf outside all rows.
+    """
+    found, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
+    while at < len(avals):
+        row = avals[at : at + len(shapes)]
+        alike = [tuple(a.shape) for a in row] == shapes and len({a.dtype for a in row}) == 1
+        found.append((at, len(row) if alike else 0))
+        at += found[-1][1] or 1
+    return found

@@ -1,4 +1,31 @@
-"""Reserves JAX's pools of pinned host memory in a few large allocations.
+"""JAX's pools of pinned host memory: reserved, with the system's limits and with threads that help.
+
+The system's page size for pinned host memory, and its limits on pinning.
+
+A low `RLIMIT_MEMLOCK` is no reason to refuse a run: it is small in most containers, and CUDA's
+driver on native Linux is not known to obey it. If pinning fails, the error names it as a possible
+reason.
+
+Threads that prefault the pages of host memory while the GPU's driver pins it.
+
+The driver maps a piece of memory and pins its pages in one thread, which waits while the kernel
+finds (allocates) and clears each page. Further threads can ask for the same pages in parallel. The
+kernel's `MADV_POPULATE_WRITE` (Linux 5.14) finds pages without changing their contents. It refuses
+addresses that are not mapped, so it is safe even if the driver frees the memory in the meantime.
+
+Example: the driver pins 64 GiB on a machine with 17 cores::
+
+    driver        maps bytes 0 to 64 GiB, and pins page 0, 1, 2, ...
+    one thread    sees the mapping in /proc/self/maps
+    thread 0      finds the pages of bytes 0 to 4 GiB
+    thread 1      finds the pages of bytes 4 to 8 GiB
+    ...
+
+While the driver pins, the kernel keeps the process's list of mappings locked against changes. A
+thread that needs more memory then has to wait, and so does every later call that uses the list. So
+all threads are started before the driver begins, and each prefaults its part in one call.
+
+Reserves JAX's pools of pinned host memory in a few large allocations.
 
 On GPUs, JAX allocates `pinned_host` arrays from one pool per device. A pool fragments if it grows
 on demand, and the kernel kills a process that takes too much memory, without a message. So
@@ -6,20 +33,31 @@ on demand, and the kernel kills a process that takes too much memory, without a 
 pools' limit must be set before JAX's backend starts; see `pool_limit`.
 """
 
+import ctypes
 import gc
-from collections.abc import Callable, Sequence
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from megatrain_jax._src.common.host_memory import available_bytes, resident_bytes, total_bytes
+from megatrain_jax._src.common.host_memory import (
+    available_bytes,
+    read_text,
+    resident_bytes,
+    total_bytes,
+)
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.engine.state.pinning import refusal
 from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.pool_limit import (
     LIMIT_VARIABLE,
@@ -31,9 +69,215 @@ from megatrain_jax._src.engine.state.pool_limit import (
     process_budget,
     process_budget_now,
 )
-from megatrain_jax._src.engine.state.prefault_threads import num_threads, prefaulting
 
+# Pools are pinned in shared memory, which has its own setting.
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_KERNEL = Path("/proc/sys/kernel/osrelease")
 _GIB = 2**30
+# Reported by users, regardless of the machine's memory.
+_PINNED_BY_WSL = _GIB
+# Measured: 1 to 2 GiB per second; with huge pages two to three times as much or more.
+_SMALL_PAGES_PER_SECOND = 1.5 * _GIB
+# A shorter wait needs no advice.
+_SECONDS_TO_EXPLAIN = 10.0
+
+
+def pins_small_pages(setting: Path = _HUGE_PAGES) -> bool:
+    """Whether the kernel pins memory in small pages although it supports huge ones.
+
+    Args:
+        setting: The kernel's file of choices, with the current choice in brackets.
+    """
+    text = read_text(setting) or ""
+    # With "advise" the allocating code, the GPU's driver, would have to ask for huge pages.
+    return any(f"[{word}]" in text for word in ("never", "advise", "deny"))
+
+
+def advice_on_pages(num_bytes: int, setting: Path = _HUGE_PAGES) -> str | None:
+    """Returns advice to enable huge pages before a large amount of memory is pinned.
+
+    Args:
+        num_bytes: Bytes that are about to be pinned.
+        setting: See `pins_small_pages`.
+
+    Returns:
+        The advice; None if the wait is short or huge pages are enabled.
+    """
+    seconds = num_bytes / _SMALL_PAGES_PER_SECOND
+    if seconds < _SECONDS_TO_EXPLAIN or not pins_small_pages(setting):
+        return None
+    return (
+        f"pinning {sized(num_bytes)} of host memory: the kernel finds the pages 4 KiB at a time, "
+        f"for about {seconds:.0f} s. With huge pages it takes half of that or much less: before "
+        f"the next run, `echo always | sudo tee {setting}`"
+    )
+
+
+def pinnable_bytes(kernel: Path = _KERNEL) -> int | None:
+    """Returns the known limit of memory that this system can pin in total.
+
+    Args:
+        kernel: The kernel's file with its release, which names Windows' subsystem for Linux.
+
+    Returns:
+        Bytes; None if no limit is known.
+    """
+    return _PINNED_BY_WSL if "microsoft" in (read_text(kernel) or "").lower() else None
+
+
+def warning_of_little(num_bytes: int, kernel: Path = _KERNEL) -> str | None:
+    """Returns a warning if training pins more than `pinnable_bytes`; None otherwise."""
+    limit = pinnable_bytes(kernel)
+    if limit is None or num_bytes <= limit:
+        return None
+    return (
+        f"training pins {sized(num_bytes)} of host memory or more, and Windows' subsystem for "
+        f"Linux was seen to pin about {sized(limit)} in all: if the system refuses the rest, the "
+        "run ends and says how much was pinned. A Linux system of its own has no such limit"
+    )
+
+
+def refusal(num_pinned: int, num_refused: int, needed: int, kernel: Path = _KERNEL) -> str:
+    """Returns an error message for a system that refuses to pin all the memory training needs.
+
+    Args:
+        num_pinned: Bytes that the system has pinned.
+        num_refused: Bytes that the system then refused to pin.
+        needed: Bytes that training needs.
+        kernel: See `pinnable_bytes`.
+    """
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if pinnable_bytes(kernel) is not None:
+        why = "Windows' subsystem for Linux pins little, a Linux system of its own more."
+    elif locked != resource.RLIM_INFINITY:
+        why = (
+            f"This process may lock {sized(locked)} (`ulimit -l`): if the driver obeys that, give "
+            "the container more, as with `--ulimit memlock=-1`."
+        )
+    else:
+        why = "A limit of the container, or what other programs have pinned, may be the reason."
+    return (
+        f"The system pinned {sized(num_pinned)} of host memory and refused {sized(num_refused)} "
+        f"more; training needs {sized(needed)} pinned. {why} Or train what pins less: give a "
+        f"smaller `host_budget`, with which less waits in the host, or store fewer bytes a "
+        "parameter (Precision.compact(), an optimizer with less state such as adafactor or lion)."
+    )
+
+
+# ---- prefault threads
+
+# The kernel's number; Python's `mmap` has no name for it.
+_MADV_POPULATE_WRITE = 23
+# The kernel's name of shared memory without a file, as the driver maps it.
+_SHARED = b"/dev/zero"
+_SECONDS_BETWEEN_LOOKS = 0.01
+# Pages of smaller mappings are found quickly.
+_LEAST_BYTES = 2**28
+# The largest huge page: no two threads ask for the same one.
+_PAGE_BYTES = 2**21
+_MOST_THREADS = 16
+
+Mapping = tuple[int, int]
+"""The first address of a mapping, and the address after its last."""
+
+
+def num_threads() -> int:
+    """Returns the number of threads that prefault pages; one core is left for the driver."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+
+
+@contextmanager
+def prefaulting(
+    threads: int, num_mappings: int = 1, least_bytes: int = _LEAST_BYTES
+) -> Iterator[None]:
+    """A context in which threads prefault the pages of new mappings of shared memory.
+
+    Its end waits for the threads, which is short if the memory is pinned by then.
+
+    Args:
+        threads: Number of threads.
+        num_mappings: Number of mappings that are pinned at a time.
+        least_bytes: Minimum size of a mapping to prefault.
+    """
+    parts: SimpleQueue[Mapping | None] = SimpleQueue()
+    lister, ended = MappingLister(), threading.Event()
+    known = set(lister.shared())
+
+    def watch() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+            for mapping in set(lister.shared()) - known:
+                known.add(mapping)
+                if mapping[1] - mapping[0] >= least_bytes:
+                    for part in parts_of(mapping, max(1, threads // num_mappings)):
+                        parts.put(part)
+
+    # Daemons, so that a process can exit without waiting for them.
+    targets = [watch, *[lambda: _prefault(parts)] * threads]
+    started = [threading.Thread(target=run, name="pages found", daemon=True) for run in targets]
+    for thread in started:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for _ in range(threads):
+            parts.put(None)
+        for thread in started:
+            thread.join()
+
+
+class MappingLister:
+    """Lists this process's mappings; only the first listing may ask the kernel for memory."""
+
+    def __init__(self, maps: Path = Path("/proc/self/maps")):
+        """Remembers the kernel's file of mappings."""
+        self._maps, self._text = maps, bytearray(2**20)
+
+    def shared(self) -> list[Mapping]:
+        """Returns the mappings of shared memory; none if the kernel doesn't list them."""
+        end = self._read()
+        found, at = [], self._text.find(_SHARED, 0, end)
+        while at >= 0:
+            line = self._text.rfind(b"\n", 0, at) + 1
+            # "7f0000000000-7f1000000000 rw-s 00000000 00:01 42   /dev/zero (deleted)"
+            first, last = self._text[line:at].split(maxsplit=1)[0].split(b"-")
+            found.append((int(first, 16), int(last, 16)))
+            at = self._text.find(_SHARED, at + 1, end)
+        return found
+
+    def _read(self) -> int:
+        """Reads the file; returns its length."""
+        end = 0
+        try:
+            with self._maps.open("rb", buffering=0) as file:
+                while count := file.readinto(memoryview(self._text)[end:]):
+                    end += count
+                    if end == len(self._text):
+                        self._text += bytes(end)
+        except OSError:
+            return 0
+        return end
+
+
+def parts_of(mapping: Mapping, number: int) -> list[Mapping]:
+    """Divides a mapping into at most `number` parts that begin a whole number of pages apart."""
+    first, end = mapping
+    size = -(-(end - first) // number // _PAGE_BYTES) * _PAGE_BYTES
+    return [(at, min(at + size, end)) for at in range(first, end, size)]
+
+
+def _prefault(parts: "SimpleQueue[Mapping | None]") -> None:
+    """Prefaults the pages of parts of mappings until the queue gives None."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    while part := parts.get():
+        first, end = part
+        # Errors don't matter: the driver waits for the pages that are left.
+        advise(first, end - first, _MADV_POPULATE_WRITE)
+
+
+# ---- pool
+
 # Seconds between updates of the progress display.
 _SECONDS_AT_A_TIME = 0.2
 # Memory that must remain available after pinning, for compilation and the system.
