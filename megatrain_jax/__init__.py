@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.engine.history import History
     from megatrain_jax._src.engine.options.precision import Precision
     from megatrain_jax._src.engine.planning import plan
+    from megatrain_jax._src.engine.program.trace_target import TraceTarget, trace_target
     from megatrain_jax._src.engine.report.comparison import PlanComparison, PlanRow
     from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
     from megatrain_jax._src.engine.report.run_warnings import PlanWarning
@@ -56,12 +57,14 @@ __all__ = [
     "StepMetrics",
     "StopTraining",
     "TileRow",
+    "TraceTarget",
     "Trainer",
     "card",
     "compare_plans",
     "fit",
     "plan",
     "this_machine",
+    "trace_target",
     "train",
 ]
 
@@ -75,6 +78,7 @@ _NAMES = {
     ),
     "engine.history": ("History",),
     "engine.planning": ("plan",),
+    "engine.program.trace_target": ("TraceTarget", "trace_target"),
     "engine.report.comparison": (
         "PlanComparison",
         "PlanRow",

@@ -37,6 +37,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.options.options import Options
+from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.placement import Placement, placed_on
@@ -148,7 +149,7 @@ def kernels(case: Case, placement: Placement | None = None) -> Iterator[Kernel]:
         waves=case.waves,
         device_budget=case.budget,
     )
-    with attention_kernel.planned_for(128):
+    with traced_for(card="H100", widest_heads=128):
         model = adapt(lambda: models.Decoder(config, rngs=nnx.Rngs(0)), loss_fn, batch, 0)[0]
         optimizer = _OPTIMIZERS[case.optimizer]()
         spec = make_run_spec(model, loss_fn, optimizer, batch, options)
@@ -162,13 +163,13 @@ def kernels(case: Case, placement: Placement | None = None) -> Iterator[Kernel]:
 
 def estimated(kernel: Kernel) -> int:
     """The estimate of a kernel's temporaries in bytes."""
-    with attention_kernel.planned_for(128):
+    with traced_for(card="H100", widest_heads=128):
         return KernelCache(platform="gpu").estimate([kernel]) - kernel.beside_bytes
 
 
 def compiled(kernel: Kernel) -> int:
     """The compiler's figure of a kernel's temporaries in bytes."""
-    with attention_kernel.planned_for(128):
+    with traced_for(card="H100", widest_heads=128):
         lowered = KernelCache().get(kernel).lower(*kernel.takes or ())
     found = [
         lowered.compile({"xla_gpu_enable_triton_gemm": by_triton}).memory_analysis()

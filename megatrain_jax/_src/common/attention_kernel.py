@@ -6,31 +6,14 @@ array of the scores' shape. Flop and byte counts recognise it by name. It is nev
 
 Example: 4 queries, 2 heads of width 8, traced for their gradient::
 
-    with planned_for(128):
-        out = attend(q, k, v, None)    # saves bf16[1, 4, 2, 8] and statistics, fp32[1, 2, 4]
+    out = attend(q, k, v, None)    # saves bf16[1, 4, 2, 8] and statistics, fp32[1, 2, 4]
 """
-
-from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 FORWARD, BACKWARD = "planned_attention_fwd", "planned_attention_bwd"
-
-# A context of JAX's own, so it is part of the key of JAX's trace caches: no later run gets a
-# stand-in from a cached trace.
-_widest_heads = jax.make_user_context(None)
-
-
-def planned_for(widest_heads: int | None) -> AbstractContextManager[None]:
-    """Traces the body for a GPU with an attention kernel up to this head width, or None."""
-    return _widest_heads(widest_heads)
-
-
-def planned_width() -> int | None:
-    """The largest head width of the planned GPU's attention kernel, or None."""
-    return _widest_heads.value
 
 
 def attend(

@@ -8,9 +8,7 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import gc_paused
-from megatrain_jax._src.common.hopper_kernels import planned_card
 from megatrain_jax._src.common.remembering import IdentityKey, remembered, remembering
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -26,6 +24,7 @@ from megatrain_jax._src.engine.options.options import (
     PrecisionGiven,
     Trainable,
 )
+from megatrain_jax._src.engine.program.trace_target import trace_target, traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.run_warnings import PlanWarning
@@ -161,13 +160,13 @@ def plan(
         return _measured(model, loss_fn, optimizer, sample_batch, run)
     # For any mesh: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    machine, widest_heads, card = run.machine, None, None
-    # The library's own models depend on the GPU they are traced on; this machine may have none.
+    machine, target = run.machine, {}
+    # A model may depend on the GPU that it is traced for; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
-        widest_heads, card = machine.widest_heads, machine.name
-    with planned_for(widest_heads), planned_card(card), gc_paused(), remembering():
+        target = {"card": machine.name, "widest_heads": machine.widest_heads}
+    with traced_for(**target), gc_paused(), remembering():
         batch = IdentityKey(sample_batch) if needs_batch(model) else None
-        given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, widest_heads, card
+        given = IdentityKey(model), IdentityKey(loss_fn), batch, run.seed, trace_target()
         adapted = remembered(
             "adapted model",
             lambda: given,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
+from megatrain_jax import trace_target
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.sharing import num_loss_devices
 
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
@@ -162,7 +162,8 @@ def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, A
 
 def num_parts(tokens: int) -> int:
     """Returns the number of devices that share the tokens equally; 1 if they don't."""
-    return num_loss_devices() if tokens % num_loss_devices() == 0 else 1
+    num_devices = trace_target().num_devices
+    return num_devices if tokens % num_devices == 0 else 1
 
 
 def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:

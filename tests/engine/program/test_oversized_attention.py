@@ -15,11 +15,11 @@ from jax.interpreters import mlir
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program import oversized_attention
 from megatrain_jax._src.engine.program.attention import is_attention
 from megatrain_jax._src.engine.program.oversized_attention import in_pieces, is_wide
+from megatrain_jax._src.engine.program.trace_target import traced_for
 from runs import check_close
 
 WIDTH = 8
@@ -141,7 +141,7 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
         out = jax.lax.scan(lambda q, _: (attend(q, k, v), None), q, None, length=2)[0]
         return out.astype(jnp.float32).sum()
 
-    with planned_for(128):
+    with traced_for(card="a card", widest_heads=128):
         traced = jx.trace(jax.grad(loss, (0, 1, 2)), q, k, k)
         arguments = [v.aval for v in traced.jaxpr.invars]
         found = jax.make_jaxpr(lambda *args: in_pieces(traced.jaxpr, (), args, 1))(*arguments)

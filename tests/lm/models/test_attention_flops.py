@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.engine import planning
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.engine.program.flops import count_flops, is_product
+from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan, microbatch_work
 from megatrain_jax._src.engine.spec import bound_step, selective
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
@@ -44,6 +44,10 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(cudnn_attention, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn_attention, "check_is_flash_attention", lambda *a, **k: None)
     monkeypatch.setattr(causal_attention, "fits_cudnn", lambda q, packed: True)
+
+
+def planned_for(widest: int) -> contextlib.AbstractContextManager[None]:
+    return traced_for(card="a card", widest_heads=widest)
 
 
 def shapes(queries: int = 96, keys: int = 96) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -205,9 +209,10 @@ def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
         assert [(x.shape, x.dtype) for x in (out, *gradients)] == [
             (x.shape, x.dtype) for x in (shapes()[0], *shapes())
         ]
-    for widest in (None, width - 8):  # no kernel is there
+    for widest in (0, width - 8):  # no kernel is there
         with planned_for(widest):
             assert counted(function, *shapes(), segments)[1] == 0
+    assert counted(function, *shapes(), segments)[1] == 0
     exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in shapes()]
     with planned_for(width):
         assert counted(function, *exact, segments)[1] == 0
@@ -264,7 +269,7 @@ def test_a_plan_made_elsewhere_is_that_of_a_gpu(window, monkeypatch, request):
     assert elsewhere.attention_flops_per_step > 0
     # As if there were cuDNN here: the kernels themselves are traced.
     request.getfixturevalue("cudnn")
-    monkeypatch.setattr(planning, "planned_for", lambda width: contextlib.nullcontext())
+    monkeypatch.setattr(planning, "traced_for", lambda **_: contextlib.nullcontext())
     assert plan() == elsewhere
 
 

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.loop_kernels import count_loops
 from megatrain_jax._src.engine.program.loss.expert_leaves import num_groups
+from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.block_splits import BlockSplit
@@ -230,7 +230,7 @@ def test_groups_of_a_mixture_give_the_bits_of_all_experts(num, at_once, monkeypa
 
     @partial(jax.jit, static_argnames="wanted")
     def gradients(x, shares, weights, wanted):
-        with experts_in_groups(wanted):
+        with traced_for(expert_groups=wanted):
             out, transposed = jax.vjp(
                 lambda x, shares, weights: mix(x, chosen, shares, weights, gated(jax.nn.silu)),
                 x, shares, weights,

@@ -21,11 +21,10 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.common import hopper_kernels
-from megatrain_jax._src.common.sharing import traced_for_devices
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.engine.program.flops import count_flops
 from megatrain_jax._src.engine.program.loop_kernels import count_loops
+from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.lm.models import (
     delta_kernel,
@@ -48,7 +47,7 @@ from zoo_case import Case
 @pytest.fixture
 def kernels(monkeypatch):
     """Calls the primitives here, also in fp32 and for few rows and odd sizes."""
-    monkeypatch.setattr(hopper_kernels, "may_be_called", lambda: True)
+    monkeypatch.setattr(kernel_checks, "may_be_called", lambda: True)
     monkeypatch.setattr(kernel_checks, "has_grouped_products", lambda: True)
     monkeypatch.setattr(kernel_checks, "has_delta_rule", lambda: True)
     monkeypatch.setattr(grouped_products, "DTYPES", (jnp.bfloat16, jnp.float32))
@@ -266,23 +265,22 @@ def test_matrices_that_kernels_read_are_arrays_of_their_own(by_kernels, monkeypa
 
 
 def test_kernels_are_called_on_one_hopper_gpu_or_planned_for_it(monkeypatch):
-    monkeypatch.setattr(hopper_kernels, "is_installed", lambda: True)
-    assert not hopper_kernels.may_be_called()
+    monkeypatch.setattr(kernel_checks, "is_installed", lambda: True)
+    assert not kernel_checks.may_be_called()
     for name, right in (("NVIDIA H100 80GB", True), ("NVIDIA GH200 480GB", True), ("A100", False)):
-        with hopper_kernels.planned_card(name):
-            assert hopper_kernels.is_planned()
-            assert hopper_kernels.may_be_called() == right
-            with traced_for_devices(2):
-                assert not hopper_kernels.may_be_called()
+        with traced_for(card=name):
+            assert kernel_checks.may_be_called() == right
+            with traced_for(num_devices=2):
+                assert not kernel_checks.may_be_called()
     device = SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert hopper_kernels.may_be_called() and not hopper_kernels.is_planned()
+    assert kernel_checks.may_be_called()
     device.compute_capability = "10.0"
-    assert not hopper_kernels.may_be_called()
-    monkeypatch.setattr(hopper_kernels, "is_installed", lambda: False)
-    assert not hopper_kernels.may_be_called()
-    with hopper_kernels.planned_card("NVIDIA H200"):
-        assert hopper_kernels.may_be_called(), "a plan says that the machine needs them"
+    assert not kernel_checks.may_be_called()
+    monkeypatch.setattr(kernel_checks, "is_installed", lambda: False)
+    assert not kernel_checks.may_be_called()
+    with traced_for(card="NVIDIA H200"):
+        assert kernel_checks.may_be_called(), "a plan says that the machine needs them"
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -307,7 +305,7 @@ def test_sizes_beyond_the_kernels_are_left_to_the_loop():
 
 @pytest.mark.exhaustive
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr(hopper_kernels, "may_be_called", lambda: True)
+    monkeypatch.setattr(kernel_checks, "may_be_called", lambda: True)
     for cached in (kernel_checks._products_agree, kernel_checks._delta_rules_agree):
         cached.cache_clear()
     # JAX's operations compute the primitives here.
@@ -340,7 +338,7 @@ def test_a_kernel_of_which_one_result_differs_is_not_used():
 
 
 def test_a_version_without_a_kernel_is_not_used_and_named(monkeypatch):
-    monkeypatch.setattr(hopper_kernels, "may_be_called", lambda: True)
+    monkeypatch.setattr(kernel_checks, "may_be_called", lambda: True)
     kernel_checks._products_agree.cache_clear()
     # As another version of the library, on a GPU: a module without the function.
     other: Any = ModuleType("jla.ops.mosaic_gpu")
@@ -353,7 +351,7 @@ def test_a_version_without_a_kernel_is_not_used_and_named(monkeypatch):
     kernel_checks._products_agree.cache_clear()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (needed,) = extras["project"]["optional-dependencies"]["kernels"]
-    assert f"== {hopper_kernels.TESTED_VERSION};" in needed
+    assert f"== {kernel_checks.TESTED_VERSION};" in needed
 
 
 def test_products_count_what_their_rows_need(kernels):
@@ -415,7 +413,7 @@ def test_a_plan_for_a_hopper_gpu_counts_its_kernels_and_says_so(monkeypatch):
         )
 
     # Plans say what they count, and need no kernels on the machine that makes them.
-    monkeypatch.setattr(hopper_kernels, "is_installed", lambda: False)
+    monkeypatch.setattr(kernel_checks, "is_installed", lambda: False)
     found, other = (
         planned(mt.card("H100")),
         planned(dataclasses.replace(mt.card("H100"), name="another card")),

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import optax
 
-from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.options.batch_checks import naming_first_batch
@@ -104,8 +103,10 @@ def _make(
         return *map(IdentityKey, objects), *dtypes, *numbers
 
     def trace() -> TracedLoss:
-        with naming_first_batch(sample_batch, microbatches), experts_in_groups(num_groups):
-            return trace_microbatch(adapted, loss_fn, options, sample_batch, microbatches, True)
+        with naming_first_batch(sample_batch, microbatches):
+            return trace_microbatch(
+                adapted, loss_fn, options, sample_batch, microbatches, num_groups, train=True
+            )
 
     # Blocks in any number of parts share the trace.
     def anew() -> tuple[TracedLoss, Cut]:

@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.common.dividing_experts import experts_in_groups
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.options.batch_checks import num_rows
@@ -143,10 +142,9 @@ class RunSpec:
         # Training batches must be divisible by the microbatches; evaluation batches need not.
         if not train and (num_rows(batch) or 1) % microbatches:
             microbatches = 1
-        with experts_in_groups(self.num_groups):
-            traced = trace_microbatch(
-                self.adapted, loss_fn, self.options, batch, microbatches, train
-            )
+        traced = trace_microbatch(
+            self.adapted, loss_fn, self.options, batch, microbatches, self.num_groups, train=train
+        )
         return traced, microbatches
 
     def bound_step(
@@ -260,6 +258,8 @@ def trace_microbatch(
     options: Options,
     batch: Any,
     microbatches: int,
+    num_groups: int,
+    *,
     train: bool,
 ) -> TracedLoss:
     """Traces the loss of one microbatch."""
@@ -281,4 +281,5 @@ def trace_microbatch(
         num_devices=options.num_devices,
         devices=devices,
         builder=adapted.builder,
+        expert_groups=num_groups,
     )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from megatrain_jax import trace_target
 from megatrain_jax._src.common import attention_kernel, checks
 from megatrain_jax._src.common.capability import capability_here
 from megatrain_jax._src.lm.models.arrays import check_array
@@ -91,7 +92,7 @@ def attention(
     if softcap is None and sinks is None and fits_cudnn(q, packed=segments is not None):
         if segments is not None:
             q, k, v = mark(q, k, v, segments, scale)
-        if attention_kernel.planned_width() is not None:
+        if trace_target().card is not None:
             return attention_kernel.attend(q, k, v, window)[..., :head_dim]
         mixed = jax.nn.dot_product_attention(
             q,
@@ -222,11 +223,14 @@ def fits_cudnn(q: Queries, *, packed: bool) -> bool:
     if q.shape[1] % 2:
         return False  # JAX 0.11 refuses to differentiate odd lengths
     head_dim = q.shape[-1] + (_MARK if packed else 0)
-    return head_dim % 8 == 0 and head_dim <= (attention_kernel.planned_width() or _width_here())
+    return head_dim % 8 == 0 and head_dim <= _widest_heads()
 
 
-def _width_here() -> int:
-    """The largest head width that cuDNN supports on this GPU; 0 if it supports none."""
+def _widest_heads() -> int:
+    """The largest head width that cuDNN supports on the GPU of the trace; 0 if none."""
+    target = trace_target()
+    if target.card is not None:
+        return target.widest_heads
     capability = capability_here()
     if capability is None or capability < 8:  # as JAX requires for cuDNN's attention
         return 0

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.dividing_experts import num_groups_of
+from megatrain_jax import trace_target
 from megatrain_jax._src.common.tangents import float0_cotangents
 from megatrain_jax._src.lm.models import expert_rows, kernel_checks
 from megatrain_jax._src.lm.models.expert_functions import Expert, Weights
@@ -56,7 +56,7 @@ def mix(
         An array with the dtype of `x`; shares and sums are in fp32.
     """
     num = jax.tree.leaves(weights)[0].shape[0]
-    num_groups = num_groups_of(num)
+    num_groups = trace_target().groups_of(num)
     is_whole = num_groups == 1  # the kernels need the rows of all experts
     if (
         is_whole

@@ -1,6 +1,6 @@
 """A mixture of experts in groups of experts: each group reads its own part of the weights.
 
-A run divides experts where those of one layer don't fit on its device (`dividing_experts.py`). Rows
+A run divides experts where those of one layer don't fit on its device (`TraceTarget`). Rows
 are sorted by expert, so a group computes only the turns with blocks of its experts, and leaves the
 rows of all remaining experts zero. Sums over groups add zeros, without rounding. Turns are
 smaller, so that they take less memory beside a group's weights. So products have other sizes, which

@@ -5,6 +5,7 @@ import math
 import jax
 from jaxtyping import Array, Float, Integer
 
+from megatrain_jax import trace_target
 from megatrain_jax._src.common import attention_kernel
 from megatrain_jax._src.lm.models import causal_attention
 from megatrain_jax._src.lm.models.causal_attention import in_spans, piece_of, spans_of
@@ -27,7 +28,7 @@ def full_attention(q: Heads, k: Heads, v: Heads) -> Heads:
     """
     scale = 1 / math.sqrt(q.shape[-1])
     if causal_attention.fits_cudnn(q, packed=False):
-        if attention_kernel.planned_width() is not None:
+        if trace_target().card is not None:
             return attention_kernel.attend(q, k, v, None, causal=False)
         return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
     piece = piece_of(q.shape)

@@ -1,26 +1,37 @@
-"""Checks of a library's kernels on this GPU against JAX's own operations.
+"""The kernels of the extra `kernels`: whether a trace may call them, and checks of their results.
 
-The kernels come from a young library and compile for one generation of GPUs. So the first trace
-that may call them compares a small case with the plain operations, once per process. That takes 5
+The library `jax-linear-attention` (its package is `jla`) computes the products of a mixture of
+experts and the gated delta rule on an H100 or H200, on one device. A plan for such a card that is
+made on another machine is traced as if the card and the library were there, and says so.
+
+The library is young and compiles for one generation of GPUs. So the first trace that may call its
+kernels compares a small case with the plain operations, once per process. That takes 5
 seconds for experts and a quarter of a minute for the delta rule, mostly for compiling. If results
 differ, or the kernels fail, a warning says so and the plain operations are used instead.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.common import hopper_kernels
+from megatrain_jax import trace_target
+from megatrain_jax._src.common.capability import capability_here
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.lm.models import delta_kernel
 from megatrain_jax._src.lm.models.delta_rule import one_token
 from megatrain_jax._src.lm.models.grouped_products import grouped_outer, grouped_product
 
+# The version that the extra installs: the one that measurements and tests on a GPU used.
+TESTED_VERSION = "0.1.0"
+_HOPPER = 9.0
+_CARDS = ("H100", "H200")  # also parts of a GH200's name
 # Relative errors of arrays. A number that is rounded to bf16 once is wrong by 0.002.
 _PRODUCT_TOLERANCE, _DELTA_RULE_TOLERANCE = 0.005, 0.03
 
@@ -36,7 +47,32 @@ def has_delta_rule() -> bool:
 
 
 def _has(agree: Callable[[], bool]) -> bool:
-    return hopper_kernels.may_be_called() and (hopper_kernels.is_planned() or agree())
+    return may_be_called() and (trace_target().card is not None or agree())
+
+
+def may_be_called() -> bool:
+    """Whether one Hopper GPU computes the trace, with the kernels installed or planned."""
+    target = trace_target()
+    if target.num_devices > 1:
+        return False
+    if target.card is not None:
+        return any(name in target.card for name in _CARDS)
+    return is_installed() and capability_here() == _HOPPER
+
+
+@cache
+def is_installed() -> bool:
+    """Whether this environment has the library of kernels."""
+    return importlib.util.find_spec("jla") is not None
+
+
+def untested_version() -> str | None:
+    """The installed version of the library; None if it is the tested one, or none is installed."""
+    try:
+        found = metadata.version("jax-linear-attention")
+    except metadata.PackageNotFoundError:
+        return None
+    return None if found == TESTED_VERSION else found
 
 
 @cache
@@ -63,8 +99,12 @@ def _agree(purpose: str, both: Callable[[], tuple[Any, Any]], most: float) -> bo
         if all(error <= most for error in errors):
             return True
         reason = f"give other results than JAX's operations (relative errors {errors})"
-    version, tested = hopper_kernels.untested_version(), hopper_kernels.TESTED_VERSION
-    hint = f". Version {version} is installed; {tested} is the one to install" if version else ""
+    version = untested_version()
+    hint = (
+        f". Version {version} is installed; {TESTED_VERSION} is the one to install"
+        if version
+        else ""
+    )
     warn_user(
         f"The kernels for {purpose} of jax-linear-attention {reason}, so JAX's own operations "
         f"compute instead, more slowly{hint}",

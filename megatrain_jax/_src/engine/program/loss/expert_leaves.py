@@ -3,7 +3,7 @@
 Where a block doesn't fit in any number of parts, its experts are divided: an array with an expert
 at each position of its first axis becomes leaves with some experts each, in different parts. The
 loss must read each of these leaves separately. The library's own mixtures of experts do, if they
-are traced for groups (`dividing_experts.py`). A product with the experts as an axis, as in
+are traced for groups (`trace_target.py`). A product with the experts as an axis, as in
 `einsum("td,edf->etf", x, w)`, is divided by its rule (`slicewise.py`). If one operation reads
 several groups, as `jax.lax.ragged_dot` does, the array stays whole.
 
@@ -18,12 +18,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from megatrain_jax._src.common.dividing_experts import groups_among
 from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.index import Range, range_of
 from megatrain_jax._src.engine.program.loss.block_parts import reads_of
 from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.trace_target import groups_among
 
 NUMBERS_OF_GROUPS = (2, 4, 8, 16, 32)
 """Numbers of groups of each layer's experts, tried in this order if no number of parts fits."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import ModelPath
-from megatrain_jax._src.common.sharing import traced_for_devices
 from megatrain_jax._src.common.sizes import counted
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import ordered_callbacks
@@ -26,6 +25,7 @@ from megatrain_jax._src.engine.program.loss.builder import cut
 from megatrain_jax._src.engine.program.loss.stages import Program
 from megatrain_jax._src.engine.program.loss.uncut_stack_warnings import uncut_stack_warnings
 from megatrain_jax._src.engine.program.loss.upstream import find_upstream
+from megatrain_jax._src.engine.program.trace_target import traced_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ def trace_loss(
     num_devices: int = 1,
     devices: Collection[Any] | None = None,
     builder: str | None = None,
+    expert_groups: int = 1,
 ) -> TracedLoss:
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
@@ -73,6 +74,7 @@ def trace_loss(
         num_devices: Number of the run's devices.
         devices: The run's devices; None if only their number is known.
         builder: Name of the function that builds the model; None for a model given as it is.
+        expert_groups: See `TraceTarget`.
 
     Raises:
         ValueError: The loss uses a mesh of its own, and the mesh or the run has several devices; or
@@ -95,9 +97,7 @@ def trace_loss(
 
     ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    # The loss may ask how many devices share it (`losses.next_token`), so it is traced for that
-    # number.
-    with traced_for_devices(num_devices):
+    with traced_for(num_devices=num_devices, expert_groups=expert_groups):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     if (kept := jx.leaked_tracer(traced.consts)) is not None:
         built = (
