@@ -16,9 +16,12 @@ from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, find_leaves
 from megatrain_jax._src.engine.program.layers.index import Index, index_of, joined, selector
 from megatrain_jax._src.engine.program.layers.stacks import Stack
-from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut, cut_optimizer
+from megatrain_jax._src.engine.program.optimizer.cut import (
+    OptimizerCut,
+    assemble_state,
+    cut_optimizer,
+)
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
-from megatrain_jax._src.engine.program.optimizer.whole_state import assemble_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

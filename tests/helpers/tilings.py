@@ -4,8 +4,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from megatrain_jax._src.engine.program.axes import Label
-from megatrain_jax._src.engine.program.tiling.flow import flow_of
-from megatrain_jax._src.engine.program.tiling.labels import LabelPropagator, chosen
+from megatrain_jax._src.engine.program.tiling.flow import LabelPropagator, chosen, flow_of
 from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop, ordered
 from megatrain_jax._src.engine.program.tiling.tiled import Tiled, tiled
 from runs import check_close

@@ -22,7 +22,7 @@ from megatrain_jax._src.engine.checkpoint.workspace import UnownedWorkspace, Wor
 from megatrain_jax._src.engine.history import History, as_json
 from megatrain_jax._src.engine.kernels.loss_scale import as_facts, scaling_of
 from megatrain_jax._src.engine.program.layers.index import Index, joined
-from megatrain_jax._src.engine.program.optimizer.whole_state import assemble_state
+from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
 from megatrain_jax._src.engine.report.run_view import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.engine import Engine

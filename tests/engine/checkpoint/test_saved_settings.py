@@ -31,9 +31,11 @@ from megatrain_jax._src.engine.checkpoint.folder import MANIFEST
 from megatrain_jax._src.engine.checkpoint.saved_parts import with_saved_parts
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.code_hash import code_hash
-from megatrain_jax._src.engine.program.fingerprint import fingerprint
-from megatrain_jax._src.engine.program.optimizer.named_numbers import changed_numbers, named_numbers
+from megatrain_jax._src.engine.program.fingerprint import code_hash, fingerprint
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
+    changed_numbers,
+    named_numbers,
+)
 from messages import tells, warns
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -352,7 +354,7 @@ FUNCTIONS = """
         state = jax.eval_shape(tx.init, w)
         return [jx.trace(jax.grad(loss), w, x), jx.trace(tx.update, w, state, w)]
     def code():
-        from megatrain_jax._src.engine.program.code_hash import code_hash
+        from megatrain_jax._src.engine.program.fingerprint import code_hash
         names = ("a", "b")
         return code_hash(lambda x: x in {"p", "q", "r"} and names and traced())
 """

@@ -12,7 +12,7 @@ from inside import on_one_device, spec_of
 from megatrain_jax._src.engine.kernels import reducing, updates
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.optimizer.reductions import find_reductions
+from megatrain_jax._src.engine.program.optimizer.elementwise import find_reductions
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import layout_of, mixed_layout_of
 from optimizers import DEFERRED, OPTIMIZERS

@@ -17,13 +17,13 @@ from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import count_flops, is_product
 from megatrain_jax._src.engine.program.loss import float8_stages
-from megatrain_jax._src.engine.program.loss.float8_stages import ProductChoice
-from megatrain_jax._src.engine.program.loss.gradients import differentiated
-from megatrain_jax._src.engine.program.loss.operand_traits import (
+from megatrain_jax._src.engine.program.loss.float8_stages import (
     CONSTANT,
+    ProductChoice,
     input_traits,
     leaf_traits,
 )
+from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import forward_work
 from megatrain_jax._src.engine.state import hardware

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.engine.program.fp32_products import with_fp32_products
+from megatrain_jax._src.engine.program.rewriting import with_fp32_products
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 

@@ -14,8 +14,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.function_key import function_key
-from megatrain_jax._src.engine.program.structural_key import structural_key, value_key
+from megatrain_jax._src.engine.program.structural_key import function_key, structural_key, value_key
 from repeated_blocks import (
     Forward,
     assert_computes_the_loss,

@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import nested
 from cuts import TOKENS, blocks, cut, cut_tree, names, run_all
-from megatrain_jax._src.engine.program.layers.levels import Parameter, block_keys
+from megatrain_jax._src.engine.program.layers.blocks import Parameter, block_keys
 
 
 def test_a_block_is_everything_under_the_first_component_with_indexed_siblings():

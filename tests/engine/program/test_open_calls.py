@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.layers.inline import Inliner
-from megatrain_jax._src.engine.program.layers.open_calls import with_open_calls
+from megatrain_jax._src.engine.program.layers.inline import Inliner, with_open_calls
 from megatrain_jax._src.engine.program.layers.sliced_values import Value, constant
 from megatrain_jax._src.engine.program.structural_key import structural_key
 

@@ -12,11 +12,11 @@ import pytest
 from optax import contrib
 
 from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
 from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
     find_hyperparameters,
     kept_hyperparameters,
 )
-from megatrain_jax._src.engine.program.optimizer.whole_state import assemble_state
 from messages import refuses
 from optim_trees import (
     TREES,

@@ -16,9 +16,9 @@ from jax.interpreters import mlir
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program import oversized_attention
-from megatrain_jax._src.engine.program.attention import is_attention
-from megatrain_jax._src.engine.program.oversized_attention import in_pieces, is_wide
+from megatrain_jax._src.engine.program import rewriting
+from megatrain_jax._src.engine.program.flops import is_attention
+from megatrain_jax._src.engine.program.rewriting import in_pieces, is_oversized
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from runs import check_close
 
@@ -105,7 +105,7 @@ def test_a_step_is_that_of_whole_attention(
         return (apply(model, batch["x"], kv_heads, remat=budget is None) ** 2).mean()
 
     def run(limit):
-        monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", limit)
+        monkeypatch.setattr(rewriting, "_MOST_ELEMENTS", limit)
         calls.clear()
         trainer = mt.Trainer(
             blocks_of(heads, kv_heads),
@@ -133,7 +133,7 @@ def sizes(jaxpr):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch, wrap):
-    monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", 256 * 4 * 8)
+    monkeypatch.setattr(rewriting, "_MOST_ELEMENTS", 256 * 4 * 8)
     q, k = (jax.ShapeDtypeStruct((1, 256, n, 8), jnp.bfloat16) for n in (8, 4))
 
     def loss(q, k, v):
@@ -145,7 +145,7 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
         traced = jx.trace(jax.grad(loss, (0, 1, 2)), q, k, k)
         arguments = [v.aval for v in traced.jaxpr.invars]
         found = jax.make_jaxpr(lambda *args: in_pieces(traced.jaxpr, (), args, 1))(*arguments)
-    assert is_wide(traced.jaxpr) and not is_wide(jx.opened(found))
+    assert is_oversized(traced.jaxpr) and not is_oversized(jx.opened(found))
     before, after = sizes(traced.jaxpr), sizes(jx.opened(found))
     assert max(before) == 256 * 8 * 8 and max(after) == 256 * 4 * 8
     assert sum(before) == sum(after) and jx.opened(found).outvars[0].aval.shape == q.shape
@@ -160,7 +160,7 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
     ],
 )
 def test_what_cannot_be_divided_is_refused(cudnn, monkeypatch, options, message):
-    monkeypatch.setattr(oversized_attention, "_MOST_ELEMENTS", 300)
+    monkeypatch.setattr(rewriting, "_MOST_ELEMENTS", 300)
     kv_heads = options.pop("kv_heads", 4)
     q, k = (jax.ShapeDtypeStruct((1, 16, n, 8), jnp.bfloat16) for n in (4, kv_heads))
     bias = jax.ShapeDtypeStruct((1, 4, 16, 16), jnp.bfloat16) if options.pop("bias", 0) else None

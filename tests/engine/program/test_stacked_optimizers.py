@@ -178,8 +178,8 @@ X = np.random.default_rng(0).uniform(0.1, 0.9, (3, 4, 6)).astype(np.float32)
 SQUARE = np.random.default_rng(1).uniform(size=(3, 4, 4)).astype(np.float32) + 4 * np.eye(
     4, dtype="f"
 )
-# An operation of each kind that has no rule in `grid.py`, on slices of its first operand along an
-# axis that it keeps apart.
+# An operation of each kind without a rule in `slicewise.py`, on slices of its first operand along
+# an axis that it keeps apart.
 APART = {
     "merged": (lambda x: jnp.sin(x.reshape(12, 6)), X, 0),
     "merged and apart": (lambda x: 2 * x.reshape(12, 3, 2).sum(2).reshape(3, 4, 3), X, 0),

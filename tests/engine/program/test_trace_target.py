@@ -10,7 +10,7 @@ import megatrain_jax as mt
 import small
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.program.loss.expert_leaves import num_groups
+from megatrain_jax._src.engine.program.loss.block_parts import num_groups
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.spec.block_splits import BlockSplit
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec

@@ -18,7 +18,7 @@ import small
 from inside import engine_of, pinned_arrays
 from megatrain_jax._src.engine.history import weighted_means
 from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
-from megatrain_jax._src.engine.program.loss.examples import find_examples
+from megatrain_jax._src.engine.program.loss.stages import find_examples
 from messages import refuses, tells
 from optimizers import OPTIMIZERS
 from poison import poisoned

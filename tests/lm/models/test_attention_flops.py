@@ -23,8 +23,12 @@ from megatrain_jax import models
 from megatrain_jax._src.engine import planning
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.program.attention import attended_pairs, is_attention
-from megatrain_jax._src.engine.program.flops import count_flops, is_product
+from megatrain_jax._src.engine.program.flops import (
+    attended_pairs,
+    count_flops,
+    is_attention,
+    is_product,
+)
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan, microbatch_work
 from megatrain_jax._src.engine.spec import bound_step, selective

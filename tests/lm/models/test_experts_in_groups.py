@@ -16,8 +16,8 @@ import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.program.loop_kernels import count_loops
-from megatrain_jax._src.engine.program.loss.expert_leaves import num_groups
+from megatrain_jax._src.engine.program.flops import count_loops
+from megatrain_jax._src.engine.program.loss.block_parts import num_groups
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.schedule.schedule import BudgetError

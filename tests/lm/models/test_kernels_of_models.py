@@ -22,8 +22,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
-from megatrain_jax._src.engine.program.flops import count_flops
-from megatrain_jax._src.engine.program.loop_kernels import count_loops
+from megatrain_jax._src.engine.program.flops import count_flops, count_loops
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.lm.models import (

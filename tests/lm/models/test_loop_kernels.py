@@ -9,7 +9,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.engine.program.loop_kernels import Loops, count_loops
+from megatrain_jax._src.engine.program.flops import Loops, count_loops
 from megatrain_jax._src.engine.report.plan_table import BOUNDS
 from megatrain_jax._src.engine.spec.work import Work
 from megatrain_jax._src.lm.models import expert_blocks

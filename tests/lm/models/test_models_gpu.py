@@ -7,7 +7,7 @@ import pytest
 
 from attention_by_definition import defined
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.oversized_attention import in_pieces, is_wide
+from megatrain_jax._src.engine.program.rewriting import in_pieces, is_oversized
 from megatrain_jax.models import attention
 
 pytestmark = pytest.mark.gpu
@@ -108,7 +108,7 @@ def test_more_elements_than_32_bits_count(case):
         return jnp.sum(out * weights), out
 
     traced = jx.trace(jax.grad(ours, (0, 1, 2), has_aux=True), q, k, v)
-    assert is_wide(traced.jaxpr)
+    assert is_oversized(traced.jaxpr)
     narrow = jax.jit(lambda *args: in_pieces(traced.jaxpr, (), [*traced.consts, *args], 1))
     gradients, out = jax.tree.unflatten(traced.out_tree, narrow(q, k, v))
     found = jax.device_get((gradients[0][:, rows], *gradients[1:], out))

@@ -51,7 +51,7 @@ from megatrain_jax._src.engine.adapt.model_kinds import (
     linen_parts,
     parts_of,
 )
-from megatrain_jax._src.engine.program.short_errors import short_errors
+from megatrain_jax._src.engine.program.jaxpr import short_errors
 
 
 @dataclass(frozen=True, kw_only=True)

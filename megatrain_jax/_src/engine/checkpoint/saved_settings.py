@@ -28,10 +28,11 @@ import xxhash
 
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.code_hash import code_hash
-from megatrain_jax._src.engine.program.fingerprint import LIBRARIES, fingerprint
-from megatrain_jax._src.engine.program.optimizer.hyperparameters import kept_hyperparameters
-from megatrain_jax._src.engine.program.optimizer.named_numbers import changed_numbers
+from megatrain_jax._src.engine.program.fingerprint import LIBRARIES, code_hash, fingerprint
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
+    changed_numbers,
+    kept_hyperparameters,
+)
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 
 

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from megatrain_jax._src.engine.kernels.tiles import evaluate_on_tile, fits_tile, pallas
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.float8 import CODE
-from megatrain_jax._src.engine.program.fp32_products import is_open
 from megatrain_jax._src.engine.program.primitives import BARRIER, CALLS, CUSTOM_RULES, FUSING, REMAT
+from megatrain_jax._src.engine.program.rewriting import is_open
 
 # Rows and columns of a tile, and groups of 32 threads that compute it.
 _TILE = 64, 64

@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 
 from megatrain_jax._src.engine.kernels.gpu_memory import GpuFunction, computed_as
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.attention import KERNELS
-from megatrain_jax._src.engine.program.flops import equation_flops, is_depthwise
+from megatrain_jax._src.engine.program.flops import KERNELS, equation_flops, is_depthwise
 from megatrain_jax._src.engine.program.primitives import PRODUCTS
 
 # Operations per byte at which a product's arithmetic and its memory traffic take equally long: 150

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.optimizer.reductions import Reduction, find_reductions
+from megatrain_jax._src.engine.program.optimizer.elementwise import Reduction, find_reductions
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import Layout

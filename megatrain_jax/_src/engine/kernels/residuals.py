@@ -24,9 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.attention import is_attention_forward
 from megatrain_jax._src.engine.program.effects import has_side_effects
-from megatrain_jax._src.engine.program.flops import FlopsByKind, flops_by_kind
+from megatrain_jax._src.engine.program.flops import FlopsByKind, flops_by_kind, is_attention_forward
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.program.loss.stages import Stage
 

@@ -1,4 +1,4 @@
-"""Kernels with more attention elements than cuDNN can index; see `program/oversized_attention.py`.
+"""Kernels with more attention elements than cuDNN can index; see `program/rewriting.py`.
 
 Attention is split after tracing, because only then is its gradient an equation. A kernel keeps its
 key, because its results stay the same. Example: the forward of a block of 1,048,576 tokens with 28
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.oversized_attention import in_pieces
+from megatrain_jax._src.engine.program.rewriting import in_pieces
 
 
 def with_split_attention(kernel: Kernel, num_devices: int) -> Kernel:

@@ -28,9 +28,9 @@ from megatrain_jax._src.engine.kernels.residuals import Residuals
 from megatrain_jax._src.engine.kernels.scattered_sums import looks_up_inputs, with_scattered_sums
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import firing_once, has_side_effects
-from megatrain_jax._src.engine.program.fp32_products import with_fp32_products
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
+from megatrain_jax._src.engine.program.rewriting import with_fp32_products
 from megatrain_jax._src.engine.state.placement import Placement
 
 

@@ -12,11 +12,11 @@ To add a primitive, put its name into
   representation: both cost no floating-point operations;
 - `REDUCTIONS`, `ARG_REDUCTIONS` or `CUMULATIVE` if it works along axes, at one operation per
   element of its operand (`pieces.FOLDS` says how two slices are reduced to one);
-- `LAYOUT` if it only rearranges or selects elements, with a rule in `grid.py`;
+- `LAYOUT` if it only rearranges or selects elements, with a rule in `slicewise.py`;
 - `JOINING` if it puts several arrays side by side;
 - `FREE` if its results need no memory of their own.
 
-`axis_rules.py` gives, for primitives that are not elementwise, the axes along which they can be
+`axes.py` gives, for primitives that are not elementwise, the axes along which they can be
 divided into tiles, over devices or into the slices of a stack.
 
 Primitives that cost more than one operation per element, such as products, are counted in

@@ -11,8 +11,7 @@ from megatrain_jax._src.engine.kernels.stage_kernels import residual_kernel_name
 from megatrain_jax._src.engine.kernels.tiled_stages import Tiling
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import flops_by_kind, is_product
-from megatrain_jax._src.engine.program.loss.block_parts import whole_block
-from megatrain_jax._src.engine.program.loss.expert_leaves import num_groups
+from megatrain_jax._src.engine.program.loss.block_parts import num_groups, whole_block
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.engine.report.run_warnings import find_warnings

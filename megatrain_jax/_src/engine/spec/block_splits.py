@@ -7,8 +7,11 @@ from typing import NamedTuple
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.index import range_of
-from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS
-from megatrain_jax._src.engine.program.loss.expert_leaves import NUMBERS_OF_GROUPS, has_experts
+from megatrain_jax._src.engine.program.loss.block_parts import (
+    NUMBERS_OF_GROUPS,
+    NUMBERS_OF_PARTS,
+    has_experts,
+)
 from megatrain_jax._src.engine.spec.cut_run import Cut
 from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import Layout

@@ -19,17 +19,15 @@ from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.stacks import Stack
 from megatrain_jax._src.engine.program.loss.block_parts import (
     NUMBERS_OF_PARTS,
-    in_parts,
-    largest_block,
-)
-from megatrain_jax._src.engine.program.loss.expert_leaves import (
     ExpertsIndivisibleError,
     are_divisible,
     in_groups,
+    in_parts,
+    largest_block,
 )
 from megatrain_jax._src.engine.program.loss.float8_stages import ProductChoice, with_float8_products
 from megatrain_jax._src.engine.program.loss.gradients import refuse_no_gradient
-from megatrain_jax._src.engine.program.loss.shared_parameters import without_block
+from megatrain_jax._src.engine.program.loss.partition import without_block
 from megatrain_jax._src.engine.program.loss.stages import Program
 from megatrain_jax._src.engine.program.loss.trace import TracedLoss, cut_loss, leaves_of
 from megatrain_jax._src.engine.program.optimizer.cut import (
@@ -37,7 +35,7 @@ from megatrain_jax._src.engine.program.optimizer.cut import (
     OptimizerCut,
     cut_optimizer,
 )
-from megatrain_jax._src.engine.program.optimizer.named_numbers import named_numbers
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import named_numbers
 from megatrain_jax._src.engine.state.groups import Grouping, group_leaves
 
 # Device bytes per byte of an expert's parameters. Experts are divided if their state doesn't fit:

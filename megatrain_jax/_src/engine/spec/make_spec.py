@@ -13,7 +13,7 @@ from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.options.batch_checks import naming_first_batch
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.loss.expert_leaves import ExpertsIndivisibleError
+from megatrain_jax._src.engine.program.loss.block_parts import ExpertsIndivisibleError
 from megatrain_jax._src.engine.program.loss.trace import TracedLoss
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.block_splits import (

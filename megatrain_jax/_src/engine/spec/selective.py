@@ -23,9 +23,8 @@ from typing import Any
 
 from megatrain_jax._src.engine.kernels.residuals import Residuals, find_residuals, is_kept
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.attention import is_attention
 from megatrain_jax._src.engine.program.float8 import is_float8_product
-from megatrain_jax._src.engine.program.flops import count_flops, is_float32_product
+from megatrain_jax._src.engine.program.flops import count_flops, is_attention, is_float32_product
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.state.hardware import Hardware
 

@@ -11,7 +11,7 @@ from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.kernels.split_attention import with_split_attention
 from megatrain_jax._src.engine.kernels.tiled_stages import in_tiles
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.engine.program.oversized_attention import are_wide
+from megatrain_jax._src.engine.program.rewriting import are_oversized
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.state.groups import GroupLayout
@@ -41,7 +41,7 @@ def stage_kernel(
             wide = sum(layout.size for layout, dtype in rows if dtype is not None)
             beside = kernel.beside_bytes + 4 * wide // placement.num_devices
             kernel = dataclasses.replace(kernel, beside_bytes=beside)
-    if are_wide(bound.stage.attention_shapes, placement.num_devices):
+    if are_oversized(bound.stage.attention_shapes, placement.num_devices):
         kernel = with_split_attention(kernel, placement.num_devices)
     # By name, because kernels with and without residuals may have different tiles.
     tiling = bound.tiles.get(kernel.name)

@@ -10,7 +10,7 @@ attention kernel::
     backward      100 + 20 recomputed, (1 + 0.5) * 100 + 2.5 * 20 to differentiate: 250 + 70
     with saved results of products and attention, the backward takes 150 + 50
 
-Loops of short kernels take longer than their operations (`program/loop_kernels.py`). The kernels of
+Loops of short kernels take longer than their operations (`program/flops.py`). The kernels of
 a forward's loops, and the bytes they copy, are repeated as often as its operations.
 """
 
@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from megatrain_jax._src.engine.kernels.residuals import Residuals
 from megatrain_jax._src.engine.program.float8 import count_numbers
-from megatrain_jax._src.engine.program.flops import flops_by_kind
-from megatrain_jax._src.engine.program.loop_kernels import count_loops
+from megatrain_jax._src.engine.program.flops import count_loops, flops_by_kind
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.state.hardware import Hardware
 

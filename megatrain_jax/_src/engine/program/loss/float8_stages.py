@@ -15,12 +15,33 @@ Example: a block `y = softmax(q k) v` with `q = x @ w.T`; x arrives from the blo
     a = transpose w         laid out from w
     q = dot x a             float8: x varies, a is laid out from w, and the head depends on q
     s = dot q k             as it is: no weight
+
+The traits of the values in a stage tell whether they are made of parameters alone, or of the batch.
+
+Example: a stage reads the leaf `w`, and x from the stage before::
+
+    a = transpose w     laid out from w
+    b = rsqrt(sum a)    computed from parameters, not laid out
+    q = dot x a         of the batch
+
+The products of adapters in a stage (LoRA) are found by their equations and not by names.
+
+An adapter adds a product with two trained factors to the product with a frozen matrix. The size
+between the factors, the rank, is smaller than both of the outer sizes.
+
+Example: a frozen matrix w of 4096 x 4096, and factors of rank 16::
+
+    y = dot x w
+    a = dot x A             # A is trained, 4096 x 16
+    b = dot a B             # B is trained, 16 x 4096
+    z = add y (mul b 2.0)   # so a and b are products of an adapter
 """
 
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,24 +49,214 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.axis_rules import has_explicit_sharding
+from megatrain_jax._src.engine.program.axes import has_explicit_sharding
 from megatrain_jax._src.engine.program.float8 import ProductSpec, product
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.loss.adapter_products import adapter_products
-from megatrain_jax._src.engine.program.loss.operand_traits import (
-    CONSTANT,
-    OperandTraits,
-    input_traits,
-    leaf_traits,
-    ruled_bodies,
-    searched_bodies,
-    traits_in,
-    traits_of,
-    weight_sizes,
-)
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
-from megatrain_jax._src.engine.program.primitives import LAYOUT, PRODUCTS
+from megatrain_jax._src.engine.program.primitives import (
+    BARRIER,
+    CUSTOM_RULES,
+    ELEMENTWISE,
+    JOINING,
+    LAYOUT,
+    PRODUCTS,
+)
 from megatrain_jax._src.engine.program.structural_key import structural_key
+
+_LAID_OUT = ELEMENTWISE | JOINING | LAYOUT | {"expand_dims", BARRIER}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperandTraits:
+    """The traits of a value in a stage.
+
+    Attributes:
+        rearranged_from: The leaves that it is a rearrangement of, none for a constant; None for a
+            value that is computed in any other way.
+        of_batch: Whether it depends on the batch.
+        varies: Whether it depends on a parameter.
+        is_perturbed: Whether it depends on a trained parameter.
+    """
+
+    rearranged_from: frozenset[int] | None
+    of_batch: bool
+    varies: bool
+    is_perturbed: bool
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is computed from parameters alone."""
+        return self.varies and not self.of_batch
+
+
+CONSTANT = OperandTraits(
+    rearranged_from=frozenset(), of_batch=False, varies=False, is_perturbed=False
+)
+
+
+def leaf_traits(leaf: int, is_trainable: bool) -> OperandTraits:
+    """The traits of a parameter.
+
+    Args:
+        leaf: Its number.
+        is_trainable: Whether it gets a gradient.
+    """
+    return OperandTraits(
+        rearranged_from=frozenset((leaf,)), of_batch=False, varies=True, is_perturbed=is_trainable
+    )
+
+
+def input_traits(varies: bool, is_perturbed: bool) -> OperandTraits:
+    """The traits of a value that arrives at a stage; see `OperandTraits`."""
+    return OperandTraits(
+        rearranged_from=None, of_batch=True, varies=varies, is_perturbed=is_perturbed
+    )
+
+
+def traits_of(env: Mapping[Any, OperandTraits], atoms: Sequence[Any]) -> list[OperandTraits]:
+    """The traits of operands."""
+    return [CONSTANT if jx.is_literal(a) else env[a] for a in atoms]
+
+
+def weight_sizes(eqn: Any, side: int) -> tuple[int, int]:
+    """The two sides of a weight as a matrix: its contracted sizes, and its free ones."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    shape = eqn.invars[side].aval.shape
+    inner = math.prod(shape[axis] for axis in contracted[side])
+    free = (n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batch[side]))
+    return inner, math.prod(free)
+
+
+def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandTraits]:
+    """The traits of all variables of an open jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        inputs: Traits of its constants and inputs.
+    """
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = traits_of(env, eqn.invars)
+        outs = [_of_result(eqn, ins)] * len(eqn.outvars)
+        if jx.called(eqn) is not None:
+            ((body, own),) = searched_bodies(eqn, ins)
+            outs = traits_of(traits_in(body, own), body.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return env
+
+
+def _joined(ins: Sequence[OperandTraits], rearranged_from: frozenset[int] | None) -> OperandTraits:
+    """The traits of a value computed from values with these traits."""
+    return OperandTraits(
+        rearranged_from=rearranged_from,
+        of_batch=any(t.of_batch for t in ins),
+        varies=any(t.varies for t in ins),
+        is_perturbed=any(t.is_perturbed for t in ins),
+    )
+
+
+def _of_result(eqn: Any, ins: Sequence[OperandTraits]) -> OperandTraits:
+    """The traits of an equation's results."""
+    origins = [t.rearranged_from for t in ins]
+    rearranged_from = None
+    if not ins:
+        rearranged_from = frozenset()  # a counter
+    elif eqn.primitive.name in _LAID_OUT and None not in origins:
+        rearranged_from = frozenset().union(*(o for o in origins if o is not None))
+    return _joined(ins, rearranged_from)
+
+
+Searched = tuple[Any, list[OperandTraits]]
+"""An inner jaxpr, and the traits of its constants and inputs."""
+
+
+def searched_bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[Searched]:
+    """The inner jaxprs of an equation in which products may be replaced.
+
+    Args:
+        eqn: The equation.
+        ins: Traits of its operands.
+    """
+    if (body := jx.called(eqn)) is not None:
+        return [_with_consts(body, ins)]
+    if eqn.primitive.name == "cond":
+        return [_with_consts(body, ins[1:]) for body in jx.branches(eqn)]
+    if eqn.primitive.name == "scan":
+        consts, carry = jx.scan_parts(eqn)
+        # Carried values may depend on all of the loop's inputs.
+        carried = [_joined(ins, None)] * carry
+        return [_with_consts(jx.loop_body(eqn), [*ins[:consts], *carried, *ins[consts + carry :]])]
+    return []
+
+
+def ruled_bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[Searched]:
+    """The inner jaxpr of a function with a derivative rule of its own; see `searched_bodies`."""
+    body = jx.called(eqn, CUSTOM_RULES)
+    return [] if body is None else [_with_consts(body, ins)]
+
+
+def _with_consts(body: jx.Body, ins: Sequence[OperandTraits]) -> Searched:
+    return body.jaxpr, [*[CONSTANT] * len(body.consts), *ins]
+
+
+Numbers = frozenset[int]
+"""Numbers of equations."""
+
+_NOTHING: Numbers = frozenset()
+_ADDING = frozenset(("add", "add_any", "sub"))
+_SCALING = frozenset(("mul", "div"))
+_KEEPING = LAYOUT | {"convert_element_type", "neg"}
+
+
+def adapter_products(jaxpr: Any, env: Mapping[Any, OperandTraits]) -> Numbers:
+    """The numbers of the equations of an open jaxpr that are products with an adapter's factors.
+
+    Args:
+        jaxpr: The jaxpr.
+        env: Traits of its variables.
+    """
+    found, frozen = _NOTHING, set()
+    sizes: dict[int, tuple[int, int]] = {}  # of the matrices of trained products
+    firsts: dict[int, Numbers] = {}  # by product: possible first products of its adapter
+    terms: dict[Any, Numbers] = {}  # by variable: the products in its sum
+    sources: dict[Any, Numbers] = {}  # by variable: the trained products before it
+    for number, eqn in enumerate(jaxpr.eqns):
+        ins, name = traits_of(env, eqn.invars), eqn.primitive.name
+        summed = source = _NOTHING
+        if (side := _weight_side(eqn, ins)) is not None:
+            summed = frozenset((number,))
+            if ins[side].is_perturbed:
+                rank, outputs = sizes[number] = weight_sizes(eqn, side)
+                before = _numbers_of(sources, eqn.invars)
+                firsts[number] = frozenset(n for n in before if sizes[n][0] > rank < outputs)
+                source = summed
+            else:
+                frozen.add(number)
+        elif name in ELEMENTWISE | LAYOUT:
+            source = _numbers_of(sources, eqn.invars)
+            is_scaled = name in _SCALING and sum(t.of_batch for t in ins) == 1
+            if name in _ADDING | _KEEPING or is_scaled:
+                summed = _numbers_of(terms, eqn.invars)
+            if name in _ADDING and not frozen.isdisjoint(summed):
+                seconds = [n for n in summed if firsts.get(n)]
+                found = found.union(seconds, *(firsts[n] for n in seconds))
+        for v in eqn.outvars:
+            terms[v], sources[v] = summed, source
+    return found
+
+
+def _weight_side(eqn: Any, ins: list[OperandTraits]) -> int | None:
+    """The side of a product with its parameter; None for equations without a parameter."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    sides = [side for side, t in enumerate(ins) if t.is_weight]
+    return sides[0] if len(sides) == 1 and ins[1 - sides[0]].of_batch else None
+
+
+def _numbers_of(known: Mapping[Any, Numbers], atoms: Iterable[Any]) -> Numbers:
+    """The numbers of all operands together."""
+    return _NOTHING.union(*(known.get(v, _NOTHING) for v in jx.variables(atoms)))
+
 
 # Narrower weights have few operations: routers, small heads.
 _LEAST_WIDTH = 1024

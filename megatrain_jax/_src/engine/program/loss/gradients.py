@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program import rewriting
 from megatrain_jax._src.engine.program.effects import has_read_callback, has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.loss import contended_lookups
 from megatrain_jax._src.engine.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 
@@ -50,7 +50,7 @@ def differentiated(
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
         leaf_vars, input_vars = invars[: len(leaves)], invars[len(leaves) :]
         own = *jx.split(stage.is_trainable, leaf_vars)[0], *jx.split(stage.active, input_vars)[0]
-        outputs = contended_lookups.evaluate(stage.jaxpr, values, own)
+        outputs = rewriting.evaluate_for_derivatives(stage.jaxpr, values, own)
         # Outputs without a cotangent are returned as auxiliary values, so no zeros are made for
         # them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs

@@ -2,19 +2,114 @@
 
 Values have ids, which link stages: the first of two layers may have `inputs=(2,), outputs=(3,)` and
 the second `inputs=(3,), outputs=(4,)`, with equal keys.
+
+`Examples` are the values that have rows for each example of the batch; devices can divide these.
+
+`StateUse` is the use of a model's untrained variables, such as batch statistics or random keys.
+
+For state, a step with several microbatches is still one call: a moving average or a power iteration
+advances once. Only keys and counters for random numbers advance with each microbatch.
 """
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.loss.examples import Examples
-from megatrain_jax._src.engine.program.loss.variable_use import StateUse
-from megatrain_jax._src.engine.program.oversized_attention import attention_shapes
+from megatrain_jax._src.engine.program.primitives import draws
+from megatrain_jax._src.engine.program.rewriting import attention_shapes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The values along the batch: they depend on it, and their first axis spans examples.
+
+    A first axis spans examples if its length is a multiple of their number: for 8 examples with 16
+    tokens, shapes (8, 16, 64) and (128, 64) qualify, and so does a mask (16, 16) that depends on
+    the batch. The division over devices affects only their communication, never results.
+
+    Attributes:
+        number: Number of examples in a microbatch.
+        values: Ids of the values.
+    """
+
+    number: int
+    values: frozenset[int]
+
+    def along(self, aval: Any) -> bool:
+        """Whether an array with this shape that depends on the batch has rows for examples."""
+        # Decided by the shape alone. A mistake costs communication between devices, never a result.
+        return bool(aval.shape) and not aval.shape[0] % self.number
+
+    def num_bytes(self, avals: Iterable[Any], num_devices: int) -> int:
+        """Bytes per device of arrays that depend on the batch."""
+        return sum(jx.num_bytes(x) // (num_devices if self.along(x) else 1) for x in avals)
+
+    def undivided(self) -> "Examples":
+        """The same batch with nothing divided."""
+        return dataclasses.replace(self, values=frozenset())
+
+
+def find_examples(jaxpr: Any, batch: Sequence[Any], ids: Iterable[tuple[Any, int]]) -> Examples:
+    """Finds the values along the batch of a flat traced loss.
+
+    Args:
+        jaxpr: The loss.
+        batch: Its inputs that are arrays of the batch.
+        ids: Variables of the jaxpr with the ids of their values.
+    """
+    of_batch = jx.dependent(jaxpr, batch)
+    # All arrays of a batch have the same leading axis; this was checked before.
+    number = max(batch[0].aval.shape[0], 1)  # 0 if a graph has no edges
+    found = Examples(number=number, values=frozenset())
+    values = frozenset(i for v, i in ids if v in of_batch and found.along(v.aval))
+    return dataclasses.replace(found, values=values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateUse:
+    """The use of a model's variables, with a flag for each variable, in order.
+
+    A batch norm's running mean is only `of_batch`, a dropout's key counter only `drawn`.
+
+    Attributes:
+        of_batch: Whether the variable's new value depends on the batch.
+        drawn: Whether random numbers are drawn from the variable: a key, or a counter of keys.
+    """
+
+    of_batch: tuple[bool, ...]
+    drawn: tuple[bool, ...]
+
+
+def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
+    """Finds out how a flat traced loss uses the model's variables.
+
+    Args:
+        jaxpr: The loss; its last outputs are the new variables.
+        data: Inputs of the loss other than parameters: variables, then the batch, then a key.
+        num_variables: Number of variables.
+    """
+    of_batch = jx.dependent(jaxpr, data[num_variables:-1])
+    # Backwards from draws to their sources; forwards, a key's use would not be known yet.
+    sources: set[Any] = set()  # integers and keys behind random numbers
+    for eqn in reversed(jaxpr.eqns):
+        if jx.contains(eqn, _draws) or not sources.isdisjoint(eqn.outvars):
+            # Keys are made from integers; a floating operand here is a probability or an
+            # activation.
+            sources.update(v for v in jx.variables(eqn.invars) if not jx.is_float(v.aval))
+    new = jaxpr.outvars[len(jaxpr.outvars) - num_variables :]
+    return StateUse(
+        of_batch=tuple(not jx.is_literal(a) and a in of_batch for a in new),
+        drawn=tuple(v in sources for v in data[:num_variables]),
+    )
+
+
+def _draws(eqn: Any) -> bool:
+    """Whether an equation draws random numbers by itself."""
+    return draws(eqn.primitive.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

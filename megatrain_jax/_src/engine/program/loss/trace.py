@@ -17,14 +17,18 @@ from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import counted
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import ordered_callbacks
-from megatrain_jax._src.engine.program.layers.blocks import Leaf, assemble, find_leaves
+from megatrain_jax._src.engine.program.layers.blocks import (
+    Leaf,
+    assemble,
+    find_leaves,
+    find_upstream,
+)
 from megatrain_jax._src.engine.program.layers.inline import Inliner
 from megatrain_jax._src.engine.program.layers.sliced_values import Value, constant, stack
 from megatrain_jax._src.engine.program.layers.stacks import Stack, Stacks, find_stacks
 from megatrain_jax._src.engine.program.loss.builder import cut
+from megatrain_jax._src.engine.program.loss.stage_warnings import uncut_stack_warnings
 from megatrain_jax._src.engine.program.loss.stages import Program
-from megatrain_jax._src.engine.program.loss.uncut_stack_warnings import uncut_stack_warnings
-from megatrain_jax._src.engine.program.loss.upstream import find_upstream
 from megatrain_jax._src.engine.program.trace_target import traced_for
 
 

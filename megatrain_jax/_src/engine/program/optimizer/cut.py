@@ -13,6 +13,8 @@ Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups wi
 `deferred` is true, `messages` are ((0, 1), (0, 1)), and `reduce` reads only gradients, so it runs
 without masters and momentum. Without clipping, `reduce` and `combine` return nothing, and apply
 takes `(grad, param, momentum)`.
+
+`assemble_state` puts Optax's own state together from the pieces that are kept by group.
 """
 
 import dataclasses
@@ -21,13 +23,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.optimizer.cases import split_cases
-from megatrain_jax._src.engine.program.optimizer.flatten import flatten_init, flatten_update
+from megatrain_jax._src.engine.program.layers.index import Index, joined
 from megatrain_jax._src.engine.program.optimizer.slicing import (
     LARGE,
     MIXED,
@@ -37,11 +39,14 @@ from megatrain_jax._src.engine.program.optimizer.slicing import (
     Slicer,
     groups_behind,
     influences,
+    split_cases,
 )
 from megatrain_jax._src.engine.program.optimizer.trace_optimizer import (
     LeafMap,
     Shapes,
     StateLeaf,
+    flatten_init,
+    flatten_update,
     trace_optimizer,
 )
 
@@ -377,3 +382,29 @@ class _Cutter:
             f"optimizer initialises state{self.leaf_map.tokens[token].name} from arrays of "
             f"parameters that it isn't the state of alone; {_SUGGESTION}"
         )
+
+
+def assemble_state(
+    cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
+) -> Any:
+    """Assembles Optax's own state, as NumPy arrays.
+
+    Args:
+        cut: The cut, with the place of each array.
+        per_group: Arrays of each group, in the order of `cut.state`.
+        global_state: Arrays in the order of `cut.globals`.
+    """
+    rows: list[list[tuple[Index, Any]]] = [[] for _ in cut.state_shapes]
+    described = [*zip(cut.state, per_group, strict=True), (cut.globals, global_state)]
+    for owned, arrays in described:
+        for leaf, array in zip(owned, arrays, strict=True):
+            rows[leaf.leaf].append((leaf.index, array))
+    whole = [_whole(row, shape.shape) for row, shape in zip(rows, cut.state_shapes, strict=True)]
+    return jax.tree.unflatten(cut.state_def, whole)
+
+
+def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
+    """One array of Optax's state from its slices; a random key is never sliced."""
+    _, value = row[0]
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if is_key else joined(row, shape)

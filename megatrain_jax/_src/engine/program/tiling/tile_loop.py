@@ -11,25 +11,197 @@ Only one tile of `d`, f32[64, 20], exists at a time::
     tile i   x[0, i], dy[0, i], all of w  ->  d, of (16, 20)
              dx: d w.T is stored in the first zeros at [0, i];  dw: x[0, i].T d is added
     after    dx as f32[64, 6]; dw
+
+Random bits of part of an array equal the bits drawn for the whole array.
+
+JAX's partitionable Threefry computes an element's bits from its 64-bit index in the array alone:
+`threefry2x32(key, high and low half of the index)`.
+
+Example: bits of shape (4, 6) in 2 tiles along axis 0, hence of shape (2, 6): the elements of tile 1
+have the indices 12 to 23 in the whole array, and get the bits of these.
+
+One operation is computed on one tile, and the results of tiles are summed.
+
+Example: tile i of 4 for `y = iota(0..7) + x`, x f32[8]::
+
+    iota    dimension 0, shape (8,)  ->  shape (2,), then + 2 i
+    add     of tiles with 2 entries: unchanged
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import random as jex_random
 
-from megatrain_jax._src.engine.program.axes import MAPPED, Division, Label
-from megatrain_jax._src.engine.program.tiling.flow import Flow, Operation
-from megatrain_jax._src.engine.program.tiling.labels import Labels
-from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop
-from megatrain_jax._src.engine.program.tiling.tile import (
-    add_tile,
-    on_tile,
-    put,
-    start_of_sum,
-    take,
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.axes import (
+    ADDED_INTO,
+    MAPPED,
+    Division,
+    Label,
+    params_of_part,
 )
+from megatrain_jax._src.engine.program.layers.sliced_values import FOLDS
+from megatrain_jax._src.engine.program.primitives import PRODUCTS
+from megatrain_jax._src.engine.program.tiling.flow import Flow, Labels, Operation
+from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop
+
+
+def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) -> Any:
+    """One tile of the result of a `random_bits` equation.
+
+    Args:
+        eqn: The equation.
+        label: Label of its result.
+        tile: Number of the tile.
+        num_tiles: Number of tiles.
+        key: The key, of the implementation `threefry2x32`.
+    """
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    high, low = _numbers(label.split(shape, num_tiles), label.axis + 1, tile)
+    first, second = (lax.broadcast(x, low.shape) for x in jax.random.key_data(key))
+    own = (*shape[: label.axis], label.outer * label.inner, *shape[label.axis + 1 :])
+    bits = jex_random.threefry2x32_p.bind(first, second, high, low)
+    high, low = (x.reshape(own) for x in bits)
+    if width == 64:
+        wide = [lax.convert_element_type(x, jnp.uint64) for x in (high, low)]
+        return lax.shift_left(wide[0], jnp.uint64(32)) | wide[1]
+    # As in JAX, both words of an element make its 32 bits, or fewer.
+    return lax.convert_element_type(high ^ low, jnp.dtype(f"uint{width}"))
+
+
+def _numbers(shape: Sequence[int], axis: int, at: Any) -> tuple[Any, Any]:
+    """The indices of an array's elements at one place along an axis.
+
+    Returns:
+        The upper and lower 32 bits of each index, with the shape without that axis.
+    """
+    own = (*shape[:axis], *shape[axis + 1 :])
+    high, low = (jnp.zeros(own, jnp.uint32) for _ in range(2))
+    for d, size in enumerate(shape):
+        if d == axis:
+            entry = lax.convert_element_type(at, jnp.uint32)
+        else:
+            entry = lax.broadcasted_iota(jnp.uint32, own, d - (d > axis))
+        carried, low = _wide_product(low, size)
+        low = low + entry
+        # Horner's rule in a mixed base; a sum smaller than its term has wrapped around.
+        high = high * jnp.uint32(size) + carried + (low < entry).astype(jnp.uint32)
+    return high, low
+
+
+def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
+    """The upper and lower 32 bits of the product of 32-bit numbers and a factor below 2**32."""
+    # In halves of 16 bits, so that no product or sum here exceeds 32 bits: the device has no wider
+    # integers unless JAX is told to use them.
+    half, sixteen = jnp.uint32(0xFFFF), jnp.uint32(16)
+    x0, x1 = x & half, x >> sixteen
+    f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
+    middle = x1 * f0 + (x0 * f0 >> sixteen)
+    carry = x0 * f1 + (middle & half)
+    high = x1 * f1 + (middle >> sixteen) + (carry >> sixteen)
+    return high, x * jnp.uint32(factor)
+
+
+def take(split: Any, label: Label, tile: Any) -> Any:
+    """A tile of an array that has a separate axis for the tiles."""
+    part = lax.dynamic_index_in_dim(split, tile, label.axis + 1, keepdims=False)
+    before, after = part.shape[: label.axis], part.shape[label.axis + 2 :]
+    return part.reshape(*before, label.outer * label.inner, *after)
+
+
+def put(split: Any, part: Any, label: Label, tile: Any) -> Any:
+    """The array with a tile written into it."""
+    part = part.reshape(label.split(part.shape, 1))
+    return lax.dynamic_update_index_in_dim(split, part, tile, label.axis + 1)
+
+
+def start_of_sum(eqn: Any, division: Division, operands: Sequence[Any]) -> Any:
+    """The initial value to which an operation's tiles are added."""
+    aval = eqn.outvars[0].aval
+    if division.kind == ADDED_INTO:
+        return lax.convert_element_type(operands[0], _summing_dtype(eqn))
+    if eqn.primitive.name in PRODUCTS:
+        return jnp.zeros(aval.shape, _summing_dtype(eqn))
+    # Reducing an empty array gives the reduction's neutral element.
+    shape = list(eqn.invars[0].aval.shape)
+    for axis in eqn.params["axes"]:
+        shape[axis] = 0
+    return jx.bind(eqn, [jnp.zeros(shape, _summing_dtype(eqn))])[0]
+
+
+def add_tile(eqn: Any, division: Division, total: Any, operands: Sequence[Any]) -> Any:
+    """Adds one more tile to the sum, or another reduction, of the tiles so far.
+
+    Narrow floats are summed in fp32.
+    """
+    name = eqn.primitive.name
+    if division.kind == ADDED_INTO:
+        # Not bound, because the addition is a jaxpr among its parameters, in the operands' dtype.
+        return lax.scatter_add(
+            total,
+            operands[1],
+            lax.convert_element_type(operands[2], total.dtype),
+            eqn.params["dimension_numbers"],
+            indices_are_sorted=eqn.params["indices_are_sorted"],
+            unique_indices=eqn.params["unique_indices"],
+            mode=eqn.params["mode"],
+        )
+    if name in PRODUCTS:
+        params = {**eqn.params, "preferred_element_type": total.dtype}
+        return total + jx.bind(eqn.replace(params=params), operands)[0]
+    operand = lax.convert_element_type(operands[0], total.dtype)
+    return FOLDS[name](total, jx.bind(eqn, [operand])[0])
+
+
+def _summing_dtype(eqn: Any) -> Any:
+    aval = eqn.outvars[0].aval
+    is_narrow = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+    adds = eqn.primitive.name not in FOLDS or eqn.primitive.name == "reduce_sum"
+    return jnp.dtype(jnp.float32) if is_narrow and adds else aval.dtype
+
+
+def on_tile(
+    eqn: Any, division: Division, tile: Any, num_tiles: int, operands: Sequence[Any]
+) -> list[Any]:
+    """The results of an operation on one tile.
+
+    Args:
+        eqn: The equation.
+        division: The operation's division, in which each tile makes a tile of the results.
+        tile: Number of the tile.
+        num_tiles: Number of tiles.
+        operands: Tiles of the operands that have a label, and the remaining operands whole.
+    """
+    name, label = eqn.primitive.name, division.results[0]
+    assert label is not None
+    # Two primitives make an array without a divisible operand: their tiles depend on the tile's
+    # number instead.
+    if name == "random_bits":
+        return [tile_of_bits(eqn, label, tile, num_tiles, operands[0])]
+    if name == "iota":
+        return [_counter(eqn, label, tile, num_tiles)]
+    operand, length = division.operands[0], label.outer * label.inner
+    params = params_of_part(eqn, label.axis, operand and operand.axis, length)
+    return jx.bind(eqn.replace(params=params), operands)
+
+
+def _counter(eqn: Any, label: Label, tile: Any, num_tiles: int) -> Any:
+    params = eqn.params
+    shape = _shape_of_tile(params["shape"], label)
+    if params["dimension"] != label.axis:
+        return jx.bind(eqn.replace(params={**params, "shape": shape}), [])[0]
+    entry = lax.iota(jnp.int32, label.outer * label.inner)
+    entry = entry // label.inner * (num_tiles * label.inner) + entry % label.inner
+    entry = (entry + tile * label.inner).astype(params["dtype"])
+    return lax.broadcast_in_dim(entry, shape, (label.axis,))
+
+
+def _shape_of_tile(shape: Sequence[int], label: Label) -> tuple[int, ...]:
+    return tuple(label.outer * label.inner if a == label.axis else n for a, n in enumerate(shape))
 
 
 def run_loop(

@@ -15,15 +15,21 @@ from typing import Any
 from megatrain_jax._src.common.divisors import divisors
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import Label
-from megatrain_jax._src.engine.program.tiling.flow import Flow, Operation, flow_of
-from megatrain_jax._src.engine.program.tiling.labels import (
+from megatrain_jax._src.engine.program.tiling.flow import (
+    Flow,
     LabelPropagator,
     Labels,
+    Operation,
     PropagatedLabels,
     chosen,
+    flow_of,
 )
-from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop, ordered
-from megatrain_jax._src.engine.program.tiling.memory import loop_bytes, peak_bytes
+from megatrain_jax._src.engine.program.tiling.loop_order import (
+    TileLoop,
+    loop_bytes,
+    ordered,
+    peak_bytes,
+)
 from megatrain_jax._src.engine.program.tiling.tile_loop import run_loop
 
 _SEEDS = 8  # shapes of values whose axes are tried: those with the most bytes
