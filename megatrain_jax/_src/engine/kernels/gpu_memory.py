@@ -24,7 +24,6 @@ Example, with arrays of 4 bytes::
     d = dot c b      # d is the result
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -133,20 +132,9 @@ class GpuFunction:
 
     def peak(self) -> int:
         """The peak bytes of all arrays, besides arguments and results."""
-        uses = Counter(array for node in self.nodes for array in node.reads)
-        alive: set[Any] = set()
-        live = most = 0
-        for number in in_order(self.nodes, self._held):
-            node = self.nodes[number]
-            # A kernel reads its operands while it writes its results, so both count.
-            alive.update(node.makes)
-            live += self._held(node.makes)
-            most = max(most, live + self._within(node.eqn))
-            uses.subtract(node.reads)
-            dead = {x for x in (*node.reads, *node.makes) if x in alive and not uses[x]}
-            live -= self._held(dead)
-            alive -= dead
-        return most
+        nodes = [self.nodes[number] for number in in_order(self.nodes, self._held)]
+        steps = [(node.makes, node.reads, self._within(node.eqn)) for node in nodes]
+        return jx.peak_bytes(steps, lambda array: self._held([array]))
 
     def moved(self, node: Node) -> tuple[int, int]:
         """The bytes that a node's kernel reads, also through fused values, and that it writes."""

@@ -66,7 +66,7 @@ def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: in
     # For each value, the allocated arrays that it is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
-        behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
+        behind = jx.union(roots, eqn.invars)
         changed = _changed(eqn)
         if eqn.primitive.name == "optimization_barrier":  # its results are its operands
             given = (frozenset() if jx.is_literal(a) else roots.get(a, ()) for a in eqn.invars)
@@ -84,24 +84,14 @@ def temporary_bytes(jaxpr: Any, axes: ShardedAxes | None = None, num_devices: in
             else:
                 roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
     # An array is free after the last equation that reads it through any value.
-    uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
-    # An equation reads its operands while it writes its results, so both count.
-    live = most = 0
+    steps = []
     for eqn in jaxpr.eqns:
-        made = [v for v in eqn.outvars if v in roots[v]]
-        live += sum(map(size, made))
         inner = sharded_axes_within(eqn, axes, num_devices)
         within = max((temporary_bytes(*body, num_devices) for body in inner), default=0)
         within += sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, axes))
-        most = max(most, live + within)
-        dead = {v for v in made if not uses[v]}
-        for v in jx.variables(eqn.invars):
-            for root in roots.get(v, ()):
-                uses[root] -= 1
-                if not uses[root]:
-                    dead.add(root)
-        live -= sum(map(size, dead))
-    return most
+        made = [v for v in eqn.outvars if v in roots[v]]
+        steps.append((made, jx.union(roots, eqn.invars), within))
+    return jx.peak_bytes(steps, size)
 
 
 def _passed(jaxpr: Any) -> set[Any]:

@@ -7,10 +7,11 @@ While tracing, errors are short: JAX would spend long on messages that nobody re
 """
 
 import dataclasses
+import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -230,6 +231,12 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def scan_operands(eqn: Any, ins: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Values of a scan's operands, in three parts: constants, carried values, scanned arrays."""
+    consts, carry = scan_parts(eqn)
+    return ins[:consts], ins[consts : consts + carry], ins[consts + carry :]
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -454,6 +461,153 @@ def evaluate_by(
         if (results := compute(number, eqn, value)) is not None:
             values.update(zip(eqn.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
+
+
+def interpret(
+    jaxpr: Any,
+    ins: Iterable[Any],
+    results_of: Callable[[Any, list[Any]], Iterable[Any]],
+    literal: Callable[[Any], Any] = lambda atom: atom.val,
+) -> list[Any]:
+    """Evaluates an open jaxpr on values of any kind, with other computations for its equations.
+
+    Args:
+        jaxpr: The jaxpr.
+        ins: Values of its constants and inputs.
+        results_of: `results_of(eqn, operands)` gives the values of an equation's results.
+        literal: Gives the value of a literal operand; by default, its number.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), ins, strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [literal(atom) if is_literal(atom) else values[atom] for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, results_of(eqn, read(eqn.invars)), strict=True))
+    return read(jaxpr.outvars)
+
+
+def unrolled(
+    eqn: Any,
+    ins: Sequence[Any],
+    trip: Callable[[Body, list[Any]], Sequence[Any]],
+    row: Callable[[Any, int], Any],
+) -> tuple[Sequence[Any], Iterator[tuple[Any, ...]]]:
+    """Evaluates a `scan` on values of any kind, iteration by iteration.
+
+    Args:
+        eqn: The equation.
+        ins: Values of its operands.
+        trip: `trip(body, operands)` gives the results of one iteration.
+        row: `row(x, i)` gives slice `i` of an operand along axis 0.
+
+    Returns:
+        The carried results, and for each of the remaining ones its slices in order.
+    """
+    consts, carry, xs = scan_operands(eqn, ins)
+    order = range(eqn.params["length"])
+    given = {}
+    for i in reversed(order) if eqn.params["reverse"] else order:
+        out = trip(loop_body(eqn), [*consts, *carry, *(row(x, i) for x in xs)])
+        carry, given[i] = out[: len(carry)], out[len(carry) :]
+    return carry, zip(*(given[i] for i in order), strict=True)
+
+
+def union(sets: Mapping[Any, Iterable[Any]], atoms: Iterable[Any]) -> frozenset[Any]:
+    """The sets of all operands together; variables that are missing have none."""
+    return frozenset().union(*(sets.get(v, ()) for v in variables(atoms)))
+
+
+def behind(
+    eqns: Sequence[Any], producer: Mapping[Any, int], results: Iterable[Any]
+) -> tuple[set[int], set[Any]]:
+    """Finds what some variables are computed from.
+
+    Args:
+        eqns: The equations.
+        producer: For each variable that an equation makes, the equation's number.
+        results: The variables.
+
+    Returns:
+        The numbers of the equations, and the variables that they read and no equation makes.
+    """
+    numbers: set[int] = set()
+    read: set[Any] = set()
+    todo = list(results)
+    while todo:
+        v = todo.pop()
+        if v not in producer:
+            read.add(v)
+        elif producer[v] not in numbers:
+            numbers.add(producer[v])
+            todo += variables(eqns[producer[v]].invars)
+    return numbers, read
+
+
+def each_after_its_needs(
+    wanted: Sequence[int], needs: Callable[[int], Sequence[int]], done: set[int]
+) -> Iterator[int]:
+    """Numbers with all that they need, each after its needs; their order depends on these alone.
+
+    Args:
+        wanted: The numbers.
+        needs: Gives the numbers that a number needs itself.
+        done: Numbers that are there already; the new ones are added.
+    """
+    # An explicit stack, because chains of equations are longer than Python's recursion limit.
+    todo = [(i, False) for i in reversed(wanted)]
+    while todo:
+        i, is_ready = todo.pop()
+        if i in done:
+            continue
+        if is_ready:
+            done.add(i)
+            yield i
+        else:
+            todo.append((i, True))
+            todo += [(j, False) for j in reversed(needs(i))]
+
+
+def bytes_alive(
+    eqns: Sequence[Any], results: Iterable[Any], counts: Callable[[Any], bool]
+) -> list[int]:
+    """Bytes of values that exist before each equation and are read by it or later, and at the end.
+
+    Args:
+        eqns: The equations, in order.
+        results: Variables that are read at the end.
+        counts: Whether a variable counts.
+    """
+    last = {v: p for p, eqn in enumerate(eqns) for v in variables(eqn.invars)}
+    last |= dict.fromkeys(variables(results), len(eqns))
+    born = {v: p + 1 for p, eqn in enumerate(eqns) for v in eqn.outvars}
+    change = [0] * (len(eqns) + 2)
+    for v in filter(counts, last):
+        change[born.get(v, 0)] += num_bytes(v.aval)
+        change[last[v] + 1] -= num_bytes(v.aval)
+    return list(itertools.accumulate(change))
+
+
+def peak_bytes(
+    steps: Sequence[tuple[Iterable[Any], Iterable[Any], int]], size: Callable[[Any], int]
+) -> int:
+    """The most bytes of arrays that exist at a time, each from the step that makes it to its last.
+
+    Args:
+        steps: For each step the arrays that it makes, the ones that it reads, and the bytes that it
+            takes for itself. It reads operands while it writes results, so both count.
+        size: Bytes of an array.
+    """
+    last = {x: n for n, (makes, reads, _) in enumerate(steps) for x in (*makes, *reads)}
+    live = most = 0
+    ends: Counter[int] = Counter()
+    for number, (makes, _, within) in enumerate(steps):
+        for x in makes:
+            live += size(x)
+            ends[last[x]] += size(x)
+        most = max(most, live + within)
+        live -= ends[number]
+    return most
 
 
 def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:

@@ -86,8 +86,7 @@ def _with_wide_results(
     """Evaluates an open jaxpr, with the flagged results in fp32 where `with_fp32_products` can."""
     sources = _sources(jaxpr, are_wide)
 
-    def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:
-        ins = [value(atom) for atom in eqn.invars]
+    def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
         wide = [v in sources for v in eqn.outvars]
         if not any(wide):
             return jx.bind(eqn, ins)
@@ -97,7 +96,7 @@ def _with_wide_results(
         params = {**eqn.params, "preferred_element_type": _FP32}
         return jx.bind(eqn.replace(params=params), ins)
 
-    return jx.evaluate_by(jaxpr, args, compute)
+    return jx.interpret(jaxpr, args, results_of)
 
 
 def _sources(jaxpr: Any, are_wide: Sequence[bool]) -> set[Any]:
@@ -122,11 +121,8 @@ def _sources(jaxpr: Any, are_wide: Sequence[bool]) -> set[Any]:
 def _is_narrow_product(eqn: Any) -> bool:
     dtype = eqn.outvars[0].aval.dtype
     is_narrow = dtype in (jnp.bfloat16, jnp.float16)
-    return eqn.primitive.name == "dot_general" and is_narrow and _operands_have(eqn, dtype)
-
-
-def _operands_have(eqn: Any, dtype: Any) -> bool:
-    return all(atom.aval.dtype == dtype for atom in eqn.invars)
+    is_product = eqn.primitive.name == "dot_general"
+    return is_product and is_narrow and all(a.aval.dtype == dtype for a in eqn.invars)
 
 
 def is_open(eqn: Any) -> bool:
@@ -157,20 +153,18 @@ def evaluate_for_derivatives(
         return jx.evaluate(jaxpr, args)
     active = jx.dependent(jaxpr, differentiated)
 
-    def compute(_: int, eqn: Any, value: Any) -> list[Any]:
+    def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
         if is_contended(eqn) and eqn.invars[0] in active:
-            return [_looked_up(eqn, *map(value, eqn.invars))]
+            return [_looked_up(eqn, *ins)]
         if is_open(eqn) and jx.contains(eqn, is_contended):
             inner = jx.called(eqn)
             assert inner is not None
             pairs = zip(inner.jaxpr.invars, eqn.invars, strict=True)
             own = [v for v, atom in pairs if not jx.is_literal(atom) and atom in active]
-            return evaluate_for_derivatives(
-                inner.jaxpr, [*inner.consts, *map(value, eqn.invars)], own
-            )
-        return jx.bind(eqn, [value(atom) for atom in eqn.invars])
+            return evaluate_for_derivatives(inner.jaxpr, [*inner.consts, *ins], own)
+        return jx.bind(eqn, ins)
 
-    return jx.evaluate_by(jaxpr, args, compute)
+    return jx.interpret(jaxpr, args, results_of)
 
 
 def is_contended(eqn: Any) -> bool:
@@ -270,19 +264,13 @@ def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_device
     Raises:
         ValueError: If attention can't be divided in this way.
     """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if jx.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
+    def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
         if _is_oversized(eqn, num_devices):
-            out = _divided(eqn, values, num_devices)
-        else:
-            out = jx.bind(_with_pieces_within(eqn, num_devices), values)
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return _divided(eqn, ins, num_devices)
+        return jx.bind(_with_pieces_within(eqn, num_devices), ins)
+
+    return jx.interpret(jaxpr, (*consts, *args), results_of)
 
 
 def _with_pieces_within(eqn: Any, num_devices: int) -> Any:

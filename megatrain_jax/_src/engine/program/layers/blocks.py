@@ -367,14 +367,8 @@ class _Walk:
 
     def run(self, jaxpr: Any, ins: Sequence[_Source]) -> list[_Source]:
         """Sources of a jaxpr's outputs, from the sources of its inputs."""
-        env: dict[Any, _Source] = dict(zip(jaxpr.invars, ins, strict=True))
-
-        def read(atom):
-            return _NOTHING if jx.is_literal(atom) else env.get(atom, _NOTHING)
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._eqn(eqn, [read(a) for a in eqn.invars]), strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        values = [*[_NOTHING] * len(jaxpr.constvars), *ins]
+        return jx.interpret(jaxpr, values, self._eqn, lambda atom: _NOTHING)
 
     def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
         """Sources of an equation's results; calls and scans over layers are walked into."""
@@ -382,23 +376,15 @@ class _Walk:
         if inner := jx.called(eqn):
             return self.run(inner.jaxpr, ins)
         if name == "scan":
-            num_consts, num_carry = jx.scan_parts(eqn)
-            first = num_consts + num_carry
-            if any(s.bits and not s.data for s in ins[first:]):
-                return self._scan(jx.loop_body(eqn).jaxpr, ins, num_consts, first)
+            consts, carry, xs = jx.scan_operands(eqn, ins)
+            if any(s.bits and not s.data for s in xs):
+                # The second iteration carries the first one's result. A stack, which is one
+                # parameter, thus meets itself if its layers are in series.
+                for _ in range(2):
+                    out = self.run(jx.loop_body(eqn).jaxpr, [*consts, *carry, *xs])
+                    carry = [*map(self._join, zip(carry, out[: len(carry)], strict=True))]
+                return [*carry, *out[len(carry) :]]
         return [self._meet(eqn, ins)] * len(eqn.outvars)
-
-    def _scan(self, body, ins, num_consts: int, first: int) -> list[_Source]:
-        """Walks two iterations of a scan over layers; the second carries the first one's result.
-
-        A stack, which is one parameter, thus meets itself if its layers are in series.
-        """
-        carry = ins[num_consts:first]
-        for _ in range(2):
-            out = self.run(body, [*ins[:num_consts], *carry, *ins[first:]])
-            new = zip(carry, out[: len(carry)], strict=True)
-            carry = [self._join(pair) for pair in new]
-        return [*carry, *out[len(carry) :]]
 
     def _meet(self, eqn, ins: list[_Source]) -> _Source:
         """Joins an equation's operands; parameter-only operands meet the operands with data."""

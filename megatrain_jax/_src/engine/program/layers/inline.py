@@ -240,18 +240,14 @@ class _SlicedBody:
         return [[next(rest) for _ in range(own.count)] for own in self.results]
 
     def _check(self) -> None:
-        # Bit mask of the slices that each variable depends on.
-        behind: dict[Any, int] = {}
+        behind: dict[Any, frozenset[int]] = {}  # the slices that each variable depends on
         for row, own in zip(self._inputs(), self.operands, strict=True):
-            behind.update((v, 1 << p if own.axes else 0) for p, v in enumerate(row))
+            behind.update((v, frozenset((p,) if own.axes else ())) for p, v in enumerate(row))
         for eqn in self.traced.jaxpr.eqns:
-            union = 0
-            for v in jx.variables(eqn.invars):
-                union |= behind.get(v, 0)
-            behind.update(dict.fromkeys(eqn.outvars, union))
+            behind.update(dict.fromkeys(eqn.outvars, jx.union(behind, eqn.invars)))
         for row, own in zip(self._outputs(), self.results, strict=True):
             for p, v in enumerate(row):
-                if not jx.is_literal(v) and behind.get(v, 0) & ~(1 << p if own.axes else 0):
+                if jx.union(behind, [v]) - {p if own.axes else None}:
                     raise _SlicesDependError
 
     def of_slice(self, p: int | None) -> tuple[Callable[[Sequence[Any]], list[Any]], list[int]]:
@@ -288,14 +284,13 @@ class Inliner:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | SlicedValue]) -> list:
         """Evaluates an open jaxpr on values, under the caller's trace."""
-        env: dict[Any, Value | SlicedValue] = {}
-        env.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [constant(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
+
+        def results_of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
             with eqn.ctx.manager:  # the mesh may differ between equations
-                env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
-        return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
+                return self._eqn(eqn, ins)
+
+        values = (*map(constant, consts), *args)
+        return jx.interpret(jaxpr, values, results_of, lambda atom: constant(atom.val))
 
     def _eqn(self, eqn, ins) -> Sequence[Value | SlicedValue]:
         """The results of an equation: opened, unrolled, slice by slice, or on whole arrays."""
@@ -360,27 +355,22 @@ class Inliner:
 
     def _unrolled(self, eqn, ins):
         """A scan, computed as its iterations; its stacked results are slices along axis 0."""
-        num_consts, num_carry = jx.scan_parts(eqn)
-        consts = ins[:num_consts]
-        carry = ins[num_consts : num_consts + num_carry]
-        xs = ins[num_consts + num_carry :]
-        length, body = eqn.params["length"], jx.loop_body(eqn)
-        order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
-        # A grid's cell is one array, so sliced results of an iteration are joined first, and the
-        # scan's results are then sliced by iteration.
-        given: dict[int, list] = {}
-        for i in order:
-            out = self._call(body, [*consts, *carry, *(first(x, i) for x in xs)])
-            carry, given[i] = out[:num_carry], [stack(y) for y in out[num_carry:]]
-        ys = [rows(column) for column in zip(*(given[i] for i in range(length)), strict=True)]
-        return [*carry, *ys]
+        _, num_carry = jx.scan_parts(eqn)
+
+        def trip(body: jx.Body, operands: Sequence[Any]) -> list[Any]:
+            out = self._call(body, operands)
+            # A grid's cell is one array, so sliced results of an iteration are joined first, and
+            # the scan's results are then sliced by iteration.
+            return [*out[:num_carry], *map(stack, out[num_carry:])]
+
+        carry, columns = jx.unrolled(eqn, ins, trip, first)
+        return [*carry, *map(rows, columns)]
 
 
 def _is_over_layers(eqn, ins) -> bool:
     """Whether a scan takes some of its stacked operands layer by layer."""
-    num_consts, num_carry = jx.scan_parts(eqn)
     stacked = [isinstance(v, SlicedValue) and not v.run for v in ins]
-    xs = zip(ins[num_consts + num_carry :], stacked[num_consts + num_carry :], strict=True)
+    xs = zip(*(jx.scan_operands(eqn, row)[2] for row in (ins, stacked)), strict=True)
     if any(v.axes[0] == 0 for v, has_layers in xs if has_layers):
         return True
     integers = [isinstance(v, Value) and v.integers is not None for v in ins]
@@ -451,33 +441,21 @@ def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
     # With different operand types than in its trace, its result types might differ, too.
     if any(a.aval != v.aval for a, v in zip(operands, jaxpr.invars, strict=True)):
         raise _NeedsTrace
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if jx.is_literal(a) else env[a] for a in atoms]
-
-    for eqn in jaxpr.eqns:
-        ins, inner = read(eqn.invars), _called(eqn)
-        if inner is not None:
-            outs = _copy(inner, ins, eqns)
-        elif eqn.primitive.name == "cond" or eqn.effects:
+    def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
+        inner = jx.called(eqn, CALLS | CUSTOM_RULES)
+        if eqn.primitive.name == "cond" or inner and inner.consts or not inner and eqn.effects:
             raise _NeedsTrace
-        elif (numbers := _numbers(eqn, ins)) is not None:
-            outs = numbers
-        else:
-            # New variables, because all calls of a function share one jaxpr.
-            outs = [jex.Var(v.aval) for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=ins, outvars=outs))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(jaxpr.outvars)
+        if inner is not None:
+            return _copy(inner.jaxpr, ins, eqns)
+        if (numbers := _numbers(eqn, ins)) is not None:
+            return numbers
+        # New variables, because all calls of a function share one jaxpr.
+        outs = [jex.Var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=ins, outvars=outs))
+        return outs
 
-
-def _called(eqn: Any) -> Any | None:
-    """The open jaxpr of an equation that only calls one, or None."""
-    inner = jx.called(eqn, CALLS | CUSTOM_RULES)
-    if inner is not None and inner.consts:
-        raise _NeedsTrace
-    return inner and inner.jaxpr
+    return jx.interpret(jaxpr, operands, results_of, lambda atom: atom)
 
 
 def _numbers(eqn: Any, ins: Sequence[Any]) -> list[Any] | None:

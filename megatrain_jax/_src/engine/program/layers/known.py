@@ -162,32 +162,24 @@ class _Search:
 
     def _follow(self, jaxpr, stacked, levels) -> list[int]:
         """Walks a body and notes slices by a counter; returns the level of each result."""
-        level: dict[Any, int] = dict(zip(jaxpr.invars, levels, strict=True))
-        level.update((v, _UNKNOWN) for v in jaxpr.constvars)
         whole = {v for v, s in zip(jaxpr.invars, stacked, strict=True) if s}
 
-        def of(atom):
-            return _CONSTANT if jx.is_literal(atom) else level.get(atom, _UNKNOWN)
-
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            ins = [of(a) for a in eqn.invars]
+        def results_of(eqn: Any, ins: list[int]) -> list[int]:
+            name, found = eqn.primitive.name, [_UNKNOWN] * len(eqn.outvars)
             flags = [not jx.is_literal(a) and a in whole for a in eqn.invars]
             if inner := jx.called(eqn):
-                results = self._follow(inner.jaxpr, flags, ins)
-                level.update(zip(eqn.outvars, results, strict=True))
+                found = self._follow(inner.jaxpr, flags, ins)
             elif name in ("scan", "while") and any(flags):
                 self.found |= _Search().loop(eqn, flags, ins)
             elif all(ins) and all(is_index(v.aval) for v in eqn.outvars):
-                level.update((v, max(ins, default=_CONSTANT)) for v in eqn.outvars)
+                found = [max(ins, default=_CONSTANT)] * len(eqn.outvars)
             if name in ("dynamic_slice", "gather") and flags[0]:
-                self.found |= all(ins[1:]) and _COUNTER in ins[1:] and _takes_one(eqn)
+                sizes = zip(eqn.params["slice_sizes"], eqn.invars[0].aval.shape, strict=True)
+                takes_one = any(size == 1 < n for size, n in sizes)
+                self.found |= all(ins[1:]) and _COUNTER in ins[1:] and takes_one
             elif any(flags) and (name in LAYOUT or is_elementwise(eqn)):
                 whole.update(eqn.outvars)
-        return [of(a) for a in jaxpr.outvars]
+            return found
 
-
-def _takes_one(eqn) -> bool:
-    """Whether a slice takes a single position of some axis."""
-    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-    return any(size == 1 < n for size, n in zip(sizes, shape, strict=True))
+        values = [*[_UNKNOWN] * len(jaxpr.constvars), *levels]
+        return jx.interpret(jaxpr, values, results_of, lambda atom: _CONSTANT)

@@ -135,23 +135,14 @@ class Reads:
         self.mixed: dict[tuple[int, int], str] = {}
         self.remade: set[int] = set()
         self.looped: set[int] = set()
-        trails = [_Trail(integers=known.constant(c)) for c in traced.consts]
-        inputs = traced.jaxpr.invars[len(traced.consts) :]
-        for p, v in enumerate(inputs):
-            trails.append(_parameter(p, v.aval.shape) if p < num_parameters else _DATA)
-        self._walk(traced.jaxpr, trails)
+        inputs = enumerate(traced.jaxpr.invars[len(traced.consts) :])
+        trails = [_parameter(p, v.aval.shape) if p < num_parameters else _DATA for p, v in inputs]
+        self._call(jx.Body(traced.jaxpr, traced.consts), trails)
 
-    def _walk(self, jaxpr, trails: Sequence[_Trail]) -> list[_Trail]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), trails, strict=True))
-        for eqn in jaxpr.eqns:
-            outs = self._eqn(eqn, [_literal(a) if jx.is_literal(a) else env[a] for a in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [_literal(a) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
-
-    def _call(self, body: jx.Body, ins):
+    def _call(self, body: jx.Body, ins: Sequence[_Trail]) -> list[_Trail]:
         """Walks a body."""
-        consts = [_Trail(integers=known.constant(c)) for c in body.consts]
-        return self._walk(body.jaxpr, [*consts, *ins])
+        trails = [*map(_constant, body.consts), *ins]
+        return jx.interpret(body.jaxpr, trails, self._eqn, lambda atom: _constant(atom.val))
 
     def _eqn(self, eqn, ins: list[_Trail]) -> Sequence[_Trail]:
         name = eqn.primitive.name
@@ -164,7 +155,7 @@ class Reads:
         # Not unrolled: the array it scans may be made from parameters (a concatenation). A warning
         # then explains why their layers stay together.
         if name == "scan":
-            for x in ins[sum(jx.scan_parts(eqn)) :]:
+            for x in jx.scan_operands(eqn, ins)[2]:
                 self.remade |= set() if x.of_data else x.parameters
         if name in ("scan", "while"):
             self._note_loop(eqn, ins)
@@ -179,16 +170,13 @@ class Reads:
 
     def _is_over_layers(self, eqn, ins) -> bool:
         """Whether to walk a scan iteration by iteration; notes a scan over plain parameters."""
-        num_consts, num_carry = jx.scan_parts(eqn)
-        xs = [v for x in ins[num_consts + num_carry :] for v in x.views if v.axes[:1] == (0,)]
+        xs = [v for x in jx.scan_operands(eqn, ins)[2] for v in x.views if v.axes[:1] == (0,)]
         scanned = [v.parameter for v in xs if v.plain and not v.axis]
         if scanned and (leaves := tuple(dict.fromkeys(scanned))) not in self.scans:
             self.scans.append(leaves)
-        return any(map(self._is_candidate, xs)) or self._takes_by_counter(eqn, ins)
-
-    def _takes_by_counter(self, eqn, ins) -> bool:
         stacked = [any(map(self._is_candidate, x.views)) for x in ins]
-        return reads_by_counter(eqn, stacked, [x.integers is not None for x in ins])
+        integers = [x.integers is not None for x in ins]
+        return any(map(self._is_candidate, xs)) or reads_by_counter(eqn, stacked, integers)
 
     def _note_loop(self, eqn, ins) -> None:
         """Notes parameters that a loop slices by its counter without being unrolled."""
@@ -200,17 +188,8 @@ class Reads:
 
     def _unrolled(self, eqn, ins):
         """Walks a scan's body once per iteration, in execution order."""
-        num_consts, num_carry = jx.scan_parts(eqn)
-        consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
-        carry = ins[num_consts : num_consts + num_carry]
-        length, body = eqn.params["length"], jx.loop_body(eqn)
-        given = []
-        for i in range(length - 1, -1, -1) if eqn.params["reverse"] else range(length):
-            rows = [_row(x, i) for x in xs]
-            out = self._call(body, [*consts, *carry, *rows])
-            carry = out[:num_carry]
-            given.append(out[num_carry:])
-        return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
+        carry, columns = jx.unrolled(eqn, ins, self._call, _row)
+        return [*carry, *map(self._together, columns)]
 
     def _together(self, trails: Sequence[_Trail]) -> _Trail:
         """The trail of a scan's stacked results, which keep no views."""
@@ -274,8 +253,8 @@ def _positions(n: int) -> np.ndarray:
     return np.arange(n)
 
 
-def _literal(atom: Any) -> _Trail:
-    return _Trail(integers=known.constant(atom.val))
+def _constant(value: Any) -> _Trail:
+    return _Trail(integers=known.constant(value))
 
 
 def _joined(trails: Sequence[_Trail]) -> _Trail:

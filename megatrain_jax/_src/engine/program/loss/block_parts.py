@@ -127,7 +127,8 @@ def _cuts(stage: Stage, own: Sequence[int], weight: int) -> _Cuts:
         for at in found & events.keys():
             events[at].append(p)
     order = sorted((at for at in own if events[at]), key=lambda at: (events[at][0], at))
-    alive = _alive(jaxpr, reads)
+    # Equations of leaves alone don't count: each part repeats its own.
+    alive = jx.bytes_alive(jaxpr.eqns, (), lambda v: v not in reads)
     handed: list[int | None] = [0]
     for n in range(1, len(order)):
         last = max(events[at][-1] for at in order[:n])
@@ -156,31 +157,12 @@ def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, f
     events: list[tuple[int, frozenset[int]]] = []
     for p, eqn in enumerate(jaxpr.eqns):
         ins = jx.variables(eqn.invars)
-        found = frozenset().union(*(reads.get(v, ()) for v in ins))
+        found = jx.union(reads, ins)
         if all(v in reads for v in ins):
             reads.update(dict.fromkeys(eqn.outvars, found))
         elif found:
             events.append((p, found))
     return reads, events
-
-
-def _alive(jaxpr: Any, reads: Any) -> list[int]:
-    """Bytes of values that exist before each equation and are read by it or later.
-
-    Equations of leaves alone, listed in `reads`, don't count.
-    """
-    last = {v: p for p, eqn in enumerate(jaxpr.eqns) for v in jx.variables(eqn.invars)}
-    born = dict.fromkeys(jaxpr.invars, 0)
-    born.update((v, p + 1) for p, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars)
-    change = [0] * (len(jaxpr.eqns) + 2)
-    for v, p in last.items():
-        if v not in reads:
-            change[born[v]] += jx.num_bytes(v.aval)
-            change[p + 1] -= jx.num_bytes(v.aval)
-    alive = [0]
-    for delta in change:
-        alive.append(alive[-1] + delta)
-    return alive[1:]
 
 
 def _parts(cuts: _Cuts, num_parts: int) -> list[tuple[int, ...]]:

@@ -79,7 +79,10 @@ class _Borders:
 
     def __init__(self, flow, stretches, main, position):
         self.flow, self.stretches, self.main, self.position = flow, stretches, main, position
-        self.alive = _live_bytes(flow, main, position)
+        # Values of data alone don't count: the prologue, or the one stage that uses them, makes
+        # them.
+        eqns = [flow.jaxpr.eqns[i] for i in main]
+        self.alive = jx.bytes_alive(eqns, flow.jaxpr.outvars, lambda v: flow.kind[v] == MAIN)
         between = [
             range(before.last + 1, after.first + 1)
             for before, after in zip(stretches, stretches[1:], strict=False)
@@ -267,29 +270,6 @@ def _distances(flow: Dataflow, i: int, p: int, position: dict[int, int]) -> list
 def _aval(atom) -> tuple:
     """Shape and dtype of a variable or literal."""
     return getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
-
-
-def _live_bytes(flow, main, position) -> list[int]:
-    """Bytes of main values alive just before each main equation, and at the end.
-
-    Values of data alone are not counted: they are made in the prologue or in the one stage that
-    uses them.
-    """
-    last: dict[Any, int] = {}
-    for p, i in enumerate(main):
-        for v in jx.variables(flow.jaxpr.eqns[i].invars):
-            last[v] = p
-    for v in jx.variables(flow.jaxpr.outvars):
-        last[v] = len(main)
-    # Each value adds its bytes at its birth and removes them after its last read; cumulative sums
-    # of these changes are the bytes alive.
-    change = np.zeros(len(main) + 2, dtype=np.int64)
-    for v, p in last.items():
-        if flow.kind[v] == MAIN:
-            born = position[flow.producer[v]] + 1
-            change[born] += jx.num_bytes(v.aval)
-            change[p + 1] -= jx.num_bytes(v.aval)
-    return np.cumsum(change).tolist()
 
 
 def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:

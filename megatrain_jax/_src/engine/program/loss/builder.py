@@ -425,22 +425,13 @@ class _Body:
 
     def pull(self, i: int) -> None:
         """Adds equation `i`, after the equations it needs that the stage computes or repeats."""
-        flow = self.builder.flow
-        stack = [(i, False)]  # no recursion: chains are longer than Python's limit
-        while stack:
-            i, ready = stack.pop()
-            if i in self.present:
-                continue
-            if ready:
-                self.present.add(i)
-                self.eqns.append(flow.jaxpr.eqns[i])
-                continue
-            stack.append((i, True))
-            needed = [
-                flow.producer[v] for v in jx.variables(flow.jaxpr.eqns[i].invars)
-                if v in flow.producer and not self.builder.is_input(v, self.index)
-            ]  # fmt: skip
-            stack += [(j, False) for j in reversed(needed)]
+        eqns, producer = self.builder.flow.jaxpr.eqns, self.builder.flow.producer
+
+        def needs(i: int) -> list[int]:
+            made = [v for v in jx.variables(eqns[i].invars) if v in producer]
+            return [producer[v] for v in made if not self.builder.is_input(v, self.index)]
+
+        self.eqns += [eqns[j] for j in jx.each_after_its_needs([i], needs, self.present)]
 
     def operands(self) -> tuple[list, list, list]:
         """Constants, leaves and inputs, each in the order of their first use."""

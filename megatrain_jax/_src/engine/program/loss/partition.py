@@ -124,7 +124,7 @@ class Dataflow:
         kinds = {self.kind[v] for v in ins}
         # If parameters and data have not met, the largest kind is the right one.
         kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
-        reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
+        reads = jx.union(self.reads, ins)
         if effects.has_side_effects(eqn):
             kind = self._kind_of_effect(i, eqn, kind, reads)
         elif kind == PARAM and self._is_regulariser(eqn, ins, reads):
@@ -175,8 +175,7 @@ class Dataflow:
 
     def read_by(self, i: int) -> frozenset[int]:
         """Leaves that main equation `i` reads, directly or through casts and transposes."""
-        ins = jx.variables(self.jaxpr.eqns[i].invars)
-        return frozenset().union(*(self.reads.get(v, ()) for v in ins))
+        return jx.union(self.reads, self.jaxpr.eqns[i].invars)
 
     def events(self) -> list[tuple[int, frozenset[int]]]:
         """The reads in order: position among the main equations, and the leaves that are read."""

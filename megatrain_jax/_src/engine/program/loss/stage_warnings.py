@@ -143,7 +143,7 @@ def _in_one_loop(flow, row: Sequence[int], owners: Mapping[int, object]) -> bool
             continue
         # A scan takes the remaining operands slice by slice: these may be stacked layers.
         whole = eqn.invars[: sum(jx.scan_parts(eqn))] if name == "scan" else eqn.invars
-        read = set().union(*(flow.reads.get(v, ()) for v in jx.variables(whole)))
+        read = jx.union(flow.reads, whole)
         if len({owners[j] for j in read if j in owners}) > 1:
             return True
     return False

@@ -28,6 +28,7 @@ Example: the *reduce* of clipping by a global norm, with a large leaf `a` and a 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -132,24 +133,14 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
     Raises:
         _NotElementwise: An equation mixes elements, or depends on their position.
     """
-    numbers: dict[Any, int] = {}
-    is_wide: dict[Any, bool] = {}
+    numbers, body = itertools.count(), []
 
-    def define(v: Any, wide: bool) -> int:
-        numbers[v], is_wide[v] = len(numbers), wide
-        return numbers[v]
+    # A variable's value here is its number, or the bytes of a literal, and whether it is wide.
+    def literal(atom: Any) -> tuple[Hashable, bool]:
+        return ("literal", np.asarray(atom.val).tobytes(), str(atom.aval.dtype)), False
 
-    def read(a: Any):
-        if jx.is_literal(a):
-            return "literal", np.asarray(a.val).tobytes(), str(a.aval.dtype)
-        return numbers[a]
-
-    for v, wide in zip(jaxpr.invars, widths, strict=True):
-        define(v, wide)
-    body = []
-    for eqn in jaxpr.eqns:
-        operands = tuple(read(a) for a in eqn.invars)
-        flags = [not jx.is_literal(a) and is_wide[a] for a in eqn.invars]
+    def results_of(eqn: Any, ins: list[tuple[Hashable, bool]]) -> list[tuple[Hashable, bool]]:
+        flags = [wide for _, wide in ins]
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
             params, out_flags = _check(inner, flags, shape)
@@ -162,10 +153,15 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
             params, out_flags = _params(eqn), [True] * len(eqn.outvars)
         else:
             raise _NotElementwise
-        outs = tuple(define(v, w) for v, w in zip(eqn.outvars, out_flags, strict=True))
-        body.append((name, operands, params, outs, tuple(str(v.aval.dtype) for v in eqn.outvars)))
-    results = tuple(read(a) for a in jaxpr.outvars)
-    return (tuple(body), results), [not jx.is_literal(a) and is_wide[a] for a in jaxpr.outvars]
+        outs = [(next(numbers), wide) for wide in out_flags]
+        dtypes = tuple(str(v.aval.dtype) for v in eqn.outvars)
+        body.append((name, tuple(key for key, _ in ins), params, dtypes))
+        return outs
+
+    inputs = [(next(numbers), wide) for wide in widths]
+    results = jx.interpret(jaxpr, inputs, results_of, literal)
+    key = tuple(body), tuple(key for key, _ in results)
+    return key, [wide for _, wide in results]
 
 
 def _params(eqn: Any) -> Hashable:
@@ -189,23 +185,16 @@ def _is_pointwise(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bo
 
 def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[int, ...]) -> list:
     """Evaluates a jaxpr on arrays of a different shape in place of a leaf's."""
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
 
-    def read(a: Any) -> Any:
-        return a.val if jx.is_literal(a) else env[a]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(a) for a in eqn.invars]
-        inner = _inner(eqn)
-        if inner is not None:
-            results = _run(inner, operands, leaf, shape)
+    def results_of(eqn: Any, operands: list[Any]) -> list[Any]:
+        if (inner := _inner(eqn)) is not None:
+            return _run(inner, operands, leaf, shape)
         # Among these operations, only this one's parameters contain a leaf's shape.
-        elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
-            results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
-        else:
-            results = jx.bind(eqn, operands)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+        if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
+            return [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
+        return jx.bind(eqn, operands)
+
+    return jx.interpret(jaxpr, values, results_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,7 +257,9 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
             continue
         (operand,) = eqn.invars
         shape = operand.aval.shape
-        behind, read = _behind(jaxpr, operand, producer)
+        numbers, read = jx.behind(jaxpr.eqns, producer, [operand])
+        eqns = [jaxpr.eqns[i] for i in sorted(numbers)]
+        behind = jx.sub_jaxpr(jaxpr, eqns, jaxpr.invars, [operand])
         arrays = tuple(sorted(number[v] for v in read if v.aval.shape))
         # A sum along one axis gives an array. A small array among the operands would have to be cut
         # into pieces too, but it is not.
@@ -290,19 +281,3 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
     rest, used = partial_eval.dce_jaxpr(rest, [True] * len(rest.outvars))
     inputs = tuple(i for i, yes in enumerate(used) if yes)
     return Reductions(found=tuple(found), rest=rest, inputs=inputs)
-
-
-def _behind(jaxpr: Any, result: Any, producer: Mapping[Any, int]) -> tuple[Any, set[Any]]:
-    """The equations behind a variable, as a jaxpr of all inputs, and the inputs they read."""
-    present: set[int] = set()
-    read: set[Any] = set()
-    todo = [result]
-    while todo:
-        v = todo.pop()
-        if v not in producer:
-            read.add(v)
-        elif producer[v] not in present:
-            present.add(producer[v])
-            todo += jx.variables(jaxpr.eqns[producer[v]].invars)
-    eqns = [jaxpr.eqns[i] for i in sorted(present)]
-    return jx.sub_jaxpr(jaxpr, eqns, jaxpr.invars, [result]), read

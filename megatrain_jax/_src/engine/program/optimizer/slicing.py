@@ -227,14 +227,8 @@ class Slicer:
 
     def sources(self, variables: Iterable[Any]) -> set:
         """Inputs that some variables depend on, without the neutral ones."""
-        seen, todo = set(), list(variables)
-        while todo:
-            v = todo.pop()
-            if v not in seen:
-                seen.add(v)
-                if v in self.producer:
-                    todo += jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
-        return {v for v in seen if v in self.inputs and self.group[v] != NEUTRAL}
+        _, read = jx.behind(self.jaxpr.eqns, self.producer, variables)
+        return {v for v in read if v in self.inputs and self.group[v] != NEUTRAL}
 
     def is_message(self, v: Any) -> bool:
         """Whether a group's apply receives a variable as a message instead of computing it.
@@ -285,11 +279,9 @@ class Slicer:
         Returns the equations and these variables. Their order depends only on the outputs, so that
         like groups get like fragments.
         """
-        eqns: list[Any] = []
-        stopped: dict[Any, None] = {}
-        present: set[int] = set()
+        eqns, stopped, present = self.jaxpr.eqns, {}, set()
 
-        def needed(atoms):
+        def needed(atoms: Sequence[Any]) -> list[int]:
             rows = []
             for v in jx.variables(atoms):
                 if v in self.consts:
@@ -297,22 +289,11 @@ class Slicer:
                 if stop(v):
                     stopped.setdefault(v)
                 elif v in self.producer and self.producer[v] not in present:
-                    rows.append((self.producer[v], False))
-            return rows[::-1]
+                    rows.append(self.producer[v])
+            return rows
 
-        # An explicit stack, because chains of equations are longer than Python's recursion limit.
-        todo = needed(outputs)
-        while todo:
-            i, ready = todo.pop()
-            if i in present:
-                continue
-            if ready:
-                present.add(i)
-                eqns.append(self.jaxpr.eqns[i])
-            else:
-                todo.append((i, True))
-                todo += needed(self.jaxpr.eqns[i].invars)
-        return eqns, list(stopped)
+        order = jx.each_after_its_needs(needed(outputs), lambda i: needed(eqns[i].invars), present)
+        return [eqns[i] for i in order], list(stopped)
 
     def fragment(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Fragment:
         """Makes a fragment from equations; all arguments stay, even if nothing reads them."""
@@ -358,8 +339,7 @@ def influences(
     nothing = frozenset()
     for eqn in jaxpr.eqns:
         ins = jx.variables(eqn.invars)
-        belongs = nothing.union(*(owners.get(v, nothing) for v in ins))
-        brought = nothing.union(*(carried.get(v, nothing) for v in ins))
+        belongs, brought = jx.union(owners, ins), jx.union(carried, ins)
         if belongs:
             for token in brought:
                 met[token] |= belongs
@@ -377,12 +357,10 @@ def influences(
 
 def groups_behind(jaxpr: Any, groups: Mapping[Any, int]) -> list[frozenset[int]]:
     """Finds the groups with arrays behind each output of a jaxpr, from its inputs' groups."""
-    nothing: frozenset[int] = frozenset()
     behind = {v: frozenset((g,)) for v, g in groups.items()}
     for eqn in jaxpr.eqns:
-        found = nothing.union(*(behind.get(v, nothing) for v in jx.variables(eqn.invars)))
-        behind.update(dict.fromkeys(eqn.outvars, found))
-    return [nothing if jx.is_literal(v) else behind.get(v, nothing) for v in jaxpr.outvars]
+        behind.update(dict.fromkeys(eqn.outvars, jx.union(behind, eqn.invars)))
+    return [jx.union(behind, [v]) for v in jaxpr.outvars]
 
 
 # Each condition doubles the number of cases, and all are computed.

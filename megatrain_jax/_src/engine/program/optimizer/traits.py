@@ -97,103 +97,73 @@ def _is_number(x: Any) -> bool:
 
 def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
     """Whether each output is never negative, given which inputs aren't."""
-    found = dict(zip(jaxpr.invars, known, strict=True))
-    found.update(zip(jaxpr.constvars, [False] * len(jaxpr.constvars), strict=True))
 
-    def holds(atom: Any) -> bool:
-        return _signs([atom.val])[0] if jx.is_literal(atom) else found[atom]
-
-    for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, [holds(a) for a in eqn.invars]
+    def results_of(eqn: Any, operands: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
         if inner := jx.called(eqn):
-            results = _never_negative(inner.jaxpr, operands)
-        elif name == "integer_pow":
-            results = [operands[0] or eqn.params["y"] % 2 == 0]
+            return _never_negative(inner.jaxpr, operands)
+        if name == "integer_pow":
+            is_positive = operands[0] or eqn.params["y"] % 2 == 0
         # A square, however it is written.
         elif name == "mul" and eqn.invars[0] is eqn.invars[1]:
-            results = [True]
+            is_positive = True
         elif name == "max":
-            results = [any(operands)]  # one lower bound is enough
+            is_positive = any(operands)  # one lower bound is enough
         elif name == "select_n":
             # The first operand selects among the remaining ones.
-            results = [all(operands[1:])]
+            is_positive = all(operands[1:])
         elif name == "clamp":
-            results = [operands[0] or all(operands[1:])]
-        elif name in _ALWAYS:
-            results = [True] * len(eqn.outvars)
-        elif name in _IF_ALL:
-            results = [all(operands)] * len(eqn.outvars)
+            is_positive = operands[0] or all(operands[1:])
         else:
-            results = None
-        found.update(zip(eqn.outvars, results or [False] * len(eqn.outvars), strict=True))
-    return [holds(a) for a in jaxpr.outvars]
+            is_positive = name in _ALWAYS or name in _IF_ALL and all(operands)
+        return [is_positive] * len(eqn.outvars)
+
+    values = [*[False] * len(jaxpr.constvars), *known]
+    return jx.interpret(jaxpr, values, results_of, lambda atom: _signs([atom.val])[0])
 
 
 def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list[bool]:
-    """Whether each token passes a matrix product on its way to a parameter.
-
-    Sets of inputs are bit masks, so one walk serves all of them.
-    """
-    reaches = {v: 1 << i for i, v in enumerate(tokens)}
+    """Whether each token passes a matrix product on its way to a parameter."""
+    reaches = {v: frozenset((v,)) for v in tokens}
     # By variable, the tokens that have passed a product on their way to it.
-    mixes: dict[Any, int] = {}
+    mixes: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
-        operands = jx.variables(eqn.invars)
-        own, through = _union(reaches, operands), _union(mixes, operands)
-        if jx.contains(eqn, _is_product):
+        own, through = jx.union(reaches, eqn.invars), jx.union(mixes, eqn.invars)
+        if jx.contains(eqn, lambda e: e.primitive.name in PRODUCTS):
             through |= own
         reaches.update(dict.fromkeys(eqn.outvars, own))
         mixes.update(dict.fromkeys(eqn.outvars, through))
-    found = _union(mixes, jx.variables(parameters))
-    return [bool(found >> i & 1) for i in range(len(tokens))]
+    found = jx.union(mixes, parameters)
+    return [v in found for v in tokens]
 
 
 def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
     """Whether each token is in a difference with another one, of which a root is taken."""
-    found = _roots(jaxpr, {v: 1 << i for i, v in enumerate(tokens)}, {})
-    return [bool(found >> i & 1) for i in range(len(tokens))]
+    nothing: frozenset[Any] = frozenset()
+    found: set[Any] = set()
+    # Of each value, the tokens that it depends on, and the ones in differences that it depends on.
+    Sources = tuple[frozenset[Any], frozenset[Any]]
 
-
-def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
-    """The inputs in differences under roots; `apart` maps variables to inputs in differences.
-
-    Both are continued to the jaxpr's outputs, including calls.
-    """
-    found = 0
-    for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, jx.variables(eqn.invars)
-        own, differences = _union(reaches, operands), _union(apart, operands)
-        if name == "sub" and len(operands) == 2:
-            left, right = (reaches.get(v, 0) for v in operands)
+    def results_of(eqn: Any, ins: list[Sources]) -> list[Sources]:
+        name = eqn.primitive.name
+        if inner := jx.called(eqn):
+            return walk(inner.jaxpr, ins)
+        own, apart = (nothing.union(*sets) for sets in zip(*ins, strict=True)) if ins else none
+        if name == "sub" and not any(map(jx.is_literal, eqn.invars)):
+            left, right = (reached for reached, _ in ins)
             # If both sides contain the same state, rounding is the same.
-            differences |= left | right if left and right and left != right else 0
+            apart |= left | right if left and right and left != right else nothing
         elif name in ("sqrt", "rsqrt"):
-            found |= differences
+            found.update(apart)
         elif name in ("square", "abs") or (name == "integer_pow" and eqn.params["y"] % 2 == 0):
-            differences = 0  # never negative again
-        inner = jx.called(eqn)
-        if inner is None:
-            reaches.update(dict.fromkeys(eqn.outvars, own))
-            apart.update(dict.fromkeys(eqn.outvars, differences))
-            continue
-        outside = zip(inner.jaxpr.invars, eqn.invars, strict=True)
-        known = [(v, a) for v, a in outside if not jx.is_literal(a)]
-        inside = {v: reaches.get(a, 0) for v, a in known}
-        inside_apart = {v: apart.get(a, 0) for v, a in known}
-        found |= _roots(inner.jaxpr, inside, inside_apart)
-        for out, v in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
-            literal = jx.is_literal(v)
-            reaches[out] = 0 if literal else inside.get(v, 0)
-            apart[out] = 0 if literal else inside_apart.get(v, 0)
-    return found
+            apart = nothing  # never negative again
+        return [(own, apart)] * len(eqn.outvars)
 
+    def walk(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:
+        values = [*[none] * len(jaxpr.constvars), *ins]
+        return jx.interpret(jaxpr, values, results_of, lambda atom: none)
 
-def _union(sets: dict[Any, int], variables: Sequence[Any]) -> int:
-    whole = 0
-    for v in variables:
-        whole |= sets.get(v, 0)
-    return whole
-
-
-def _is_product(eqn: Any) -> bool:
-    return eqn.primitive.name in PRODUCTS
+    none = nothing, nothing
+    known = dict.fromkeys(jaxpr.invars, none) | {v: (frozenset((v,)), nothing) for v in tokens}
+    walk(jaxpr, [known[v] for v in jaxpr.invars])
+    return [v in found for v in tokens]

@@ -124,16 +124,10 @@ class _Opening:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
         """Adds the operations of an open jaxpr on these values; returns its results' numbers."""
-        env: dict[Any, int] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.constant(var.aval, const)
-
-        def number(atom: Any) -> int:
-            return self.constant(atom.aval, atom.val) if jx.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._eqn(eqn, [*map(number, eqn.invars)]), strict=True))
-        return [number(atom) for atom in jaxpr.outvars]
+        fixed = [self.constant(v.aval, x) for v, x in zip(jaxpr.constvars, consts, strict=True)]
+        return jx.interpret(
+            jaxpr, [*fixed, *args], self._eqn, lambda atom: self.constant(atom.aval, atom.val)
+        )
 
     def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
         name = eqn.primitive.name

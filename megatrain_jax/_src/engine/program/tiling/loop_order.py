@@ -305,19 +305,9 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
             # compute it twice or keep it; this counts it as kept.
             free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
-    last: dict[int, int] = {}
-    for number, event in enumerate(events):
-        for v in event.reads:
-            last.update(dict.fromkeys(roots.get(v, ()), number))
-    live = most = 0
-    ends: dict[int, int] = {}
-    for number, event in enumerate(events):
-        for v in event.makes:
-            if v in roots[v]:
-                live += sizes.get(v, 0)
-                end = last.get(v, number)
-                ends[end] = ends.get(end, 0) + sizes.get(v, 0)
-        # A step's results and operands exist at the same time, so operands end after the step.
-        most = max(most, live + event.within)
-        live -= ends.pop(number, 0)
-    return most
+    steps = []
+    for event in events:
+        arrays = [v for v in event.makes if v in roots[v]]
+        read = frozenset().union(*(roots.get(v, ()) for v in event.reads))
+        steps.append((arrays, read, event.within))
+    return jx.peak_bytes(steps, lambda v: sizes.get(v, 0))
