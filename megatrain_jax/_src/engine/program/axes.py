@@ -119,20 +119,13 @@ def _along(name: str) -> Callable[[Any], Iterator[AxisGroup]]:
 
 
 def _reduction(eqn: Any) -> Iterator[AxisGroup]:
-    reduced = set(eqn.params["axes"])
-    is_position = eqn.primitive.name in ARG_REDUCTIONS
-    for axis in range(len(shape_of(eqn, 0))):
-        if axis not in reduced:
-            yield [(0, axis), (1, axis - sum(r < axis for r in reduced))], MAPPED
-        elif not is_position:
-            yield [(0, axis)], FOLDED
-
-
-def _squeeze(eqn: Any) -> Iterator[AxisGroup]:
-    gone = eqn.params["dimensions"]
+    """Operations with a result that lacks some axes: reductions, and a squeeze."""
+    gone = set(eqn.params["dimensions" if eqn.primitive.name == "squeeze" else "axes"])
     for axis in range(len(shape_of(eqn, 0))):
         if axis not in gone:
             yield [(0, axis), (1, axis - sum(d < axis for d in gone))], MAPPED
+        elif eqn.primitive.name in REDUCTIONS:
+            yield [(0, axis)], FOLDED
 
 
 def _broadcast(eqn: Any) -> Iterator[AxisGroup]:
@@ -206,24 +199,12 @@ def _pad(eqn: Any) -> Iterator[AxisGroup]:
 
 
 def _slice(eqn: Any) -> Iterator[AxisGroup]:
-    strides = eqn.params["strides"]
-    for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, 1), strict=True)):
+    """A slice or its update: axes along which it has the full length, and so starts at 0."""
+    last, strides = len(eqn.invars), eqn.params.get("strides")
+    part = 1 if eqn.primitive.name == "dynamic_update_slice" else last
+    for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, part), strict=True)):
         if old == new and (strides is None or strides[axis] == 1):
-            yield [(0, axis), (1, axis)], MAPPED
-
-
-def _dynamic_slice(eqn: Any) -> Iterator[AxisGroup]:
-    last = len(eqn.invars)
-    for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, last), strict=True)):
-        if old == new:  # a full-length slice is clamped to start at 0
-            yield [(0, axis), (last, axis)], MAPPED
-
-
-def _dynamic_update_slice(eqn: Any) -> Iterator[AxisGroup]:
-    last = len(eqn.invars)
-    for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, 1), strict=True)):
-        if old == new:
-            yield [(0, axis), (1, axis), (last, axis)], MAPPED
+            yield [(at, axis) for at in sorted({0, part, last})], MAPPED
 
 
 def _gather(eqn: Any) -> Iterator[AxisGroup]:
@@ -297,14 +278,13 @@ ADDING = ("scatter-add", "scatter_add")
 _OTHER_SCATTERS = [f"scatter{sign}{kind}" for sign in "-_" for kind in ("mul", "min", "max")]
 
 _RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
-    **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS | {"squeeze"}, _reduction),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
     "broadcast_in_dim": _broadcast,
     "concatenate": _along("dimension"),
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
+    **dict.fromkeys(["slice", "dynamic_slice", "dynamic_update_slice"], _slice),
     "gather": _gather,
     "iota": _made,
     **dict.fromkeys(MATRICES, _matrices),
@@ -314,10 +294,8 @@ _RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
     "rev": _along("dimensions"),
     **dict.fromkeys([*ADDING, "scatter", *_OTHER_SCATTERS], _scatter),
     "sharding_constraint": _constrained,
-    "slice": _slice,
     "sort": _along("dimension"),
     "split": _along("axis"),
-    "squeeze": _squeeze,
     "stack": _stack,
     "top_k": _along("axis"),
     "transpose": _transpose,

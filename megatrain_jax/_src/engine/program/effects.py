@@ -61,19 +61,13 @@ def _shown(eqn: Any) -> str:
 
 def has_read_callback(eqn: Any) -> bool:
     """Whether a callback inside an equation's jaxprs returns a result that is read."""
-    return any(
-        (has_side_effects(e) and not jx.inner_jaxprs(e) and not used.isdisjoint(e.outvars))
-        or has_read_callback(e)
-        for inner in jx.inner_jaxprs(eqn)
-        for used in (read_in(inner),)
-        for e in inner.eqns
-    )
-
-
-def read_in(jaxpr: Any) -> set[Any]:
-    """The variables read by a jaxpr's equations or by its results."""
-    atoms = [a for eqn in jaxpr.eqns for a in eqn.invars]
-    return set(jx.variables([*atoms, *jaxpr.outvars]))
+    for inner in jx.inner_jaxprs(eqn):
+        fires = [e for e in inner.eqns if has_side_effects(e) and not jx.inner_jaxprs(e)]
+        if not jx.num_readers(inner).keys().isdisjoint(v for e in fires for v in e.outvars):
+            return True
+        if any(map(has_read_callback, inner.eqns)):
+            return True
+    return False
 
 
 def silent(jaxpr: Any) -> Any:
@@ -121,7 +115,7 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
         The jaxpr, and for each output whether it is late.
     """
     found = {v for v, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
-    used = read_in(jaxpr)
+    used = jx.num_readers(jaxpr).keys()
     eqns = []
     for eqn in jaxpr.eqns:
         flags = [not jx.is_literal(a) and a in found for a in eqn.invars]

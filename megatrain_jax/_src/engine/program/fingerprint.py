@@ -219,9 +219,8 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         if isinstance(value, types.MethodType):
-            return (
-                f"{self.read(value.__func__, depth + 1)} of {self._object(value.__self__, depth)}"
-            )
+            function = self.read(value.__func__, depth + 1)
+            return f"{function} of {self._object(value.__self__, depth)}"
         if isinstance(value, functools.partial):
             keywords = self._named(value.keywords, depth)
             return f"{self.read((value.func, value.args), depth + 1)} {keywords}"
@@ -242,15 +241,10 @@ class _Reader:
         if id(function) in self._seen:
             return "seen"
         self._seen.add(id(function))
-        closed = dict(_closed_over(function))
-        keywords = function.__kwdefaults__ or {}
-        return " ".join(
-            (
-                self._code(function.__code__, depth, function.__doc__),
-                self.read(function.__defaults__ or (), depth + 1),
-                *(self._named(rows, depth) for rows in (keywords, closed, _globals(function))),
-            )
-        )
+        code = self._code(function.__code__, depth, function.__doc__)
+        defaults = self.read(function.__defaults__ or (), depth + 1)
+        named = function.__kwdefaults__ or {}, dict(closed_over(function)), _globals(function)
+        return " ".join([code, defaults, *(self._named(rows, depth) for rows in named)])
 
     def _code(self, code: types.CodeType, depth: int, doc: str | None = None) -> str:
         consts = [
@@ -265,7 +259,8 @@ class _Reader:
         return f"{{{' '.join(f'{k}:{self.read(v, depth + 1)}' for k, v in kept)}}}"
 
 
-def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The names and values of the variables that a function closes over."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

@@ -249,19 +249,16 @@ def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -
     if costs := kernel_costs(eqn):
         return costs.flops(eqn)
     if name in ARITHMETIC:
-        return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
-    if name in _COUNTED_BY_OPERAND:
-        return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
-    return 0
+        return _num_floats(eqn.outvars[0])
+    return _num_floats(eqn.invars[0]) if name in _COUNTED_BY_OPERAND else 0
 
 
 def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+    return jx.num_elements(var.aval)
 
 
-def _is_inexact(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def _num_floats(var: Any) -> int:
+    return _size(var) if jx.is_float(var.aval) else 0
 
 
 def _dot_general(eqn: Any) -> int:
@@ -293,10 +290,6 @@ def _reduce_window(eqn: Any) -> int:
     return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
 
 
-def _scatter(eqn: Any) -> int:
-    return _size(eqn.invars[2]) if _is_inexact(eqn.invars[2]) else 0
-
-
 def _fft(eqn: Any) -> int:
     # The usual count for a Cooley-Tukey transform; real transforms take half of it.
     lengths = eqn.params["fft_lengths"]
@@ -307,7 +300,7 @@ def _fft(eqn: Any) -> int:
 
 def _polynomial(eqn: Any) -> int:
     # Horner's rule: a multiplication and an addition for each coefficient but the first.
-    return 2 * _size(eqn.outvars[0]) * (len(eqn.invars) - 2) if _is_inexact(eqn.outvars[0]) else 0
+    return 2 * _num_floats(eqn.outvars[0]) * (len(eqn.invars) - 2)
 
 
 def _pallas_call(eqn: Any) -> int:
@@ -327,8 +320,8 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "reduce_window_min": _reduce_window,
     # Not an addition, but its parameters hold a jaxpr that would be counted.
     "scatter": lambda eqn: 0,
-    "scatter-add": _scatter,
-    "scatter-mul": _scatter,
+    "scatter-add": lambda eqn: _num_floats(eqn.invars[2]),
+    "scatter-mul": lambda eqn: _num_floats(eqn.invars[2]),
     "fft": _fft,
     "polynomial": _polynomial,
     "pallas_call": _pallas_call,
@@ -389,11 +382,9 @@ def _inner(eqn: Any) -> list[Any]:
 
 def _trip(scan: Any) -> tuple[int, int]:
     """Kernels and copied bytes of one trip; slicing inputs and writing results are kernels too."""
-    num_consts, num_carry = jx.scan_parts(scan)
-    taken = len(scan.invars) - num_consts - num_carry
-    given = len(scan.outvars) - num_carry
+    _, carry, taken = jx.scan_operands(scan, scan.invars)
     kernels, copied = _kernels_and_copies(jx.loop_body(scan).jaxpr)
-    return max(1, kernels + (taken > 0) + (given > 0)), copied
+    return max(1, kernels + (len(taken) > 0) + (len(scan.outvars) > len(carry))), copied
 
 
 def _kernels_and_copies(jaxpr: Any) -> tuple[int, int]:

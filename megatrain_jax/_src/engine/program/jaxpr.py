@@ -327,18 +327,25 @@ def with_body(jaxpr: Any, body: Any) -> Any:
 
 def contains(eqn: Any, is_found: Callable[[Any], bool]) -> bool:
     """Whether a condition holds for an equation, or for one in its inner jaxprs."""
-    return is_found(eqn) or any(
-        contains(inner, is_found) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns
-    )
+    inner = (e for jaxpr in inner_jaxprs(eqn) for e in equations(jaxpr))
+    return is_found(eqn) or any(map(is_found, inner))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, open or closed, and of the jaxprs inside, each jaxpr once."""
+    seen: set[int] = set()  # layers that call one function share its jaxpr
+    todo = [opened(jaxpr)]
+    while todo:
+        for eqn in todo.pop().eqns:
+            yield eqn
+            inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
+            seen.update(map(id, inner))
+            todo += inner
 
 
 def kernels_of(jaxpr: Any) -> Iterator[KernelCosts]:
     """The costs of the kernels of libraries that a jaxpr calls, also in its inner jaxprs."""
-    for eqn in opened(jaxpr).eqns:
-        if costs := kernel_costs(eqn):
-            yield costs
-        for inner in inner_jaxprs(eqn):
-            yield from kernels_of(inner)
+    return filter(None, map(kernel_costs, equations(jaxpr)))
 
 
 def num_readers(jaxpr: Any) -> Counter[Any]:
@@ -350,15 +357,9 @@ def num_readers(jaxpr: Any) -> Counter[Any]:
 def largest_mesh(jaxpr: Any) -> Any:
     """The largest mesh that any equation, also an inner one, was traced in, or None."""
     found: dict[Any, None] = {}
-    seen: set[int] = set()  # layers that call one function share its jaxpr
-    todo = [jaxpr]
-    while todo:
-        for eqn in todo.pop().eqns:
-            found.setdefault(eqn.ctx.cur_abstract_mesh)
-            found.setdefault(eqn.params.get("mesh"))  # for a shard_map
-            inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
-            seen.update(map(id, inner))
-            todo += inner
+    for eqn in equations(jaxpr):
+        found.setdefault(eqn.ctx.cur_abstract_mesh)
+        found.setdefault(eqn.params.get("mesh"))  # for a shard_map
     entered = (m for m in found if m is not None and not m.empty)
     return max(entered, key=lambda m: m.size, default=None)
 

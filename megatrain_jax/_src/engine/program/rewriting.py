@@ -149,7 +149,7 @@ def evaluate_for_derivatives(
         args: Values of its constants and inputs.
         differentiated: The inputs that it will be differentiated by.
     """
-    if not any(jx.contains(eqn, is_contended) for eqn in jaxpr.eqns):
+    if not any(map(is_contended, jx.equations(jaxpr))):
         return jx.evaluate(jaxpr, args)
     active = jx.dependent(jaxpr, differentiated)
 
@@ -233,13 +233,8 @@ def is_oversized(jaxpr: Any, num_devices: int = 1) -> bool:
 
 def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
     """The shapes of queries, keys and values of all attention in a jaxpr, also inside equations."""
-    found: set[tuple[int, ...]] = set()
-    for eqn in jaxpr.eqns:
-        if is_attention(eqn):
-            found.update(v.aval.shape for v in eqn.invars[:3])
-        for inner in jx.inner_jaxprs(eqn):
-            found |= attention_shapes(inner)
-    return frozenset(found)
+    found = filter(is_attention, jx.equations(jaxpr))
+    return frozenset(v.aval.shape for eqn in found for v in eqn.invars[:3])
 
 
 def are_oversized(shapes: Iterable[tuple[int, ...]], num_devices: int = 1) -> bool:

@@ -27,6 +27,7 @@ which run side by side.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -511,12 +512,18 @@ def find_leaves(
 
 
 def assemble(
-    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
+    places: Iterable[tuple[int, Index]], values: Iterable[Value], count: int
 ) -> list[Value | SlicedValue]:
-    """The model's parameters, put together from the values of its leaves."""
-    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
-    for leaf, value in zip(leaves, values, strict=True):
-        parts[leaf.parameter][leaf.index] = value
+    """Whole arrays, put together from their parts.
+
+    Args:
+        places: For each part the number of its array, and its index there.
+        values: The parts.
+        count: Number of arrays.
+    """
+    parts: list[dict[Index, Value]] = [{} for _ in range(count)]
+    for (number, index), value in zip(places, values, strict=True):
+        parts[number][index] = value
     return [stacked(rows) for rows in parts]
 
 
@@ -530,16 +537,9 @@ def _slice_of(key: ModelPath | None, layer: Index) -> ModelPath | None:
 
 def common_prefix(paths: Sequence[ModelPath]) -> ModelPath:
     """The longest path that all paths start with."""
-    # All paths sort between the smallest and the largest, so their common prefix is everyone's.
-    first, last = min(paths, key=_sortable), max(paths, key=_sortable)
-    n = 0
-    while n < min(len(first), len(last)) and first[n] == last[n]:
-        n += 1
-    return tuple(first[:n])
-
-
-def _sortable(path):
-    return tuple(map(str, path))
+    columns = zip(*paths, strict=False)
+    same = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+    return tuple(column[0] for column in same)
 
 
 def power(sequence: list[int]) -> int:

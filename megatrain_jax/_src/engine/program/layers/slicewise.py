@@ -25,6 +25,7 @@ Example: `w` of shape (6, 4, 5) is a grid `[s0 ... s5]` along axis 0, each slice
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from megatrain_jax._src.engine.program.axes import (
     params_of_slice,
 )
 from megatrain_jax._src.engine.program.layers.index import remaining
+from megatrain_jax._src.engine.program.layers.known import Known
 from megatrain_jax._src.engine.program.layers.sliced_values import (
     FOLDS,
     SlicedValue,
@@ -60,9 +62,6 @@ from megatrain_jax._src.engine.program.primitives import (
     REDUCTIONS,
     is_elementwise,
 )
-
-# From the position of an operand to the integers it is known to hold, or None.
-_KnownOperand = Callable[[int], np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class _Moved:
 
 
 def moved(
-    eqn: Any, grid: np.ndarray, axes: tuple[int, ...], known: _KnownOperand
+    eqn: Any, grid: np.ndarray, axes: tuple[int, ...], known: Sequence[Known | None]
 ) -> list[_Moved] | None:
     """Applies an operation to its first operand, a grid.
 
@@ -91,7 +90,7 @@ def moved(
         eqn: The equation.
         grid: The slices of its first operand.
         axes: The axes along which that operand is sliced, ascending.
-        known: Maps the position of another operand to its known integers, or None.
+        known: The integers of each operand, if they are known.
 
     Returns:
         The grid of each result; None if the operation mixes slices, or isn't known here.
@@ -146,11 +145,10 @@ def _dynamic_slice(eqn, grid, axes, known):
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     places = []
     for a in axes:
-        start = known(1 + a)
-        if start is None:
+        if (start := known[1 + a]) is None:
             return None
         # XLA clamps a dynamic slice that would reach past an end; so do we.
-        first = min(max(int(start), 0), shape[a] - sizes[a])
+        first = min(max(int(start.value), 0), shape[a] - sizes[a])
         places.append(slice(first, first + sizes[a]))
     whole = remaining(sizes, axes) == remaining(shape, axes)
     return [
@@ -169,12 +167,12 @@ def _gather(eqn, grid, axes, known):
     along = numbers.start_index_map
     if len(along) != 1 or along[0] not in axes or numbers.collapsed_slice_dims != along:
         return None
-    (axis,), places = along, known(1)
+    (axis,), places = along, known[1]
     whole = tuple(1 if d == axis else n for d, n in enumerate(shape))
     batched = numbers.operand_batching_dims
     if places is None or batched or tuple(eqn.params["slice_sizes"]) != whole:
         return None
-    places = places[..., 0]
+    places = places.value[..., 0]
     if eqn.params["mode"] == GatherScatterMode.CLIP:
         places = np.clip(places, 0, shape[axis] - 1)
     # Out of bounds, the remaining modes fill or drop; no slice represents that.
@@ -285,8 +283,7 @@ def slicewise(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
     name, operand = eqn.primitive.name, ins[0]
     if any(isinstance(v, SlicedValue) and v.run for v in ins):
         if name == "reshape" and isinstance(operand, SlicedValue):
-            found = _regrouped(eqn, operand)
-            return None if found is None else [found]
+            return _regrouped(eqn, operand)
         if name == "slice" and (found := _runs_within(eqn, operand)) is not None:
             return [found]
         return _apart(eqn, ins)
@@ -298,16 +295,9 @@ def slicewise(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
     if name in FOLDS and not set(eqn.params["axes"]).isdisjoint(operand.axes):
         return [_fold(eqn, operand)]
 
-    def integers(k: int) -> np.ndarray | None:
-        found = others[k - 1].integers
-        return None if found is None else found.value
-
-    found = moved(eqn, operand.grid, operand.axes, integers)
-    if found is None and name == "reshape":
-        merged = _regrouped(eqn, operand)
-        return None if merged is None else [merged]
+    found = moved(eqn, operand.grid, operand.axes, [None, *(v.integers for v in others)])
     if found is None:
-        return _apart(eqn, ins)
+        return _regrouped(eqn, operand) if name == "reshape" else _apart(eqn, ins)
     if found[0].params is None:
         return [value_of(m.grid, m.axes) for m in found]
     changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
@@ -353,15 +343,15 @@ def _fold(eqn, operand: SlicedValue) -> Value | SlicedValue:
     kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
     grid = np.moveaxis(grid_of(operand.grid.shape, parts), kept, range(len(kept)))
     shape = grid.shape[: len(kept)]
-    totals = []
-    for cells in grid.reshape(math.prod(shape), -1):
-        # In the order of slices, which may round differently from one reduction of the whole.
-        total = cells[0].array
-        for part in cells[1:]:
-            total = FOLDS[eqn.primitive.name](total, part.array)
-        totals.append(Value(total, join(cells)))
+    # In the order of slices, which may round differently from one reduction of the whole.
+    rows = grid.reshape(math.prod(shape), -1)
+    totals = [_folded(FOLDS[eqn.primitive.name], list(cells)) for cells in rows]
     new = tuple(axes[k] - sum(d < axes[k] for d in reduced) for k in kept)
     return value_of(grid_of(shape, totals), new)
+
+
+def _folded(fold: Callable[[Any, Any], Any], cells: Sequence[Value]) -> Value:
+    return Value(functools.reduce(fold, [cell.array for cell in cells]), join(cells))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,10 +419,8 @@ def _apart(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
         parts = [_part(v, at, groups, position) for at, v in enumerate(ins)]
         cells.append(_bound(eqn, parts))
     if groups[0].kind == FOLDED:
-        fold, total = FOLDS.get(eqn.primitive.name, jax.lax.add), cells[0][0].array
-        for row in cells[1:]:
-            total = fold(total, row[0].array)
-        return [Value(total, join([row[0] for row in cells]))]
+        fold = FOLDS.get(eqn.primitive.name, jax.lax.add)
+        return [_folded(fold, [row[0] for row in cells])]
     return [
         _result([row[r] for row in cells], count + r, groups, lengths)
         for r in range(len(eqn.outvars))
@@ -462,15 +450,14 @@ def _result(
     return SlicedValue(grid_of(lengths, parts).transpose(np.argsort(axes)), tuple(sorted(axes)))
 
 
-def _regrouped(eqn, operand: SlicedValue) -> Value | SlicedValue | None:
+def _regrouped(eqn, operand: SlicedValue) -> list[Value | SlicedValue] | None:
     """A reshape that merges the sliced axes with following axes, or splits them again.
 
     Returns None if the entries of a slice are not contiguous afterwards.
     """
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
-    if eqn.params.get("dimensions") is not None or 0 in old:
-        return None
-    if eqn.params.get("sharding") is not None:
+    rearranged = any(eqn.params.get(name) is not None for name in ("dimensions", "sharding"))
+    if rearranged or 0 in old:
         return None
     count = operand.grid.size
     pairs = [row for row in segments(old, new) if not set(row[0]).isdisjoint(operand.axes)]
@@ -490,7 +477,7 @@ def _regrouped(eqn, operand: SlicedValue) -> Value | SlicedValue | None:
     else:
         return None
     within = eqn.replace(params={**eqn.params, "new_sizes": after.shape(new)})
-    return after.whole([_bound(within, [cell])[0] for cell in operand.grid.flat])
+    return [after.whole([_bound(within, [cell])[0] for cell in operand.grid.flat])]
 
 
 def _runs_within(eqn, operand: Value | SlicedValue) -> Value | SlicedValue | None:

@@ -297,11 +297,7 @@ def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None
     if name in REDUCTIONS and not set(eqn.params["axes"]).isdisjoint(view.axes):
         return [None]
 
-    def integers(j: int) -> np.ndarray | None:
-        found = ins[j].integers
-        return None if found is None else found.value
-
-    found = moved(eqn, view.grid, view.axes, integers)
+    found = moved(eqn, view.grid, view.axes, [x.integers for x in ins])
     if found is None:
         return None
     return [dataclasses.replace(view, grid=m.grid, axes=m.axes, plain=False) for m in found]
@@ -399,8 +395,8 @@ class _Sliced:
         """Whether both have the same number of slices, and these are read alternately."""
         if len(self.order) != len(other.order):
             return False
-        rows = list(zip(self.first, other.first, strict=True))
-        return all(max(a) < min(b) for a, b in zip(rows, rows[1:], strict=False))
+        rows = zip(self.first, other.first, strict=True)
+        return all(max(a) < min(b) for a, b in itertools.pairwise(rows))
 
 
 class _Finder:
@@ -483,28 +479,25 @@ class _Finder:
         """
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
-        grouped = (
-            len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_series, known))
-        )
-        axes = sliced_axes(known[0].order[0]) if grouped else (0,)
-        if axes[0] != 0:
-            axes = (0,)
+        grouped = len(known) == len(leaves) and len(orders) == 1
+        axes = (0,)
+        if grouped and all(self._in_series(s.reads) for s in known):
+            own = sliced_axes(known[0].order[0])
+            axes = own if own[0] == 0 else axes
         shape = [self.shapes[leaves[0]][axis] for axis in axes]
         layers = tuple(index_of(axes, place) for place in np.ndindex(*shape))
         slices = dict.fromkeys(leaves, layers)
         return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
 
-    def _in_series(self, one: _Sliced) -> bool:
-        """Whether each slice is read after the one before it."""
-        pairs = zip(one.reads, one.reads[1:], strict=False)
-        return all(a & self._before(b) for a, b in pairs)
+    def _in_series(self, reads: Sequence[int]) -> bool:
+        """Whether each slice is read after the one before it, given all reads of each."""
+        return all(a & self._before(b) for a, b in itertools.pairwise(reads))
 
     def _one_by_one(self, one: _Sliced) -> bool:
         """Whether each slice is read after the one before it has been read for the last time."""
-        pairs = zip(one.reads, one.reads[1:], strict=False)
         # The highest bit is a slice's last read; the lowest bit is the next slice's first read.
-        over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
-        return over and self._in_series(one)
+        over = [a.bit_length() <= (b & -b).bit_length() for a, b in itertools.pairwise(one.reads)]
+        return all(over) and self._in_series(one.reads)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
         """The stack of parameters read alternately; None if their slices are not layers."""
@@ -554,9 +547,7 @@ class _Finder:
         for r, at in self.taken[p]:
             if axis in at:
                 rows[at[axis]] = rows.get(at[axis], 0) | 1 << r
-        reads = list(rows.values())
-        pairs = list(zip(reads, reads[1:], strict=False))
-        return bool(pairs) and all(a & self._before(b) for a, b in pairs)
+        return len(rows) > 1 and self._in_series(list(rows.values()))
 
     def _before(self, reads: int) -> int:
         """Bit mask of all reads that come before any of the given reads."""

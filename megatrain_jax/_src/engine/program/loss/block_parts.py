@@ -32,6 +32,7 @@ Example, for 8 experts of 16 x 32 in 2 groups::
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,22 +49,6 @@ NUMBERS_OF_PARTS = (1, 2, 3, 4, 6, 8)
 """Numbers of parts per block, tried in this order if a whole block doesn't fit."""
 # Begins the last word in the path of a block's part.
 _PART = "part "
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cuts:
-    """The leaves of a block's stage in the order of their reads, and where it may be cut.
-
-    Attributes:
-        leaves: Positions of the leaves among the stage's.
-        sizes: Bytes of each of them, weighted.
-        handed: Bytes that a cut before each leaf passes on, and one behind the last leaf; 0 at the
-            stage's own borders, None where there can be no cut.
-    """
-
-    leaves: tuple[int, ...]
-    sizes: tuple[int, ...]
-    handed: tuple[int | None, ...]
 
 
 def in_parts(
@@ -90,7 +75,7 @@ def in_parts(
         done.add(block)
         assert block is not None
         own = [at for at, i in enumerate(stage.leaves) if leaves[i].block == block]
-        parts = _parts(_cuts(stage, own, weight), num_parts)
+        parts = _parts(*_cuts(stage, own, weight), num_parts)
         if len(parts) > 1:
             cut.add(block)
             for number, part in enumerate(parts, 1):
@@ -117,8 +102,16 @@ def whole_block(block: ModelPath) -> ModelPath:
     return block[:-1] if str(block[-1]).startswith(_PART) else block
 
 
-def _cuts(stage: Stage, own: Sequence[int], weight: int) -> _Cuts:
-    """The places to cut a stage between leaves of its own."""
+def _cuts(
+    stage: Stage, own: Sequence[int], weight: int
+) -> tuple[list[int], list[int], list[int | None]]:
+    """The places to cut a stage between leaves of its own.
+
+    Returns:
+        Its leaves in the order of their reads, as positions among the stage's; the bytes of each,
+        weighted; and the bytes that a cut before each leaf passes on, and one behind the last leaf:
+        0 at the stage's own borders, None where there can be no cut.
+    """
     jaxpr, first = stage.jaxpr, len(stage.consts)
     variables = jaxpr.invars[first : first + len(stage.leaves)]
     reads, reading = reads_of(stage)
@@ -134,11 +127,8 @@ def _cuts(stage: Stage, own: Sequence[int], weight: int) -> _Cuts:
         last = max(events[at][-1] for at in order[:n])
         places = range(last + 1, events[order[n]][0] + 1)
         handed.append(min((alive[p] for p in places), default=None))
-    return _Cuts(
-        leaves=tuple(order),
-        sizes=tuple(weight * jx.num_bytes(variables[at].aval) for at in order),
-        handed=(*handed, 0),
-    )
+    sizes = [weight * jx.num_bytes(variables[at].aval) for at in order]
+    return order, sizes, [*handed, 0]
 
 
 def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, frozenset[int]]]]:
@@ -165,30 +155,27 @@ def reads_of(stage: Stage) -> tuple[dict[Any, frozenset[int]], list[tuple[int, f
     return reads, events
 
 
-def _parts(cuts: _Cuts, num_parts: int) -> list[tuple[int, ...]]:
+def _parts(
+    leaves: list[int], sizes: list[int], handed: list[int | None], num_parts: int
+) -> list[list[int]]:
     """The leaves in at most so many parts, so that the largest takes the fewest bytes."""
-    places = [n for n, bytes_ in enumerate(cuts.handed) if bytes_ is not None]
+    passed = {n: num_bytes for n, num_bytes in enumerate(handed) if num_bytes is not None}
     # For each number of parts and each place the best way to get there: the bytes of the largest
     # part, and the places of the cuts.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
-    for _ in range(min(num_parts, len(places) - 1)):
+    for _ in range(min(num_parts, len(passed) - 1)):
         further: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for end in places:
+        for end in passed:
             ways = [
-                (max(largest, _part_bytes(cuts, start, end)), (*way, end))
+                (max(largest, sum(sizes[start:end]) + passed[start] + passed[end]), (*way, end))
                 for start, (largest, way) in best.items()
                 if start < end
             ]
             if ways:
                 further[end] = min(ways)
         best = further
-    _, way = best.get(len(cuts.leaves), (0, (0, len(cuts.leaves))))
-    return [cuts.leaves[start:end] for start, end in zip(way, way[1:], strict=False)]
-
-
-def _part_bytes(cuts: _Cuts, start: int, end: int) -> int:
-    handed = (cuts.handed[start] or 0) + (cuts.handed[end] or 0)
-    return sum(cuts.sizes[start:end]) + handed
+    _, way = best.get(len(leaves), (0, (0, len(leaves))))
+    return [leaves[start:end] for start, end in itertools.pairwise(way)]
 
 
 NUMBERS_OF_GROUPS = (2, 4, 8, 16, 32)

@@ -41,7 +41,8 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import has_explicit_sharding
 from megatrain_jax._src.engine.program.float8 import ProductSpec, product
+from megatrain_jax._src.engine.program.flops import is_product
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.program.primitives import (
@@ -59,7 +61,6 @@ from megatrain_jax._src.engine.program.primitives import (
     ELEMENTWISE,
     JOINING,
     LAYOUT,
-    PRODUCTS,
 )
 from megatrain_jax._src.engine.program.structural_key import structural_key
 
@@ -137,10 +138,16 @@ def traits_in(jaxpr: Any, inputs: Sequence[OperandTraits]) -> dict[Any, OperandT
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     for eqn in jaxpr.eqns:
         ins = traits_of(env, eqn.invars)
-        outs = [_of_result(eqn, ins)] * len(eqn.outvars)
         if jx.called(eqn) is not None:
             ((body, own),) = searched_bodies(eqn, ins)
             outs = traits_of(traits_in(body, own), body.outvars)
+        else:
+            origins = [t.rearranged_from for t in ins]
+            rearranged_from = None
+            # Without operands, it is a counter.
+            if not ins or eqn.primitive.name in _LAID_OUT and None not in origins:
+                rearranged_from = frozenset().union(*(o for o in origins if o is not None))
+            outs = [_joined(ins, rearranged_from)] * len(eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))
     return env
 
@@ -153,17 +160,6 @@ def _joined(ins: Sequence[OperandTraits], rearranged_from: frozenset[int] | None
         varies=any(t.varies for t in ins),
         is_perturbed=any(t.is_perturbed for t in ins),
     )
-
-
-def _of_result(eqn: Any, ins: Sequence[OperandTraits]) -> OperandTraits:
-    """The traits of an equation's results."""
-    origins = [t.rearranged_from for t in ins]
-    rearranged_from = None
-    if not ins:
-        rearranged_from = frozenset()  # a counter
-    elif eqn.primitive.name in _LAID_OUT and None not in origins:
-        rearranged_from = frozenset().union(*(o for o in origins if o is not None))
-    return _joined(ins, rearranged_from)
 
 
 Searched = tuple[Any, list[OperandTraits]]
@@ -182,10 +178,10 @@ def searched_bodies(eqn: Any, ins: Sequence[OperandTraits]) -> list[Searched]:
     if eqn.primitive.name == "cond":
         return [_with_consts(body, ins[1:]) for body in jx.branches(eqn)]
     if eqn.primitive.name == "scan":
-        consts, carry = jx.scan_parts(eqn)
+        consts, carry, xs = jx.scan_operands(eqn, ins)
         # Carried values may depend on all of the loop's inputs.
-        carried = [_joined(ins, None)] * carry
-        return [_with_consts(jx.loop_body(eqn), [*ins[:consts], *carried, *ins[consts + carry :]])]
+        carried = [_joined(ins, None)] * len(carry)
+        return [_with_consts(jx.loop_body(eqn), [*consts, *carried, *xs])]
     return []
 
 
@@ -202,7 +198,6 @@ def _with_consts(body: jx.Body, ins: Sequence[OperandTraits]) -> Searched:
 Numbers = frozenset[int]
 """Numbers of equations."""
 
-_NOTHING: Numbers = frozenset()
 _ADDING = frozenset(("add", "add_any", "sub"))
 _SCALING = frozenset(("mul", "div"))
 _KEEPING = LAYOUT | {"convert_element_type", "neg"}
@@ -215,28 +210,28 @@ def adapter_products(jaxpr: Any, env: Mapping[Any, OperandTraits]) -> Numbers:
         jaxpr: The jaxpr.
         env: Traits of its variables.
     """
-    found, frozen = _NOTHING, set()
+    found, frozen = frozenset(), set()
     sizes: dict[int, tuple[int, int]] = {}  # of the matrices of trained products
     firsts: dict[int, Numbers] = {}  # by product: possible first products of its adapter
     terms: dict[Any, Numbers] = {}  # by variable: the products in its sum
     sources: dict[Any, Numbers] = {}  # by variable: the trained products before it
     for number, eqn in enumerate(jaxpr.eqns):
         ins, name = traits_of(env, eqn.invars), eqn.primitive.name
-        summed = source = _NOTHING
+        summed = source = frozenset()
         if (side := _weight_side(eqn, ins)) is not None:
             summed = frozenset((number,))
             if ins[side].is_perturbed:
                 rank, outputs = sizes[number] = weight_sizes(eqn, side)
-                before = _numbers_of(sources, eqn.invars)
+                before = jx.union(sources, eqn.invars)
                 firsts[number] = frozenset(n for n in before if sizes[n][0] > rank < outputs)
                 source = summed
             else:
                 frozen.add(number)
         elif name in ELEMENTWISE | LAYOUT:
-            source = _numbers_of(sources, eqn.invars)
+            source = jx.union(sources, eqn.invars)
             is_scaled = name in _SCALING and sum(t.of_batch for t in ins) == 1
             if name in _ADDING | _KEEPING or is_scaled:
-                summed = _numbers_of(terms, eqn.invars)
+                summed = jx.union(terms, eqn.invars)
             if name in _ADDING and not frozen.isdisjoint(summed):
                 seconds = [n for n in summed if firsts.get(n)]
                 found = found.union(seconds, *(firsts[n] for n in seconds))
@@ -251,11 +246,6 @@ def _weight_side(eqn: Any, ins: list[OperandTraits]) -> int | None:
         return None
     sides = [side for side, t in enumerate(ins) if t.is_weight]
     return sides[0] if len(sides) == 1 and ins[1 - sides[0]].of_batch else None
-
-
-def _numbers_of(known: Mapping[Any, Numbers], atoms: Iterable[Any]) -> Numbers:
-    """The numbers of all operands together."""
-    return _NOTHING.union(*(known.get(v, _NOTHING) for v in jx.variables(atoms)))
 
 
 # Narrower weights have few operations: routers, small heads.
@@ -332,12 +322,12 @@ def with_float8_products(
     is_named = [choice.named is None or choice.named(path_name(leaf.path)) for leaf in leaves]
     of_batch = frozenset(program.prologue_values)
     known: dict[Any, tuple[Any, Any, FoundProducts]] = {}
-    uses: dict[int, LaterUse] = {}
+    uses: dict[int, LaterUse] = defaultdict(lambda: LaterUse.NONE)
     stages, reached = [], set()
     for stage in reversed(program.stages):
         named = tuple(is_named[i] for i in stage.leaves)
         varies = tuple(i not in of_batch for i in stage.inputs)
-        after = tuple(uses.get(i, LaterUse.NONE) for i in stage.outputs)
+        after = tuple(uses[i] for i in stage.outputs)
         like = stage.key, named, stage.is_trainable, stage.active, varies, after
         if like not in known:
             known[like] = _replaced(stage, named, varies, after, choice)
@@ -346,7 +336,7 @@ def with_float8_products(
         reached.update(stage.leaves[i] for i in found.leaves)
         of_inputs = found.uses[len(found.uses) - len(stage.inputs) :]
         for i, use in zip(stage.inputs, of_inputs, strict=True):
-            uses[i] = uses.get(i, LaterUse.NONE) | use
+            uses[i] |= use
     return dataclasses.replace(program, stages=tuple(stages[::-1]), in_float8=frozenset(reached))
 
 
@@ -389,33 +379,31 @@ class ProductSearch:
         """
         env = traits_in(jaxpr, inputs)
         forms = self._forms(jaxpr, env)
-        uses = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), LaterUse.NONE)
-        read = set(jx.variables((*jaxpr.outvars, *(a for e in jaxpr.eqns for a in e.invars))))
-        for atom, use in zip(jaxpr.outvars, after, strict=True):
-            if not jx.is_literal(atom):
-                uses[atom] = uses.get(atom, LaterUse.NONE) | use
+        uses: dict[Any, LaterUse] = defaultdict(lambda: LaterUse.NONE)
+        read = jx.num_readers(jaxpr)
+
+        def note(atoms: Sequence[Any], found: Sequence[LaterUse]) -> None:
+            for atom, use in zip(atoms, found, strict=True):
+                if not jx.is_literal(atom):
+                    uses[atom] |= use
+
+        note(jaxpr.outvars, after)
         chosen: dict[int, Any] = {}
         leaves: frozenset[int] = frozenset()
         for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
             ins = traits_of(env, eqn.invars)
-            results = [uses.get(v, LaterUse.NONE) for v in eqn.outvars]
+            results = [uses[v] for v in eqn.outvars]
             inner = self._inner(eqn, ins, results)
-            if number in forms and self._may_be_coded(results[0]):
+            may_be_coded = self._choice.named is not None or results[0] == LaterUse.PRODUCT
+            if number in forms and may_be_coded:
                 chosen[number] = forms[number]
                 leaves |= ins[0].rearranged_from or ins[1].rearranged_from or frozenset()
             elif any(found.chosen for found in inner):
                 chosen[number] = tuple(found.chosen for found in inner)
                 leaves = leaves.union(*(found.leaves for found in inner))
-            of_operands = _uses_of_operands(eqn, ins, results, inner, read)
-            for atom, use in zip(eqn.invars, of_operands, strict=True):
-                if not jx.is_literal(atom):
-                    uses[atom] = uses.get(atom, LaterUse.NONE) | use
+            note(eqn.invars, _uses_of_operands(eqn, ins, results, inner, read))
         own = tuple(uses[v] for v in (*jaxpr.constvars, *jaxpr.invars))
         return FoundProducts(chosen=chosen, uses=own, leaves=leaves)
-
-    def _may_be_coded(self, use: LaterUse) -> bool:
-        """Whether a product may be in float8, by the uses of its result."""
-        return self._choice.named is not None or use == LaterUse.PRODUCT
 
     def _inner(
         self, eqn: Any, ins: Sequence[OperandTraits], results: Sequence[LaterUse]
@@ -515,48 +503,34 @@ def _uses_of_operands(
     """
     name = eqn.primitive.name
     if inner:
-        return _uses_by_bodies(eqn, inner)
+        # From the uses of the inner jaxprs' inputs; a `cond`'s first operand is not among them.
+        count = len(eqn.invars) - (name == "cond")
+        rows = [found.uses[len(found.uses) - count :] for found in inner]
+        uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]
+        return uses if count == len(eqn.invars) else [LaterUse.NONE, *uses]
     use = functools.reduce(LaterUse.__or__, results, LaterUse.NONE)
-    if name in PRODUCTS:
+    if is_product(eqn):
         with_weight = any(t.is_weight for t in ins) and any(t.of_batch for t in ins)
         use = LaterUse.PRODUCT if with_weight else use & LaterUse.PRODUCT
     elif name in _CHOICES or name == "sort":
         # The sorted numbers alone are no choice, only their positions.
         positions = eqn.outvars[_CHOICES.get(name, 1) :]
         use |= LaterUse.CHOICE if any(v in read for v in positions) else LaterUse.NONE
-    elif any(t.is_weight for t in ins) and any(map(_has_product, jx.inner_jaxprs(eqn))):
+    elif any(t.is_weight for t in ins) and jx.contains(eqn, is_product):
         use |= LaterUse.PRODUCT
     return [use] * len(ins)
 
 
-def _uses_by_bodies(eqn: Any, inner: Sequence[FoundProducts]) -> list[LaterUse]:
-    """The uses of an equation's operands, from the uses of its inner jaxprs' inputs."""
-    count = len(eqn.invars) - (eqn.primitive.name == "cond")
-    rows = [found.uses[len(found.uses) - count :] for found in inner]
-    uses = [functools.reduce(LaterUse.__or__, row) for row in zip(*rows, strict=True)]
-    return uses if count == len(eqn.invars) else [LaterUse.NONE, *uses]
-
-
-def _has_product(jaxpr: Any) -> bool:
-    """Whether there is a product in an open jaxpr."""
-    return any(jx.contains(eqn, lambda e: e.primitive.name in PRODUCTS) for eqn in jaxpr.eqns)
-
-
 def replaced(jaxpr: Any, chosen: Chosen) -> Any:
     """An open jaxpr with the chosen products in float8."""
-    eqns = [
-        _replaced_eqn(eqn, chosen[number]) if number in chosen else eqn
-        for number, eqn in enumerate(jaxpr.eqns)
-    ]
+    eqns = list(jaxpr.eqns)
+    for number, found in chosen.items():
+        eqn = eqns[number]
+        if isinstance(found, ProductSpec):
+            shapes = [jx.shape_of(a.aval) for a in eqn.invars]
+            with eqn.ctx.manager:
+                (call,) = jx.trace(functools.partial(product, found), *shapes).jaxpr.eqns
+            eqns[number] = call.replace(invars=eqn.invars, outvars=eqn.outvars)
+        else:
+            eqns[number] = jx.with_bodies(eqn, lambda n, body, own=found: replaced(body, own[n]))
     return jaxpr.replace(eqns=eqns)
-
-
-def _replaced_eqn(eqn: Any, chosen: ProductSpec | tuple[Chosen, ...]) -> Any:
-    if isinstance(chosen, ProductSpec):
-        shapes = [jx.shape_of(a.aval) for a in eqn.invars]
-        with eqn.ctx.manager:
-            traced = jx.trace(lambda left, right: product(chosen, left, right), *shapes)
-        (call,) = traced.jaxpr.eqns
-        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
-    bodies = chosen
-    return jx.with_bodies(eqn, lambda number, body: replaced(body, bodies[number]))

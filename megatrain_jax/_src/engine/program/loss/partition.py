@@ -110,7 +110,7 @@ class Dataflow:
         self.producer: dict[Any, int] = {}
         self.eqn_kind: list[int] = []
         self.floating: dict[int, frozenset[int]] = {}
-        self.read = effects.read_in(jaxpr)
+        self.read = jx.num_readers(jaxpr).keys()
         self.ordered: list[int] = []
         pairs = zip(self.parameters, leaves, strict=True)
         self.trainable = {v for v, leaf in pairs if leaf.is_trainable}

@@ -96,7 +96,8 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
     # Backwards from draws to their sources; forwards, a key's use would not be known yet.
     sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
-        if jx.contains(eqn, _draws) or not sources.isdisjoint(eqn.outvars):
+        is_draw = jx.contains(eqn, lambda e: draws(e.primitive.name))
+        if is_draw or not sources.isdisjoint(eqn.outvars):
             # Keys are made from integers; a floating operand here is a probability or an
             # activation.
             sources.update(v for v in jx.variables(eqn.invars) if not jx.is_float(v.aval))
@@ -105,11 +106,6 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
         of_batch=tuple(not jx.is_literal(a) and a in of_batch for a in new),
         drawn=tuple(v in sources for v in data[:num_variables]),
     )
-
-
-def _draws(eqn: Any) -> bool:
-    """Whether an equation draws random numbers by itself."""
-    return draws(eqn.primitive.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     # Traced again, with one input per leaf, so that slices of stacks are separate variables.
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
-        parameters = assemble(leaves, values, traced.num_parameters)
+        places = [(leaf.parameter, leaf.index) for leaf in leaves]
+        parameters = assemble(places, values, traced.num_parameters)
         inputs = [
             *map(constant, source.consts),
             *parameters,

@@ -265,6 +265,9 @@ class _Cutter:
                 ids.setdefault(v, len(ids))
         combine, reduced = self._combine(list(ids))
         reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
+        # Besides gradients, these need to be on the device when reduce runs.
+        read = self.slicer.sources([v for row in reduced for v in row])
+        kinds = {Kind.MASTERS: self.params, Kind.OPTIMIZER_STATE: self.tokens}
         initial_scalars, initial_globals = self._initial_globals()
         return OptimizerCut(
             traced=leaf_map.traced.update,
@@ -278,7 +281,7 @@ class _Cutter:
             state=tuple(tuple(leaf_map.tokens[t] for t in owned[g]) for g in groups),
             globals=tuple(leaf_map.tokens[t] for t in self.shared),
             reduce=reduce,
-            reduce_reads=self._reads(reduced),
+            reduce_reads=frozenset(kind for kind, own in kinds.items() if not read.isdisjoint(own)),
             combine=combine,
             apply=tuple(
                 self.slicer.fragment(eqns, [*self._arguments(g), *messages], outputs[g])
@@ -318,24 +321,19 @@ class _Cutter:
         """The combine fragment, and for each group the scalars that its reduce must return."""
         outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
         eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
-        reduced: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
-        for v in scalars:
-            reduced[self.slicer.group[v]].append(v)
+        reduced = self._by_group(self.slicer, scalars)
         arguments = [*self.numbers, *(self.tokens[t] for t in self.shared)]
         arguments += [v for row in reduced for v in row]
         return self.slicer.fragment(eqns, arguments, outputs), reduced
+
+    def _by_group(self, slicer: Slicer, scalars: list[Any]) -> list[list[Any]]:
+        return [[v for v in scalars if slicer.group[v] == g] for g in range(len(self.owned))]
 
     def _reduce(self, g: int, scalars: list[Any]) -> Fragment:
         """The fragment that computes scalars of a group from its arrays and shared state."""
         eqns, _ = self.slicer.closure(scalars, lambda _: False)
         shared = [*self.numbers, *(self.tokens[t] for t in self.shared)]
         return self.slicer.fragment(eqns, [*self._arguments(g), *shared], scalars)
-
-    def _reads(self, reduced: list[list[Any]]) -> frozenset[Kind]:
-        """Kinds that need to be on the device when reduce runs, besides gradients."""
-        read = self.slicer.sources([v for row in reduced for v in row])
-        kinds = {Kind.MASTERS: self.params, Kind.OPTIMIZER_STATE: self.tokens}
-        return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
     def _initial_state(self, g: int) -> Fragment:
         """The fragment that makes a group's initial state.
@@ -365,9 +363,7 @@ class _Cutter:
                 raise self._foreign_start(t) from None
         outputs = [outvars[t] for t in self.shared]
         eqns, scalars = slicer.closure(outputs, slicer.is_reduced)
-        rows: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
-        for v in scalars:
-            rows[slicer.group[v]].append(v)
+        rows = self._by_group(slicer, scalars)
         parts = []
         for g, row in enumerate(rows):
             own, _ = slicer.closure(row, lambda _: False)
@@ -399,12 +395,11 @@ def assemble_state(
     for owned, arrays in described:
         for leaf, array in zip(owned, arrays, strict=True):
             rows[leaf.leaf].append((leaf.index, array))
-    whole = [_whole(row, shape.shape) for row, shape in zip(rows, cut.state_shapes, strict=True)]
+    # A random key is never sliced.
+    whole = [
+        row[0][1]
+        if jnp.issubdtype(row[0][1].dtype, jax.dtypes.prng_key)
+        else joined(row, shape.shape)
+        for row, shape in zip(rows, cut.state_shapes, strict=True)
+    ]
     return jax.tree.unflatten(cut.state_def, whole)
-
-
-def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
-    """One array of Optax's state from its slices; a random key is never sliced."""
-    _, value = row[0]
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return value if is_key else joined(row, shape)

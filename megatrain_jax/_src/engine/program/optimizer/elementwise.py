@@ -139,7 +139,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
     def literal(atom: Any) -> tuple[Hashable, bool]:
         return ("literal", np.asarray(atom.val).tobytes(), str(atom.aval.dtype)), False
 
-    def results_of(eqn: Any, ins: list[tuple[Hashable, bool]]) -> list[tuple[Hashable, bool]]:
+    def results_of(eqn: Any, ins: list[tuple[Hashable, bool]]) -> list[tuple[int, bool]]:
         flags = [wide for _, wide in ins]
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.fingerprint import closed_over
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 
 # The name that `optax.inject_hyperparams` gives to the field of its state with their values.
@@ -143,12 +144,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, tuple | list):
         yield from ((name, item) for item in value)
     elif isinstance(value, types.FunctionType):
-        names = value.__code__.co_freevars
-        for own, cell in zip(names, value.__closure__ or (), strict=True):
-            try:
-                yield own, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+        yield from closed_over(value)
     elif isinstance(value, functools.partial):
         yield "", value.func
         yield "", value.args

@@ -46,7 +46,6 @@ from megatrain_jax._src.engine.program.layers.sliced_values import (
     Value,
     constant,
     part_at,
-    stacked,
 )
 from megatrain_jax._src.engine.program.optimizer.slicing import TINY
 
@@ -152,15 +151,16 @@ def trace_optimizer(
     # Traced as one function of the whole tree, with gradients in the masters' dtype, as kernels
     # cast them.
     traced = _explained(lambda: jx.trace(update, *args))
-    _check_results(traced, shapes, init.out_tree, state_shapes)
+    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    # Numbers stand in for arrays, because only paths are needed.
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    state_names = tuple(map(jax.tree_util.keystr, paths))
+    _check_results(traced, shapes, init.out_tree, state_shapes, state_names)
     if has_side_effects(traced.jaxpr) or has_side_effects(init.jaxpr):
         raise ValueError(
             "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
             "kept where its update is cut by group: take it out, or print from loss_fn"
         )
-    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
-    # Numbers stand in for arrays, because only paths are needed.
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
     # Optax keeps state in trees like the parameters', so a path's suffix identifies its parameter.
     owners = {tuple(path): i for path, i in params}
@@ -170,7 +170,7 @@ def trace_optimizer(
         param_shapes=tuple(tuple(shape.shape) for shape in shapes),
         state_def=init.out_tree,
         state_shapes=state_shapes,
-        state_names=tuple(map(jax.tree_util.keystr, paths)),
+        state_names=state_names,
         state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
         is_scaled=is_scaled,
     )
@@ -209,7 +209,9 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
         ) from error
 
 
-def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+def _check_results(
+    traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes, state_names: Any
+) -> None:
     # State returns to its slab, so its shape and dtype must not change.
     _, new_def = traced.out_tree.children()
     if new_def != state_def:
@@ -217,10 +219,8 @@ def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shap
             f"optimizer changes the structure of its state from {state_def} to {new_def}"
         )
     outs = [jx.shape_of(a.aval) for a in traced.jaxpr.outvars]
-    names = [f"a parameter of shape {s.shape}" for s in shapes] + [
-        f"its state{jax.tree_util.keystr(path)}" for path, _ in
-        jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(state_def, range(len(state_shapes))))
-    ]  # fmt: skip
+    names = [f"a parameter of shape {s.shape}" for s in shapes]
+    names += [f"its state{name}" for name in state_names]
     for name, new, old in zip(names, outs, [*shapes, *state_shapes], strict=True):
         if new.shape != old.shape or new.dtype != old.dtype:
             raise ValueError(
@@ -262,24 +262,20 @@ class LeafMap:
         self.likely: list[int | None] = []
         for j, shape in enumerate(traced.state_shapes):
             p = traced.state_of[j]
-            whole = None if p is None else traced.param_shapes[p]
-            cuts: list[Index] = [()]
-            if p is not None and whole is not None:
+            cuts, mirrors, only, own = [()], None, None, {}
+            if p is not None:
+                whole, own = traced.param_shapes[p], groups[p]
                 cuts = _cuts_of_state(whole, indices[p], shape.shape)
-            mirrors = p if whole == shape.shape else None
+                mirrors = p if whole == shape.shape else None
+                # The group of all slices of a parameter, if they have one.
+                only = next(iter(own.values())) if len(set(own.values())) == 1 else None
             for index in cuts:
                 name = traced.state_names[j] + shown(index)
                 self.tokens.append(
                     StateLeaf(name=name, leaf=j, index=index, shape=_part(shape.shape, index),
                               dtype=shape.dtype, mirrors=mirrors)
                 )  # fmt: skip
-                at = numbers(index)
-                self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
-
-    @staticmethod
-    def _only(groups: dict) -> int | None:
-        """The group of all slices of a parameter, or None if they differ."""
-        return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+                self.likely.append(own.get(numbers(index), only))
 
     def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each leaf's master copy."""
@@ -292,7 +288,8 @@ class LeafMap:
 
     def params(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole parameters, from one array per leaf."""
-        return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
+        places = [(leaf.parameter, leaf.index) for leaf in self.leaves]
+        return assemble(places, map(Value, arrays), len(self.traced.param_shapes))
 
     def leaf_values(self, params: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per leaf, from whole parameters: the inverse of `params`."""
@@ -300,10 +297,8 @@ class LeafMap:
 
     def state(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole flat state, from one array per token."""
-        values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
-        for token, array in zip(self.tokens, arrays, strict=True):
-            values[token.leaf][token.index] = Value(array)
-        return [stacked(slices) for slices in values]
+        places = [(token.leaf, token.index) for token in self.tokens]
+        return assemble(places, map(Value, arrays), len(self.traced.state_shapes))
 
     def token_values(self, state: Sequence[Value | SlicedValue]) -> list[Any]:
         """One array per token, from whole flat state: the inverse of `state`."""
@@ -359,16 +354,12 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
     Args:
         leaf_map: The traced optimizer, and the arrays as stored.
     """
-    source = leaf_map.traced.update
-    flat = with_open_calls(source) if _is_flat(leaf_map) else None
-    return _without_repeats(jx.without_dead_code(flat or _traced_again(leaf_map)))
-
-
-def _is_flat(leaf_map: LeafMap) -> bool:
-    """Whether leaves are the parameters, in order, and tokens the leaves of the state."""
-    stored = [*leaf_map.leaves, *leaf_map.tokens]
     order = [leaf.parameter for leaf in leaf_map.leaves]
-    return order == sorted(order) and not any(s.index for s in stored)
+    # Whether leaves are the parameters, in order, and tokens the leaves of the state.
+    any_slices = any(stored.index for stored in [*leaf_map.leaves, *leaf_map.tokens])
+    is_flat = order == sorted(order) and not any_slices
+    flat = with_open_calls(leaf_map.traced.update) if is_flat else None
+    return _without_repeats(jx.without_dead_code(flat or _traced_again(leaf_map)))
 
 
 def _traced_again(leaf_map: LeafMap) -> jx.Traced:

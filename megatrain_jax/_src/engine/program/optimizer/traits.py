@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.flops import is_product
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
-from megatrain_jax._src.engine.program.primitives import LAYOUT, PRODUCTS
+from megatrain_jax._src.engine.program.primitives import LAYOUT
 
 # Never negative for any operands.
 _ALWAYS = frozenset("abs exp exp2 is_finite logistic rsqrt sqrt square".split())
@@ -129,7 +130,7 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
     mixes: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
         own, through = jx.union(reaches, eqn.invars), jx.union(mixes, eqn.invars)
-        if jx.contains(eqn, lambda e: e.primitive.name in PRODUCTS):
+        if jx.contains(eqn, is_product):
             through |= own
         reaches.update(dict.fromkeys(eqn.outvars, own))
         mixes.update(dict.fromkeys(eqn.outvars, through))
@@ -137,14 +138,16 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
     return [v in found for v in tokens]
 
 
+# Of a value, the tokens that it depends on, and the ones in differences that it depends on.
+_Sources = tuple[frozenset[Any], frozenset[Any]]
+
+
 def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
     """Whether each token is in a difference with another one, of which a root is taken."""
     nothing: frozenset[Any] = frozenset()
     found: set[Any] = set()
-    # Of each value, the tokens that it depends on, and the ones in differences that it depends on.
-    Sources = tuple[frozenset[Any], frozenset[Any]]
 
-    def results_of(eqn: Any, ins: list[Sources]) -> list[Sources]:
+    def results_of(eqn: Any, ins: list[_Sources]) -> list[_Sources]:
         name = eqn.primitive.name
         if inner := jx.called(eqn):
             return walk(inner.jaxpr, ins)
@@ -159,7 +162,7 @@ def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
             apart = nothing  # never negative again
         return [(own, apart)] * len(eqn.outvars)
 
-    def walk(jaxpr: Any, ins: Sequence[Sources]) -> list[Sources]:
+    def walk(jaxpr: Any, ins: Sequence[_Sources]) -> list[_Sources]:
         values = [*[none] * len(jaxpr.constvars), *ins]
         return jx.interpret(jaxpr, values, results_of, lambda atom: none)
 

@@ -95,9 +95,14 @@ def flow_of(jaxpr: Any) -> Flow:
     body = jx.opened(jaxpr)
     inputs = [opening.value(v.aval) for v in body.invars]
     outputs = opening.run(body, jx.constants(jaxpr), inputs)
-    ops = _needed(opening.ops, outputs)
+    # All operations with effects, and those that outputs depend on.
+    needed, ops = set(outputs), []
+    for op in reversed(opening.ops):
+        if op.eqn.effects or not needed.isdisjoint(op.makes):
+            ops.append(op)
+            needed.update(op.reads)
     return Flow(
-        ops=tuple(ops),
+        ops=tuple(reversed(ops)),
         avals=tuple(opening.avals),
         constants=opening.constants,
         inputs=tuple(inputs),
@@ -168,16 +173,6 @@ class _Opening:
 @functools.cache
 def _barrier_primitive() -> Any:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
-
-
-def _needed(ops: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
-    """The operations that outputs depend on, and all operations with effects."""
-    needed, kept = set(outputs), []
-    for op in reversed(ops):
-        if op.eqn.effects or not needed.isdisjoint(op.makes):
-            kept.append(op)
-            needed.update(op.reads)
-    return kept[::-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -74,8 +74,7 @@ def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
         own = [n for n, at in enumerate(levels) if at == level]
         steps += [flow.ops[n] for n in own if n not in labels.divisions]
         loop = _loop(flow, labels, reads, stored, [n for n in own if n in labels.divisions])
-        if loop.ops:
-            steps.append(loop)
+        steps += [loop] if loop.ops else []
     return tuple(steps)
 
 
@@ -250,24 +249,18 @@ def _loop(
     return TileLoop(ops=ops, stored=tuple(kept), summed=tuple(summed))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Event:
-    """A step: the values it reads and makes, its primitive, and the bytes it needs internally."""
-
-    reads: Sequence[int]
-    makes: Sequence[int]
-    name: str
-    within: int = 0
+# A step: the values it reads and makes, its primitive, and the bytes it needs internally.
+_Event = tuple[Iterable[int], Sequence[int], str, int]
 
 
 def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int) -> int:
     """Estimates the peak bytes of a flow's own values, not counting its results."""
     outputs = set(flow.outputs)
     sizes = {v: flow.num_bytes(v) for op in flow.ops for v in op.makes if v not in outputs}
-    events = []
+    events: list[_Event] = []
     for step in steps:
         if isinstance(step, Operation):
-            events.append(_Event(step.reads, step.makes, step.name))
+            events.append((step.reads, step.makes, step.name, 0))
             continue
         for v in step.summed:  # in fp32
             aval = flow.avals[v]
@@ -276,38 +269,35 @@ def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int
         inside = {v for op, _ in step.ops for v in op.makes}
         reads = {v for op, _ in step.ops for v in op.reads} - inside
         reads |= {v for op, _ in step.ops for v in op.reads if v in step.stored}
-        makes = (*step.stored, *step.summed)
         within = loop_bytes(flow, step) // num_tiles
-        events.append(_Event(sorted(reads), makes, "loop", within))
+        events.append((sorted(reads), (*step.stored, *step.summed), "loop", within))
     return _peak(events, sizes)
 
 
 def loop_bytes(flow: Flow, loop: TileLoop) -> int:
     """Estimates the peak bytes within a loop if it had one tile."""
-    events = [_Event(op.reads, op.makes, op.name) for op, _ in loop.ops]
     given = {*loop.stored, *loop.summed}
-    return _peak(events, {v: flow.num_bytes(v) for e in events for v in e.makes if v not in given})
+    made = {v for op, _ in loop.ops for v in op.makes} - given
+    events = [(op.reads, op.makes, op.name, 0) for op, _ in loop.ops]
+    return _peak(events, {v: flow.num_bytes(v) for v in made})
 
 
 def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
     """The peak bytes over a sequence of events."""
     readers: dict[int, list[bool]] = {}
-    for event in events:
-        for v in set(event.reads):
-            readers.setdefault(v, []).append(event.name in FUSING)
+    for reads, _, name, _ in events:
+        for v in set(reads):
+            readers.setdefault(v, []).append(name in FUSING)
     # The values in memory that each value is computed from.
     roots: dict[int, frozenset[int]] = {}
-    for event in events:
-        behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
-        for v in event.makes:
+    steps = []
+    for reads, makes, name, within in events:
+        behind = frozenset().union(*(roots.get(v, ()) for v in reads))
+        for v in makes:
             read = readers.get(v, [])
             # Fused into its only reader, a result is never written. With two readers a compiler may
             # compute it twice or keep it; this counts it as kept.
-            free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
+            free = name in FREE or (name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
-    steps = []
-    for event in events:
-        arrays = [v for v in event.makes if v in roots[v]]
-        read = frozenset().union(*(roots.get(v, ()) for v in event.reads))
-        steps.append((arrays, read, event.within))
+        steps.append(([v for v in makes if v in roots[v]], behind, within))
     return jx.peak_bytes(steps, lambda v: sizes.get(v, 0))

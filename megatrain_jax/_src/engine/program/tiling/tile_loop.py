@@ -46,7 +46,7 @@ from megatrain_jax._src.engine.program.axes import (
 )
 from megatrain_jax._src.engine.program.layers.sliced_values import FOLDS
 from megatrain_jax._src.engine.program.primitives import PRODUCTS
-from megatrain_jax._src.engine.program.tiling.flow import Flow, Labels, Operation
+from megatrain_jax._src.engine.program.tiling.flow import Flow, Labels
 from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop
 
 
@@ -190,18 +190,14 @@ def on_tile(
 
 
 def _counter(eqn: Any, label: Label, tile: Any, num_tiles: int) -> Any:
-    params = eqn.params
-    shape = _shape_of_tile(params["shape"], label)
+    params, length = eqn.params, label.outer * label.inner
+    shape = tuple(length if a == label.axis else n for a, n in enumerate(params["shape"]))
     if params["dimension"] != label.axis:
         return jx.bind(eqn.replace(params={**params, "shape": shape}), [])[0]
-    entry = lax.iota(jnp.int32, label.outer * label.inner)
+    entry = lax.iota(jnp.int32, length)
     entry = entry // label.inner * (num_tiles * label.inner) + entry % label.inner
     entry = (entry + tile * label.inner).astype(params["dtype"])
     return lax.broadcast_in_dim(entry, shape, (label.axis,))
-
-
-def _shape_of_tile(shape: Sequence[int], label: Label) -> tuple[int, ...]:
-    return tuple(label.outer * label.inner if a == label.axis else n for a, n in enumerate(shape))
 
 
 def run_loop(
@@ -240,7 +236,10 @@ def run_loop(
         jnp.zeros(shape, avals[v].dtype) for v, shape in zip(loop.stored, shapes, strict=True)
     ]
     summing = {v: (op, way) for op, way in loop.ops if way.kind != MAPPED for v in op.makes}
-    totals = [_start(*summing[v], values) for v in loop.summed]
+    totals = [
+        start_of_sum(op.eqn, way, [values.get(read) for read in op.reads])
+        for op, way in (summing[v] for v in loop.summed)
+    ]
 
     def body(tile: Any, carry: tuple[Sequence[Any], Sequence[Any]]) -> tuple[list, list]:
         own: dict[int, Any] = {}
@@ -268,7 +267,3 @@ def run_loop(
         v: lax.convert_element_type(lax.reshape(x, avals[v].shape), avals[v].dtype)
         for v, x in pairs
     }
-
-
-def _start(op: Operation, division: Division, values: Mapping[int, Any]) -> Any:
-    return start_of_sum(op.eqn, division, [values.get(v) for v in op.reads])
