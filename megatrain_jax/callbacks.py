@@ -5,12 +5,9 @@ Imported on first use as `megatrain_jax.callbacks`.
 
 from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest
 from megatrain_jax._src.callbacks.callback import Callback
-from megatrain_jax._src.callbacks.files import CSVLog, JSONLog
 from megatrain_jax._src.callbacks.live import LiveCurve
-from megatrain_jax._src.callbacks.mlflow import MLflow
+from megatrain_jax._src.callbacks.logs import CSVLog, JSONLog, MLflow, TensorBoard, WandB
 from megatrain_jax._src.callbacks.profile import Profile
-from megatrain_jax._src.callbacks.tensorboard import TensorBoard
-from megatrain_jax._src.callbacks.wandb import WandB
 from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.lm.samples import Samples
 

@@ -22,8 +22,8 @@ from record import add_origin_options, find_origin, write
 from shapes import add_shape_options, chosen_shape
 
 import megatrain_jax as mt
-from megatrain_jax._src.engine.checkpoint import writing
-from megatrain_jax._src.engine.checkpoint.checksums import Checksums
+from megatrain_jax._src.engine.checkpoint import save
+from megatrain_jax._src.engine.checkpoint.contents import Checksums
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 def measured(trainer: mt.Trainer, folder: Path, pairs: int) -> dict[str, Any]:
     """Returns the seconds of each save and restore; which of a pair comes first changes."""
-    without_checksums = mock.patch.object(writing, "checksum", lambda chunk: "")
+    without_checksums = mock.patch.object(save, "checksum", lambda chunk: "")
     without_comparing = mock.patch.object(Checksums, "verify", lambda *_: None)
     rows: dict[str, list[float]] = {
         f"{kind}_{how}_seconds": [] for kind in ("save", "restore") for how in ("with", "without")

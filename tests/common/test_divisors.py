@@ -2,7 +2,7 @@
 
 import random
 
-from megatrain_jax._src.common.divisors import divisors
+from megatrain_jax._src.common.sizes import divisors
 
 
 def test_divisors_are_all_numbers_that_divide():

@@ -24,8 +24,7 @@ from tokenizers import decoders
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.engine.checkpoint.contents import entries_of
-from megatrain_jax._src.engine.checkpoint.encodings import coding_of
+from megatrain_jax._src.engine.checkpoint.contents import coding_of, entries_of
 from messages import refuses, tells
 
 ORIGIN = Origin(commit=None, commit_from=None, clean=False, run="x")

@@ -20,7 +20,7 @@ import optax
 
 import megatrain_jax as mt
 from contexts import shared_contexts
-from megatrain_jax._src.engine.checkpoint.writing import Writer
+from megatrain_jax._src.engine.checkpoint.save import Writer
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from processes_state import states

@@ -17,7 +17,7 @@ import small
 from megatrain_jax import callbacks
 from megatrain_jax._src.engine.checkpoint import chunks
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
-from megatrain_jax._src.engine.checkpoint.writing import Writer
+from megatrain_jax._src.engine.checkpoint.save import Writer
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 SETTINGS: dict[str, dict[str, Any]] = {

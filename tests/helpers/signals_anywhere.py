@@ -22,7 +22,7 @@ import megatrain_jax as mt
 import small
 from log_trainer import LogTrainer, batch_of
 from megatrain_jax import FitResult
-from megatrain_jax._src.engine import run_state, run_steps
+from megatrain_jax._src.engine import run_state
 from megatrain_jax._src.engine import trainer as trainers
 from megatrain_jax._src.engine.checkpoint import save
 from megatrain_jax._src.engine.options.options import LoopOptions
@@ -32,9 +32,7 @@ from runs import check_same_bits
 
 RUNS, REAL_RUNS = 80, 25
 LOOP: set[str | None] = {module.__file__ for module in (interrupt, loop, run, source)}
-REAL = LOOP | {
-    m.__file__ for m in (trainers, run_state, run_steps, training, evaluation, save, series)
-}
+REAL = LOOP | {m.__file__ for m in (trainers, run_state, training, evaluation, save, series)}
 # Handlers themselves; and what comes when a run's own handlers are taken away.
 NOT_WATCHED = ("_receive", "_remember", "_is_within", "_waits", "Signals.__exit__")
 OPTIONS = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)

@@ -25,7 +25,6 @@ ENGINE = (
     "history",
     "start",
     "run_state",
-    "run_steps",
     "trainer",
     "train planning",
     "fit comparing",

@@ -1,4 +1,4 @@
-"""Numbers as text: bytes, written and read, and counts."""
+"""Numbers: of bytes, as text, written and read; counts; divisors."""
 
 import math
 import re
@@ -59,3 +59,9 @@ def bytes_of(name: str, given: str) -> int:
     if not found[2] and size < _LEAST_PLAIN:
         raise ValueError(f'`{name}`={given!r} would be {size} bytes: add a unit, "{found[1]} GiB"')
     return size
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending: 1, 2, 3, 4, 6 and 12 for 12."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]

@@ -1,11 +1,30 @@
-"""Trees of arrays that users pass: their leaves, and lists of wrong arrays in error messages."""
+"""Trees of arrays that users pass, paths in a user's model, and lists of wrong arrays."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+ModelPath = tuple[str | int, ...]
+
+
+def path_name(path: ModelPath) -> str:
+    """A path as users read it, such as `layers/3/kernel`."""
+    return "/".join(map(str, path))
+
+
+def module_path(path: ModelPath) -> ModelPath:
+    """A path with one component for each module.
+
+    A component that is itself a path, as keys of a flat dict or of a safetensors file, is split:
+    both `("layers/3/kernel",)` and `("layers.3.kernel",)` become `("layers", "3", "kernel")`.
+    """
+    rows = (re.split(r"[/.]", part) if isinstance(part, str) else (part,) for part in path)
+    return tuple(part for row in rows for part in row)
+
 
 _MOST_SHOWN = 10
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import did_you_mean
-from megatrain_jax._src.engine.report.curves import draw_curves
-from megatrain_jax._src.engine.report.run_view import record_cells
+from megatrain_jax._src.engine.report.run_view import draw_curves, record_cells
 from megatrain_jax._src.engine.report.table import (
     aligned,
     html_beside,

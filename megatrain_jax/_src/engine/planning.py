@@ -8,8 +8,7 @@ from typing import Any
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from megatrain_jax._src.common.garbage import gc_paused
-from megatrain_jax._src.common.remembering import IdentityKey, remembered, remembering
+from megatrain_jax._src.common.remembering import IdentityKey, gc_paused, remembered, remembering
 from megatrain_jax._src.engine.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows

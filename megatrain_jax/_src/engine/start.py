@@ -26,29 +26,25 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
-from megatrain_jax._src.common.garbage import gc_paused
 from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
-from megatrain_jax._src.common.phases import Phases
-from megatrain_jax._src.common.progress import tqdm
-from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.progress import Phases, tqdm
+from megatrain_jax._src.common.remembering import gc_paused, remembering
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.kernels.cache import KernelCache
-from megatrain_jax._src.engine.kernels.loss_scale import scaling_of
+from megatrain_jax._src.engine.kernels.steps import scaling_of
 from megatrain_jax._src.engine.kernels.tiles import has_triton
 from megatrain_jax._src.engine.options.batch_checks import num_rows
 from megatrain_jax._src.engine.options.inputs import check_mesh
 from megatrain_jax._src.engine.options.machine import check_products
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.report.check_device import check_device
-from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.run_warnings import find_warnings, warn_of
-from megatrain_jax._src.engine.runtime.batch import joined_shapes
-from megatrain_jax._src.engine.runtime.copy_rates import measured_rates
 from megatrain_jax._src.engine.runtime.engine import Engine
-from megatrain_jax._src.engine.runtime.fill import fill_store, initial_kernels
-from megatrain_jax._src.engine.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
+from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
+from megatrain_jax._src.engine.runtime.transfers import measured_rates
 from megatrain_jax._src.engine.spec.budget import fit_to_machine
 from megatrain_jax._src.engine.spec.host import (
     agreed_host_budget,

@@ -15,7 +15,7 @@ from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.checkpoint.save import Saving
-from megatrain_jax._src.engine.checkpoint.saved_parts import with_saved_parts
+from megatrain_jax._src.engine.checkpoint.saved_settings import with_saved_parts
 from megatrain_jax._src.engine.history import History
 from megatrain_jax._src.engine.kernels.bound_stage import BoundStage
 from megatrain_jax._src.engine.options.batch_checks import check_batch, num_rows
@@ -32,11 +32,9 @@ from megatrain_jax._src.engine.options.options import (
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
-from megatrain_jax._src.engine.run_state import RunState
-from megatrain_jax._src.engine.run_steps import RunSteps
+from megatrain_jax._src.engine.run_state import RunState, RunSteps
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
-from megatrain_jax._src.engine.runtime.out_of_memory import with_memory_advice
-from megatrain_jax._src.engine.runtime.training import StepMetrics
+from megatrain_jax._src.engine.runtime.training import StepMetrics, with_memory_advice
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.spec.run_spec import exact_dtypes
 from megatrain_jax._src.engine.start import local_run_spec, on_this_machine, start

@@ -13,7 +13,7 @@ import megatrain_jax as mt
 import small
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import PASSING, Kind
-from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.engine.schedule.instructions import Op

@@ -22,8 +22,7 @@ from inside import engine_of, spec_of, store_of
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.engine.checkpoint import chunks, restore
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
-from megatrain_jax._src.engine.checkpoint.save import Saving
-from megatrain_jax._src.engine.checkpoint.writing import Writer
+from megatrain_jax._src.engine.checkpoint.save import Saving, Writer
 from megatrain_jax._src.engine.schedule.instructions import Op
 from messages import refuses, tells, warns
 from optimizers import OPTIMIZERS

@@ -17,12 +17,11 @@ import xxhash
 
 import megatrain_jax as mt
 import small
-from megatrain_jax._src.engine.checkpoint import checksums, orbax
-from megatrain_jax._src.engine.checkpoint.checksums import Checksums, as_facts, checksum
+from megatrain_jax._src.engine.checkpoint import contents, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Grid
-from megatrain_jax._src.engine.checkpoint.contents import flat
+from megatrain_jax._src.engine.checkpoint.contents import Checksums, as_facts, checksum, flat
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
-from megatrain_jax._src.engine.checkpoint.writing import Writer
+from megatrain_jax._src.engine.checkpoint.save import Writer
 from messages import refuses
 from runs import check_same_bits
 
@@ -161,15 +160,15 @@ def test_a_missing_file_is_noticed_before_the_state_changes(trainer, saved):
 
 
 def test_each_piece_of_an_array_has_to_be_finite(monkeypatch):
-    monkeypatch.setattr(checksums, "_PIECE", 7)
+    monkeypatch.setattr(contents, "_PIECE", 7)
     for dtype in (np.float32, jnp.bfloat16):
         array = np.ones((5, 4), dtype)
-        checksums.check_finite("w", array)
+        contents.check_finite("w", array)
         for at in range(array.size):
             other = array.copy()
             other.reshape(-1)[at] = (np.nan, np.inf, -np.inf)[at % 3]
             with refuses(ValueError, "w", "finite"):
-                checksums.check_finite("w", other)
+                contents.check_finite("w", other)
 
 
 def test_frozen_parameters_need_not_be_finite(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
-from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, writing
+from megatrain_jax._src.engine.checkpoint import folder, manifest, orbax, save
 from megatrain_jax._src.engine.checkpoint import workspace as workspaces
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.workspace import NAME, Workspace
@@ -328,7 +328,7 @@ def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
 
 
 def test_an_error_of_any_thread_that_writes_is_that_of_the_save(trainer, tmp_path, monkeypatch):
-    checksum, calls, failing_calls = writing.checksum, [], []
+    checksum, calls, failing_calls = save.checksum, [], []
 
     def failing(array):
         calls.append(array)
@@ -336,7 +336,7 @@ def test_an_error_of_any_thread_that_writes_is_that_of_the_save(trainer, tmp_pat
             raise OSError(5, "Input/output error")
         return checksum(array)
 
-    monkeypatch.setattr(writing, "checksum", failing)
+    monkeypatch.setattr(save, "checksum", failing)
     trainer.save(tmp_path / "0")
     for number in (1, len(calls)):
         calls.clear()
@@ -352,11 +352,11 @@ def test_all_writes_are_over_when_the_first_error_is_raised(second):
     for future, error in zip(futures[:3], (None, OSError("first"), second), strict=True):
         future.set_exception(error) if error else future.set_result(None)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(writing._wait, futures)
+        waiting = pool.submit(save._wait, futures)
         futures[3].set_result(None)
         with pytest.raises(OSError, match="first"):
             waiting.result()
-    writing._wait(futures[:1])
+    save._wait(futures[:1])
 
 
 def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, monkeypatch):
@@ -398,7 +398,7 @@ def test_no_step_waits_for_groups_of_a_save_that_failed(tmp_path, monkeypatch):
     def full(writer, rows):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writing.Writer, "write", full)
+    monkeypatch.setattr(save.Writer, "write", full)
     saving = small.trainer().start_saving(tmp_path / "1")
     assert saving._is_written.wait(60) and saving._left and not any(saving._left.values())
     with pytest.raises(mt.CheckpointError, match="No space left"):

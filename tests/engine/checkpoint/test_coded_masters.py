@@ -11,8 +11,7 @@ import pytest
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.engine.checkpoint.contents import entries_of
-from megatrain_jax._src.engine.checkpoint.encodings import coding_of
+from megatrain_jax._src.engine.checkpoint.contents import coding_of, entries_of
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.report import run_warnings
 from megatrain_jax._src.engine.spec.codecs import master_codecs

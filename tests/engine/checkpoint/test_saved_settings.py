@@ -28,7 +28,7 @@ import small
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.engine.checkpoint import manifest
 from megatrain_jax._src.engine.checkpoint.folder import MANIFEST
-from megatrain_jax._src.engine.checkpoint.saved_parts import with_saved_parts
+from megatrain_jax._src.engine.checkpoint.saved_settings import with_saved_parts
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.fingerprint import code_hash, fingerprint

@@ -14,7 +14,7 @@ import megatrain_jax as mt
 from coded_groups import check_updates
 from inside import on_one_device
 from megatrain_jax._src.engine.adapt.adapters import adapt
-from megatrain_jax._src.engine.kernels import leaf_updates, reducing, updates
+from megatrain_jax._src.engine.kernels import update_pieces, updates
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
@@ -105,8 +105,8 @@ def test_leaves_in_turns_get_the_bits_of_all_at_once(name, precision, num_device
     small, slabs = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
     args = (*jax.device_put(args[:3], slabs), *jax.device_put((args[3], jnp.array(True)), small))
     draw = jax.device_put(DRAW, small) if layout.draws else None
-    monkeypatch.setattr(leaf_updates, "_TOGETHER", 64)
-    assert len(leaf_updates._turns(part, layout)) > 3
+    monkeypatch.setattr(update_pieces, "_TOGETHER", 64)
+    assert len(update_pieces._turns(part, layout)) > 3
     run = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
     expected = jax.jit(at_once(part, layout), out_shardings=slabs)
     check_updates(run, expected, args, draw, small)
@@ -150,15 +150,15 @@ def test_an_update_needs_room_for_one_matrix(optimizer, matrices, monkeypatch):
     assert (needed := cache.estimate([kernel()])) > slab
     # Equal kernels of different steps run beside different bytes.
     assert cache.estimate([replace(kernel(), beside_bytes=64)]) == needed + 64
-    monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
-    monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
+    monkeypatch.setattr(update_pieces, "_TOGETHER", 1 << 10)
+    monkeypatch.setattr(updates, "_PIECE", 1 << 10)
     assert KernelCache().estimate([kernel()]) < matrices * matrix
 
 
 def test_matrices_are_updated_one_after_another(monkeypatch):
     kernel, matrix, slab = update_of_matrices(optax.adafactor(1e-3, min_dim_size_to_factor=8), 6)
-    monkeypatch.setattr(leaf_updates, "_TOGETHER", 1 << 10)
-    monkeypatch.setattr(reducing, "_PIECE", 1 << 10)
+    monkeypatch.setattr(update_pieces, "_TOGETHER", 1 << 10)
+    monkeypatch.setattr(updates, "_PIECE", 1 << 10)
     # A turn reads gradients behind a barrier, once the turn before it has written: else a compiler
     # may compute all turns at once.
     takes = kernel().takes

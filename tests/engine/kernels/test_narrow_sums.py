@@ -11,7 +11,7 @@ import pytest
 import megatrain_jax as mt
 from inside import engine_of, on_one_device, spec_of
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.kernels.narrow_sums import NarrowSums
+from megatrain_jax._src.engine.kernels.stage_kernels import NarrowSums
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state import layout
 from poison import WIDTH, batch, spoiled_trainer

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import on_one_device, spec_of
-from megatrain_jax._src.engine.kernels import reducing, updates
+from megatrain_jax._src.engine.kernels import updates
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.optimizer.elementwise import find_reductions
@@ -91,12 +91,12 @@ def has_loop(function, *args):
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("name", sorted(IN_PIECES | WHOLE))
 def test_pieces_give_what_whole_leaves_give(name, num_shards, monkeypatch):
-    monkeypatch.setattr(reducing, "_PIECE", PIECE)
+    monkeypatch.setattr(updates, "_PIECE", PIECE)
     looped = False
     for fragment, layout in parts_of((IN_PIECES | WHOLE)[name], num_shards):
         leaves, slabs = arguments(fragment, layout)
         whole = jax.jit(lambda *args, f=fragment: jx.evaluate(f.jaxpr, [*f.consts, *args]))(*leaves)
-        reduce = reducing.reduction(fragment, layout)
+        reduce = updates.reduction(fragment, layout)
         looped |= has_loop(reduce, *slabs)
         for ours, plain in zip(jax.jit(reduce)(*slabs), whole, strict=True):
             assert ours.dtype == plain.dtype and ours.shape == plain.shape
@@ -117,7 +117,7 @@ def test_small_leaves_are_reduced_as_ever():
             return jx.evaluate(fragment.jaxpr, args)
 
         _, slabs = arguments(fragment, layout)
-        reduce = reducing.reduction(fragment, layout)
+        reduce = updates.reduction(fragment, layout)
         assert not has_loop(reduce, *slabs)
         for ours, plain in zip(jax.jit(reduce)(*slabs), jax.jit(whole)(*slabs), strict=True):
             np.testing.assert_array_equal(ours, plain)
@@ -142,12 +142,12 @@ def test_a_reduction_is_told_apart_from_the_rest():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeypatch):
-    monkeypatch.setattr(reducing, "_PIECE", PIECE)
+    monkeypatch.setattr(updates, "_PIECE", PIECE)
     size = num_shards * (2 * PIECE + 7)
     ordinary = np.random.default_rng(0).normal(size=size)
 
     def ok_of(gradient, ok=True, guarded=True):
-        return reducing.squared_norm_and_ok([gradient], jnp.array(ok), guarded, num_shards)[1]
+        return updates.squared_norm_and_ok([gradient], jnp.array(ok), guarded, num_shards)[1]
 
     for value in (1.0, -1e25, 3e38, np.nan, np.inf, -np.inf):
         # One gradient for each place of the value.
@@ -159,16 +159,16 @@ def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeyp
 
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_every_piece_of_a_gradient_counts(beyond, monkeypatch):
-    monkeypatch.setattr(reducing, "_PIECE", PIECE)
+    monkeypatch.setattr(updates, "_PIECE", PIECE)
     gradient = jnp.ones(3 * PIECE + beyond)
-    squared, _ = reducing.squared_norm_and_ok([gradient], jnp.array(True), True, 1)
+    squared, _ = updates.squared_norm_and_ok([gradient], jnp.array(True), True, 1)
     assert squared == gradient.size
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_training_in_pieces_agrees_with_plain_jax(num_devices, monkeypatch):
-    monkeypatch.setattr(reducing, "_PIECE", 16)
+    monkeypatch.setattr(updates, "_PIECE", 16)
     case, batches = CASES["nnx_tied"], [CASES["nnx_tied"].batch(seed) for seed in range(3)]
     plain = train_plain(case, OPTIMIZERS["clip_adamw"], batches)
     mesh = Mesh(jax.devices()[:num_devices], "data")
@@ -183,7 +183,7 @@ def test_training_in_pieces_agrees_with_plain_jax(num_devices, monkeypatch):
 @pytest.mark.parametrize("gradient", ["float32", "bfloat16", "float16"])
 def test_no_large_gradient_is_there_twice(gradient, monkeypatch):
     """A CPU's compiler makes an array of each piece and of its squares; a GPU's makes none."""
-    monkeypatch.setattr(reducing, "_PIECE", 1 << 16)
+    monkeypatch.setattr(updates, "_PIECE", 1 << 16)
     layer = {"experts": np.zeros((160, 128, 64), np.float32), "bias": np.zeros(64, np.float32)}
 
     def loss_fn(params, x):
@@ -203,7 +203,7 @@ def test_no_large_gradient_is_there_twice(gradient, monkeypatch):
     assert (
         KernelCache().estimate([kernel]) < whole / 4 and KernelCache().compile([kernel]) < whole / 4
     )
-    monkeypatch.setattr(reducing, "_PIECE", 1 << 24)
+    monkeypatch.setattr(updates, "_PIECE", 1 << 24)
     assert KernelCache().compile([kernel]) > whole / 4  # by how much depends on the version of XLA
 
 
@@ -211,7 +211,7 @@ def test_the_longest_slabs_are_addressed():
     """Elements beyond 2**31 are found: their numbers have 32 bits and no sign."""
     size = (1 << 32) - (1 << 20)
     gradient = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda x: reducing.squared_norm_and_ok([x], jnp.array(True), True, 1))(
+    jaxpr = jax.make_jaxpr(lambda x: updates.squared_norm_and_ok([x], jnp.array(True), True, 1))(
         gradient
     )
     (starts,) = [c for c in jaxpr.consts if getattr(c, "size", 0) > 1]

@@ -9,7 +9,7 @@ from megatrain_jax._src.engine.kernels import cache
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.code_passes import with_code_passes
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.kernels.scaled_sums import with_scaled_sums
+from megatrain_jax._src.engine.kernels.rewrites import with_scaled_sums
 from megatrain_jax._src.engine.program import float8
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.state.placement import PART

@@ -9,7 +9,7 @@ import pytest
 import megatrain_jax as mt
 from inside import on_one_device, spec_of
 from megatrain_jax._src.engine.kernels.cache import KernelCache
-from megatrain_jax._src.engine.kernels.scattered_sums import with_scattered_sums
+from megatrain_jax._src.engine.kernels.rewrites import with_scattered_sums
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 
 VOCAB, WIDTH = 64, 8

@@ -14,7 +14,7 @@ import megatrain_jax as mt
 from inside import engine_of, spec_of
 from megatrain_jax._src.engine.kernels import timing
 from megatrain_jax._src.engine.kernels.timing import RepeatedCall, Timed
-from megatrain_jax._src.engine.runtime.batch import put_batch
+from megatrain_jax._src.engine.runtime.evaluation import put_batch
 from megatrain_jax._src.engine.spec import measured
 
 SGD = optax.sgd(0.1)

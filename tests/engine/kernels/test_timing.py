@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 import small
 from inside import spec_of
-from megatrain_jax._src.engine.kernels import arguments, timing
+from megatrain_jax._src.engine.kernels import timing
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.kernels.timing import RepeatedCall
@@ -250,7 +250,7 @@ def test_backwards_that_round_sums_are_timed_together(in_wave, monkeypatch, capl
 
 
 def _sized(kernel: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != arguments._key_dtype()]
+    return [x for x in jax.tree.leaves(kernel.takes) if x.dtype != timing._key_dtype()]
 
 
 def _computations(step: BoundStep) -> list[Any]:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 from inside import settings_of
 from megatrain_jax import models
-from megatrain_jax._src.engine.kernels import loss_scale
+from megatrain_jax._src.engine.kernels import steps as step_kernels
 from messages import refuses, tells, warns
 from optimizers import EPS
 from runs import check_close, check_same_bits
@@ -130,7 +130,7 @@ def train_plain(
 )
 def test_steps_equal_plain_jax_and_optax(monkeypatch, name, options):
     """The scale overflows, grows after three good steps, and overflows again: it counts anew."""
-    monkeypatch.setattr(loss_scale, "_PERIOD", 3)
+    monkeypatch.setattr(step_kernels, "_PERIOD", 3)
     num_devices = options.pop("devices", 1)
     mesh = Mesh(jax.devices()[:num_devices], "data")
     trainer = make_trainer(OPTIMIZERS[name], mesh=mesh, **options)
@@ -171,7 +171,7 @@ def test_no_bit_depends_on_the_scale_while_nothing_overflows(monkeypatch, name):
     mesh = Mesh(jax.devices()[: options.pop("devices", 1)], "data")
     found = []
     for first in (2.0**9, 2.0**12):
-        monkeypatch.setattr(loss_scale, "_FIRST", first)
+        monkeypatch.setattr(step_kernels, "_FIRST", first)
         trainer = make_trainer(optimizer, mesh=mesh, **options)
         read = [trainer.read(trainer.step(make_batch(seed, 4.0))) for seed in range(3)]
         assert {(row.pop("loss_scale"), row.pop("skipped")) for row in read} == {(first, 0)}
@@ -197,7 +197,7 @@ def test_streamed_steps_equal_resident_ones_and_an_evaluation_has_no_scale():
 @pytest.mark.by_default("adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 def test_a_resumed_run_has_the_scale_and_its_count(monkeypatch, tmp_path, optimizer):
-    monkeypatch.setattr(loss_scale, "_PERIOD", 3)
+    monkeypatch.setattr(step_kernels, "_PERIOD", 3)
     batches = [make_batch(seed, x) for seed, x in enumerate(STEEP)]
 
     def run(steps: int, folder: str) -> mt.FitResult:
@@ -304,7 +304,7 @@ def adapted_decoder() -> Any:
 
 @pytest.mark.long
 def test_adapters_of_a_decoder_learn_in_float16_as_in_float32(monkeypatch):
-    monkeypatch.setattr(loss_scale, "_FIRST", 2.0**10)
+    monkeypatch.setattr(step_kernels, "_FIRST", 2.0**10)
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 9)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     rows = []

@@ -18,7 +18,7 @@ from inside import engine_of, spec_of
 from megatrain_jax._src.engine.kernels import cache
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.kernels.products_by_cublas import NO_TRITON
+from megatrain_jax._src.engine.kernels.rewrites import NO_TRITON
 from megatrain_jax._src.engine.program import float8
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.report.make_plan import make_plan

@@ -15,8 +15,8 @@ from jax import lax
 import megatrain_jax as mt
 from float8_specs import spec_with
 from megatrain_jax import losses, models
-from megatrain_jax._src.common.model_path import path_name
-from megatrain_jax._src.engine.kernels.residuals import find_residuals
+from megatrain_jax._src.common.trees import path_name
+from megatrain_jax._src.engine.kernels.bound_stage import find_residuals
 from megatrain_jax._src.engine.program.loss.stages import Stage
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import forward_work

@@ -23,10 +23,9 @@ import megatrain_jax as mt
 import small
 from inside import unread_of
 from megatrain_jax._src.common import progress
-from megatrain_jax._src.engine.report.curves import running_mean
-from megatrain_jax._src.engine.report.memory_fill import fills
 from megatrain_jax._src.engine.report.plan import STATE
-from megatrain_jax._src.engine.report.run_view import result_cells
+from megatrain_jax._src.engine.report.plan_table import fills
+from megatrain_jax._src.engine.report.run_view import result_cells, running_mean
 from megatrain_jax._src.engine.report.table import UNFIT
 from messages import refuses, tells
 from plans import GIB, big_plan, small_plan

@@ -12,16 +12,15 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.program.flops import count_flops
-from megatrain_jax._src.engine.report.check_device import check_device
 from megatrain_jax._src.engine.report.make_plan import (
+    check_device,
     make_plan,
     merge_equal_groups,
     microbatch_work,
     moved_bytes,
 )
-from megatrain_jax._src.engine.report.memory_fill import fills
 from megatrain_jax._src.engine.report.plan import MOVING, STATE, WAITING
-from megatrain_jax._src.engine.report.plan_table import BOUNDS
+from megatrain_jax._src.engine.report.plan_table import BOUNDS, fills
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.instructions import Instruction, Op
 from megatrain_jax._src.engine.schedule.search import find_schedule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inside import on_one_device
-from megatrain_jax._src.engine.runtime.streams import Streams
+from megatrain_jax._src.engine.runtime.transfers import Streams
 from megatrain_jax._src.engine.state.placement import Placement
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer, train

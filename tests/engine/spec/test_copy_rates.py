@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.engine.runtime import copy_rates
+from megatrain_jax._src.engine.runtime import transfers
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.workload import Link
 from megatrain_jax._src.engine.spec import measured, rescheduled
@@ -77,15 +77,13 @@ def test_rates_are_means_of_the_slowest_process(
         return found
 
     # After five rounds, also in the process whose clock is slower.
-    monkeypatch.setattr(copy_rates, "_LEAST_SECONDS", 0.5 * (7.0 + 10 + 2 + 3 + 3))
-    monkeypatch.setattr(copy_rates, "_LEAST_ROUNDS", 1)
-    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(copy_rates, "_seconds", seconds)
-    monkeypatch.setattr(copy_rates, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
+    monkeypatch.setattr(transfers, "_LEAST_SECONDS", 0.5 * (7.0 + 10 + 2 + 3 + 3))
+    monkeypatch.setattr(transfers, "_LEAST_ROUNDS", 1)
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(transfers, "_seconds", seconds)
+    monkeypatch.setattr(transfers, "unfilled", lambda size, _: lambda: SimpleNamespace(size=size))
     monkeypatch.setattr(Placement, "move", lambda self, arrays, sharding: arrays)
-    found = copy_rates.measured_rates(
-        with_peer(placement(num_devices), 2.0), num_bytes, array_bytes
-    )
+    found = transfers.measured_rates(with_peer(placement(num_devices), 2.0), num_bytes, array_bytes)
     assert 2 * number * each <= max(num_bytes, 4), "one way's arrays, and the other way's copies"
     assert found == (number * each / 8.0, number * each / 6.0)
     assert next(rounds, None) is None
@@ -102,9 +100,9 @@ def test_rates_are_timed_for_three_seconds_and_in_five_rounds(seconds, number, m
         now[0] += taken[-1]
         return 0.7 * taken[-1], taken[-1]
 
-    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(copy_rates, "_seconds", round_trip)
-    copy_rates.measured_rates(placement(), 8, 1)
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(transfers, "_seconds", round_trip)
+    transfers.measured_rates(placement(), 8, 1)
     assert len(taken) == 1 + number
 
 
@@ -113,7 +111,7 @@ def test_copies_both_ways_are_under_way_at_once(num_devices, monkeypatch):
     """Each direction's time is until its own copies have arrived."""
     place, dispatched, waited = placement(num_devices), [], []
     clock = iter([10.0, 13.0, 17.0])
-    real = copy_rates.Streams.dispatch
+    real = transfers.Streams.dispatch
 
     def dispatch(streams):
         dispatched.append({way: len(rows) for way, rows in streams._gathered.items()})
@@ -123,15 +121,15 @@ def test_copies_both_ways_are_under_way_at_once(num_devices, monkeypatch):
         waited.append({x.sharding.memory_kind for x in copies})
         return [x.block_until_ready() for x in copies]
 
-    monkeypatch.setattr(copy_rates.Streams, "dispatch", dispatch)
-    monkeypatch.setattr(copy_rates, "ThreadPoolExecutor", lambda _: OneThread())
-    monkeypatch.setattr(copy_rates.jax, "block_until_ready", arrived)
-    monkeypatch.setattr(copy_rates, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(transfers.Streams, "dispatch", dispatch)
+    monkeypatch.setattr(transfers, "ThreadPoolExecutor", lambda _: OneThread())
+    monkeypatch.setattr(transfers.jax, "block_until_ready", arrived)
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     slabs = [
-        place.move([copy_rates.unfilled(num_devices * 8, place.slabs_on_device)()] * 2, sharding)
+        place.move([transfers.unfilled(num_devices * 8, place.slabs_on_device)()] * 2, sharding)
         for sharding in (place.slabs_at_rest, place.slabs_on_device)
     ]
-    assert copy_rates._seconds(copy_rates.Streams(place), *slabs) == (3.0, 7.0)
+    assert transfers._seconds(transfers.Streams(place), *slabs) == (3.0, 7.0)
     assert dispatched == [{True: 1, False: 1}]
     kinds = [sharding.memory_kind for sharding in (place.slabs_on_device, place.slabs_at_rest)]
     assert waited == [{kind} for kind in kinds]
@@ -151,8 +149,8 @@ class OneThread:
 
 
 def test_rates_are_measured_on_real_devices(monkeypatch):
-    monkeypatch.setattr(copy_rates, "_LEAST_SECONDS", 0.02)
-    for rate in copy_rates.measured_rates(placement(2), 64 * MIB, MIB):
+    monkeypatch.setattr(transfers, "_LEAST_SECONDS", 0.02)
+    for rate in transfers.measured_rates(placement(2), 64 * MIB, MIB):
         assert 1e6 < rate < 1e12
 
 

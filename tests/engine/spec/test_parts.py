@@ -17,8 +17,7 @@ from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.program.loss import block_parts
 from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
-from megatrain_jax._src.engine.report.check_device import check_device
-from megatrain_jax._src.engine.report.make_plan import make_plan
+from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.budget import fit_to_machine, least_device_bytes

@@ -19,7 +19,6 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.liveness import temporary_bytes
 from megatrain_jax._src.engine.kernels.sharding_prediction import sharded_axes
-from megatrain_jax._src.engine.report.bound import bound_of, busy_resources
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.schedule.clock import Clock
 from megatrain_jax._src.engine.schedule.instructions import Op
@@ -36,6 +35,7 @@ from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
+from plans import small_plan
 from quantities import has_row, quantities
 from runs import make_spec
 from zoo import CASES
@@ -206,27 +206,26 @@ def test_a_loop_over_chunks_of_the_batch_gathers_it():
     ],
 )
 def test_bounds_of_several_devices(changes, bound):
-    step = {"bytes_in": 20, "bytes_out": 16, "collective_bytes": 12, "flops": 400}
+    step = {"bytes_in": 20, "bytes_out": 16, "collective_bytes": 12, "flops_per_step": 400}
     machine = replace(MACHINE, **changes)
-    assert bound_of(busy_resources(hardware=machine, num_devices=4, **step)) == bound
+    assert small_plan(hardware=machine, num_devices=4, **step).bound == bound
     # What is left of a device's time beside arithmetic names its resource if it is longer.
-    device = replace(machine, link_bytes_per_s=1e9, host_bytes_per_s=1e9, peer_bytes_per_s=1e9)
-    for name, argument in (("memory", "memory_seconds"), ("loops", "loop_seconds")):
-        seconds: dict[str, Any] = {argument: 2 * step["flops"] / 4 / device.flops_per_s}
-        busy = busy_resources(hardware=device, num_devices=4, **step, **seconds)
-        assert bound_of(busy) == name
+    fast = dict.fromkeys(("link_bytes_per_s", "host_bytes_per_s", "peer_bytes_per_s"), 1e9)
+    device = replace(machine, memory_bytes_per_s=1.0, **fast)
+    for name, figure in (("memory", "memory_bytes"), ("loops", "seconds_loops")):
+        seconds: Any = {figure: 2 * step["flops_per_step"] / 4 / device.flops_per_s}
+        assert small_plan(hardware=device, num_devices=4, **step, **seconds).bound == name
     # Without a connection of their own, collectives are most of what links and memory carry.
     alone = replace(MACHINE, peer_bytes_per_s=None)
     step |= {"collective_bytes": 1000}
-    assert bound_of(busy_resources(hardware=alone, num_devices=4, **step)) == "collectives"
+    assert small_plan(hardware=alone, num_devices=4, **step).bound == "collectives"
 
 
 def test_a_link_is_as_busy_as_its_slower_direction():
     slow_out = replace(MACHINE, link_bytes_per_s=10.0, link_out_bytes_per_s=2.0)
     for bytes_in, bytes_out, seconds in ((20, 16, 8.0), (200, 16, 20.0)):
-        step = {"bytes_in": bytes_in, "bytes_out": bytes_out, "collective_bytes": 0, "flops": 1}
-        busy = busy_resources(hardware=slow_out, num_devices=1, **step)
-        assert busy["link"] == ("link", seconds)
+        plan = small_plan(hardware=slow_out, bytes_in=bytes_in, bytes_out=bytes_out)
+        assert plan.busy["link"] == ("link", seconds)
 
 
 @pytest.mark.parametrize("together", [1, 2])

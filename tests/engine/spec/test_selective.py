@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from inside import on_one_device, spec_of
-from megatrain_jax._src.engine.kernels.residuals import find_residuals, is_kept
+from megatrain_jax._src.engine.kernels.bound_stage import find_residuals, is_kept
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.schedule.instructions import Op

@@ -18,9 +18,9 @@ from megatrain_jax import models
 from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels import cache
+from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.stage_kernels import residual_kernel_names
-from megatrain_jax._src.engine.kernels.tiled_stages import Divisible, Tiling
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec

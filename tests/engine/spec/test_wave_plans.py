@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh
 import megatrain_jax as mt
 from inside import on_one_device
 from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.kernels.bound_stage import in_tiles
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.kernels.tiled_stages import in_tiles
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.report import plan_table
 from megatrain_jax._src.engine.spec import microbatches, wave_search

@@ -20,8 +20,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.runtime.fill import fill_store, initial_kernels
-from megatrain_jax._src.engine.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inside import on_one_device
-from megatrain_jax._src.engine.runtime.random_arguments import RandomArguments
+from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.state.codec import (
     Rounded,
@@ -97,7 +97,8 @@ def test_without_a_draw_rounding_is_to_nearest(stochastic):
 def test_each_group_draws_bits_of_its_own():
     layouts: Any = [SimpleNamespace(draws=draws) for draws in (True, True, False, True)]
     store = Store(layouts, on_one_device(), jax.random.key(3))
-    draws = RandomArguments(store)
-    found = [draws.of(group, store.step) for group in (0, 1, 2, 3, 1)]
+    nothing: Any = None
+    engine = Engine(store, nothing, nothing)
+    found = [engine._draw(group, store.step) for group in (0, 1, 2, 3, 1)]
     assert [x if x is None else int(x[2]) for x in found] == [0, 1, None, 3, 1]
     assert all(x[0] is store.key and x[1] is store.step for x in found if x is not None)

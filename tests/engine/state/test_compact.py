@@ -15,10 +15,15 @@ import megatrain_jax as mt
 import small
 from inside import on_one_device, spec_of
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.engine.checkpoint.contents import entries_of, flat
-from megatrain_jax._src.engine.checkpoint.encodings import arrays_to_convert, coding_of, decoded
+from megatrain_jax._src.engine.checkpoint.contents import (
+    arrays_to_convert,
+    coding_of,
+    decoded,
+    entries_of,
+    flat,
+)
 from megatrain_jax._src.engine.kernels.cache import KernelCache
-from megatrain_jax._src.engine.kernels.initial_state import initial_state
+from megatrain_jax._src.engine.kernels.steps import initial_state
 from megatrain_jax._src.engine.options.options import DeviceBudget
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.spec.costs import coding_seconds

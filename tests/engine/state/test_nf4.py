@@ -13,7 +13,7 @@ import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.checkpoint.saved_arrays import saved_arrays
+from megatrain_jax._src.engine.checkpoint.given_parameters import saved_arrays
 from megatrain_jax._src.engine.state.codec import Nf4
 from megatrain_jax._src.engine.state.host_leaves import encoded, part_shape, read_leaf, read_part
 from megatrain_jax._src.engine.state.layout import layout_of

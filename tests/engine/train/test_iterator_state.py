@@ -17,7 +17,7 @@ import pytest
 
 import megatrain_jax as mt
 import small
-from megatrain_jax._src.engine.train.iterator_state import decoded_state, encoded_state
+from megatrain_jax._src.engine.train.source import decoded_state, encoded_state
 
 pytestmark = pytest.mark.usefixtures("started_once")
 

@@ -26,7 +26,7 @@ import numpy as np
 from flax import linen, nnx
 
 from megatrain_jax._src.common import checks, trees
-from megatrain_jax._src.common.model_path import ModelPath, path_name
+from megatrain_jax._src.common.trees import ModelPath, path_name
 from megatrain_jax._src.engine.adapt.initial_values import (
     InitialValues,
     initial_values_of,

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from jax.core import Tracer
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.model_path import ModelPath, path_name
+from megatrain_jax._src.common.trees import ModelPath, path_name
 
 
 @dataclass(frozen=True, kw_only=True)

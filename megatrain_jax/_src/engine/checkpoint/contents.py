@@ -1,4 +1,4 @@
-"""Lists the arrays of a run's checkpoints: each one's path there and place in the store.
+"""The arrays of a checkpoint: their places in the store, their forms on disk, their checksums.
 
 Paths are those of the user's model and of Optax's own state, so a checkpoint is readable without
 this library.
@@ -11,6 +11,29 @@ Example: Adam on an embedding, in group 0, and layers::
     opt_state/0/mu/embed      optimizer state of group 0, leaf 0
     opt_state/0/nu/embed      optimizer state of group 0, leaf 1
     run/key, run/step         small arrays of the run, numbers 0 and 1
+
+Arrays are numbers of some dtype, or codes with scales.
+
+A checkpoint with codes describes their coding in its manifest, so they can be decoded without the
+run that wrote them. A run can also continue from a checkpoint in a different form: an fp32
+checkpoint can start a compact run, and vice versa.
+
+Example: the first moment of a (2, 6, 50) stack of layers that is trained layer by layer::
+
+    opt_state/0/mu/w/codes    int8[2, 6, 50]
+    opt_state/0/mu/w/scales   float32[2, 3]
+    manifest: "coded": {"opt_state/0/mu/w": {"code": "dynamic", "bits": 8, "signed": true,
+                        "block": 128, "shape": [2, 6, 50], "axes": [0]}}
+
+Checksums protect arrays, and parameters of a run have to be finite.
+
+Each checksum covers the bytes of a chunk, not of the files it was written to, so it protects the
+whole way from the store to disk and back. xxHash is several times faster than a disk, and does not
+block Python's remaining threads.
+
+The manifest has, for each array, the shape of its chunks and their checksums in order::
+
+    "params/w": {"chunk": [150, 256], "checksums": ["93f1…", "5c02…"]}
 """
 
 import dataclasses
@@ -19,11 +42,13 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint.chunks import Grid, grid_of
@@ -31,6 +56,7 @@ from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
 from megatrain_jax._src.engine.program.layers.index import Index, numbers, range_of, sliced_axes
 from megatrain_jax._src.engine.runtime.store import Reader, Store
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state.codec import Blockwise, Nf4
 from megatrain_jax._src.engine.state.host_leaves import part_shape
 from megatrain_jax._src.engine.state.layout import Layout
 
@@ -328,3 +354,223 @@ def flat(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
     rows, _ = jax.tree_util.tree_flatten_with_path(tree)
     simple = jax.tree_util.keystr
     return {tuple(simple((key,), simple=True) for key in keys): leaf for keys, leaf in rows}
+
+
+# ---- encodings
+
+_FLOATS = ("bfloat16", "float32")
+
+
+def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[str, Any]]:
+    """The coding of each array that a run stores as codes, by the pointer of its path, as JSON."""
+    found = {}
+    for first, *others in _by_array(entries).values():
+        if not others:
+            continue
+        layout, i = layout_at(spec, first.places[0])
+        codec = layout.segment_of(i)[0].codec
+        assert isinstance(codec, Blockwise | Nf4)
+        found[pointer(first.array)] = {
+            **codec.coding,
+            "shape": list(first.whole),
+            "axes": list(sliced_axes(first.cuts[0])),
+        }
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertedArray:
+    """An array that a checkpoint stores in a different form than the run.
+
+    Attributes:
+        sources: Entries of the checkpoint's arrays that represent it.
+        coding: The array's coding in the checkpoint; None for numbers.
+    """
+
+    sources: tuple[ArrayEntry, ...]
+    coding: Mapping[str, Any] | None = None
+
+    def numbers(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The array's numbers, from the arrays that represent it; fp32 or narrower."""
+        return arrays[0] if self.coding is None else decoded(self.coding, *arrays)
+
+
+def _codec_of(coding: Mapping[str, Any]) -> Blockwise | Nf4:
+    if coding["code"] == "nf4":
+        return Nf4()
+    codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
+    assert coding["block"] == codec.block
+    return codec
+
+
+def part_names(coding: Mapping[str, Any]) -> list[str]:
+    """The names of the arrays that represent an array, below its path; codes come first."""
+    return [part.name for part in _codec_of(coding).parts("float32")]
+
+
+def decoded(coding: Mapping[str, Any], codes: np.ndarray, *scales: np.ndarray) -> np.ndarray:
+    """Decodes codes and scales of a checkpoint to fp32.
+
+    Args:
+        coding: The array's coding, from `coding_of`.
+        codes: The codes.
+        *scales: The scales, in the order of `part_names`.
+    """
+    codec = _codec_of(coding)
+    shape, axes = tuple(coding["shape"]), tuple(coding["axes"])
+    # Each slice of a stack was coded separately. 8-bit codes have the array's axes. Two 4-bit codes
+    # share a byte, so these are laid out like scales: a row for each slice.
+    front = tuple(range(len(axes)))
+    moved = np.moveaxis(np.empty(shape, bool), axes, front).shape
+    if coding["bits"] == 8:
+        codes = np.moveaxis(codes, axes, front)
+    slices = int(np.prod(moved[: len(axes)]))
+    size = int(np.prod(moved[len(axes) :]))
+    rows = zip(*(part.reshape(slices, -1) for part in (codes, *scales)), strict=True)
+    whole = np.stack([codec.decode(row, np.float32)[:size] for row in rows])
+    return np.moveaxis(whole.reshape(moved), front, axes)
+
+
+def arrays_to_convert(
+    entries: Sequence[ArrayEntry],
+    here: Mapping[str, Mapping[str, Any]],
+    there: Mapping[TreePath, Any],
+    coded: Mapping[str, Mapping[str, Any]],
+) -> dict[TreePath, ConvertedArray]:
+    """Finds the arrays that a checkpoint stores in a different, but readable form.
+
+    Args:
+        entries: Entries of the run's arrays.
+        here: Codings of the run's arrays, from `coding_of`.
+        there: Orbax's metadata of the checkpoint's arrays, by path.
+        coded: Codings of the checkpoint's arrays.
+    """
+    found = {}
+    for array, rows in _by_array(entries).items():
+        # Arrays in no group, integers and float64 are never converted: a different dtype is a
+        # mistake, which `check_arrays` reports.
+        if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
+            continue
+        coding, own = coded.get(pointer(array)), here.get(pointer(array))
+        same = all(_dtype(there.get(row.path)) == row.dtype for row in rows)
+        if same and coding == own:
+            continue
+        if coding is not None and tuple(coding["shape"]) == rows[0].whole:
+            paths = [(*array, name) for name in part_names(coding)]
+        elif _dtype(there.get(array)) in _FLOATS:
+            paths, coding = [array], None
+        else:
+            continue
+        sources = tuple(_source(path, there[path], rows[0]) for path in paths if path in there)
+        if coding is None and sources[0].shape != rows[0].whole:
+            continue
+        found[array] = ConvertedArray(sources=sources, coding=coding)
+    return found
+
+
+def _by_array(entries: Sequence[ArrayEntry]) -> dict[TreePath, list[ArrayEntry]]:
+    found: dict[TreePath, list[ArrayEntry]] = defaultdict(list)
+    for entry in entries:
+        found[entry.array].append(entry)
+    return found
+
+
+def _dtype(metadata: Any) -> str | None:
+    return jnp.dtype(metadata.dtype).name if hasattr(metadata, "shape") else None
+
+
+def _source(path: TreePath, metadata: Any, like: ArrayEntry) -> ArrayEntry:
+    """The entry of a checkpoint's array, in its form there."""
+    shape, dtype = tuple(metadata.shape), jnp.dtype(metadata.dtype).name
+    return dataclasses.replace(like, path=path, shape=shape, dtype=dtype)
+
+
+# ---- checksums
+
+# Elements tested at a time, so that a large array's booleans take little memory.
+_PIECE = 1 << 22
+
+
+def checksum(array: np.ndarray) -> str:
+    """The 64-bit XXH3 hash of an array's bytes, in hexadecimal."""
+    return xxhash.xxh3_64(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Refuses an array from which training can't continue.
+
+    Raises:
+        ValueError: If a number in the array is not finite.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return
+    flat = np.ascontiguousarray(array).reshape(-1)
+    pieces = (flat[i : i + _PIECE] for i in range(0, flat.size, _PIECE))
+    if not all(bool(np.isfinite(piece).all()) for piece in pieces):
+        raise ValueError(
+            f"{name} is not finite, so training could not go on from it (a constant such as a "
+            "mask is to be frozen with `trainable`)"
+        )
+
+
+def as_facts(grid: Grid, found: Mapping[int, str]) -> dict[str, Any]:
+    """The manifest's facts about an array, from the checksums of its chunks by number."""
+    return {"chunk": list(grid.chunk), "checksums": [found[n] for n in range(grid.num_cells)]}
+
+
+class Checksums:
+    """The checksums of a checkpoint's arrays."""
+
+    def __init__(self, folder: Path, known: Mapping[str, Any] | None):
+        """Reads the checksums of the manifest.
+
+        Args:
+            folder: Folder of the checkpoint, for messages.
+            known: The manifest's facts about each array, by pointer; None without a manifest.
+        """
+        self._folder, self._known = folder, known
+
+    def grid(self, path: TreePath, shape: tuple[int, ...]) -> Grid:
+        """The chunks of an array.
+
+        Raises:
+            CheckpointError: If the manifest's chunks don't fit the array's shape.
+        """
+        facts = self._facts(path)
+        chunk = tuple(facts["chunk"])
+        found = Grid(shape=shape, chunk=chunk) if len(chunk) == len(shape) else None
+        if found is None or found.num_cells != len(facts["checksums"]):
+            raise CheckpointError(f"{self._folder}: the chunks of {'/'.join(path)} are not its own")
+        return found
+
+    def verify(self, path: TreePath, array: np.ndarray, number: int | None = None) -> None:
+        """Compares an array, or one of its chunks, with its checksum.
+
+        Args:
+            path: Path of the array in the checkpoint.
+            array: The array or chunk that was read.
+            number: Number of the chunk; None for the whole array.
+
+        Raises:
+            CheckpointError: If a checksum differs.
+        """
+        if self._known is None:
+            return
+        expected = self._facts(path)["checksums"]
+        if number is not None:
+            same = expected[number] == checksum(array)
+        else:
+            grid = self.grid(path, array.shape)
+            same = all(checksum(array[box]) == expected[n] for n, box in grid.boxes())
+        if not same:
+            raise CheckpointError(
+                f"{self._folder} is damaged: {'/'.join(path)} differs from the saved values, "
+                "although its files have the right sizes. Use another checkpoint, and check the "
+                "disk."
+            )
+
+    def _facts(self, path: TreePath) -> Mapping[str, Any]:
+        facts = (self._known or {}).get(pointer(path))
+        if facts is None:
+            raise CheckpointError(f"{self._folder}: the manifest has no {'/'.join(path)}")
+        return facts

@@ -22,11 +22,13 @@ Example with the slabs a, b, c::
     stores them, compares them with their checksums  reads b
     makes b's arrays
     stores and compares them                         reads c
+
+If the arrays of checkpoint and run differ, the error names the likely cause and the remedy.
 """
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -38,28 +40,28 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
-from megatrain_jax._src.engine.checkpoint.checksums import Checksums
 from megatrain_jax._src.engine.checkpoint.chunks import Cell
 from megatrain_jax._src.engine.checkpoint.contents import (
+    PARAMS,
+    STATE,
+    VARIABLES,
     ArrayEntry,
+    Checksums,
+    ConvertedArray,
     SmallArrays,
     StorePlace,
     TreePath,
+    arrays_to_convert,
+    coding_of,
     layout_at,
     set_small_arrays,
     small_arrays,
-)
-from megatrain_jax._src.engine.checkpoint.encodings import (
-    ConvertedArray,
-    arrays_to_convert,
-    coding_of,
 )
 from megatrain_jax._src.engine.checkpoint.folder import (
     CheckpointError,
     in_all_processes,
     read_error,
 )
-from megatrain_jax._src.engine.checkpoint.likely_cause import likely_cause
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
 from megatrain_jax._src.engine.program.layers.index import Index, selector
 from megatrain_jax._src.engine.runtime.store import Store
@@ -352,3 +354,31 @@ def _parts(slab: _Slab) -> Iterator[tuple[int, int, _PartOf]]:
     for i, place in enumerate(slab.places):
         for p in range(len(slab.layout.parts(i))):
             yield i, p, (place, p)
+
+
+def likely_cause(folder: Path, unequal: Collection[TreePath], only_dtypes: bool) -> str:
+    """Sentences on the argument that probably differs from the run that saved a checkpoint.
+
+    Args:
+        folder: The checkpoint's folder.
+        unequal: Paths of the arrays that differ, or that only the checkpoint or the run has.
+        only_dtypes: Whether both have the same arrays in the same shapes.
+    """
+    if only_dtypes:
+        return (
+            "The likely cause is another `precision`, or jax_enable_x64: set both as in the run "
+            "that saved it."
+        )
+    # A model's other parameters change the optimizer's state, too.
+    if {path[0] for path in unequal} & {PARAMS, VARIABLES}:
+        return (
+            "The likely cause is another `model`: other layers, sizes or names. Build the model of "
+            "the run that saved it, or choose another `checkpoint_dir` for this one."
+        )
+    if any(path[0] == STATE for path in unequal):
+        return (
+            "The likely cause is another `optimizer`, or another `trainable`: pass those of the "
+            "run that saved it. To go on with new ones, start a new run from its parameters: "
+            f"params={str(folder)!r}, with another `checkpoint_dir`."
+        )
+    return "The likely cause is another version of JAX, or another kind of random keys."

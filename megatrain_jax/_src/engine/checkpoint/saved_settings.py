@@ -13,11 +13,16 @@ in place of functions:
 
 Fingerprints of functions traced under different facts are not compared. If the library versions are
 the same, the code of the loss is compared instead.
+
+If the plan may choose the numbers of microbatches and waves, a run that continues takes those of
+its newest checkpoint.
 """
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,13 @@ import numpy as np
 import xxhash
 
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.engine.checkpoint import manifest, orbax
+from megatrain_jax._src.engine.checkpoint.folder import (
+    CheckpointError,
+    in_first_process,
+    local_path,
+)
+from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.fingerprint import LIBRARIES, code_hash, fingerprint
 from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
@@ -34,6 +46,7 @@ from megatrain_jax._src.engine.program.optimizer.hyperparameters import (
     kept_hyperparameters,
 )
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
+from megatrain_jax._src.engine.state.processes import Processes
 
 
 def saved_settings(spec: RunSpec) -> dict[str, Any]:
@@ -184,3 +197,37 @@ def _text(form: Any) -> str | None:
     if isinstance(form, tuple):
         return ", ".join(f"{pattern}: {dtype}" for pattern, dtype in form)
     return None if form is None else str(form)
+
+
+def with_saved_parts(
+    run: Options, path: str | PathLike[str], num_rows: int, processes: Processes
+) -> Options:
+    """The options with the newest checkpoint's numbers, if they divide a batch.
+
+    On another machine the plan might choose different numbers, and random keys depend on them.
+
+    Args:
+        run: The options.
+        path: The folder of the run's checkpoints.
+        num_rows: Examples of a batch in this process.
+        processes: The processes that share the run.
+
+    Raises:
+        TypeError: If `path` is not a path.
+        ValueError: If Orbax can't read there.
+    """
+    folder = local_path(path, "continues")
+    if run.microbatches != "auto":
+        return run
+
+    def newest() -> dict[str, int] | None:
+        for step in reversed(orbax.candidates(folder)):
+            with suppress(CheckpointError):
+                return manifest.read(folder / str(step))["parts"]
+        return None
+
+    parts = in_first_process(processes, "the look for a batch's parts", newest)
+    rows = num_rows * processes.count
+    if parts is None or rows % (parts["microbatches"] * run.num_devices):
+        return run
+    return replace(run, **parts)

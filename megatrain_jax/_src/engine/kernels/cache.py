@@ -13,13 +13,13 @@ from megatrain_jax._src.engine.kernels.code_passes import with_code_passes
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.kernels.liveness import temporary_bytes
-from megatrain_jax._src.engine.kernels.products_by_cublas import (
+from megatrain_jax._src.engine.kernels.rewrites import (
     NO_TRITON,
     compiles_float8_by_cublas,
     has_only_large_products,
     with_float8_by_cublas,
+    with_scaled_sums,
 )
-from megatrain_jax._src.engine.kernels.scaled_sums import with_scaled_sums
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.float8 import is_float8_product
 from megatrain_jax._src.engine.state.placement import LARGEST_PART, PART
@@ -48,7 +48,7 @@ class KernelCache:
             compiler_options: XLA options for all kernels.
             platform: JAX's name of the platform that estimates are for. A plan's devices are GPUs.
             code_passes: Whether to compile backwards with the passes of `code_passes.py`, and with
-                the sums of `scaled_sums.py`.
+                `with_scaled_sums`.
             with_triton: Whether the devices run kernels that Triton compiles.
             device: One of the devices, to find out what JAX compiles for it; None if there is none.
         """

@@ -17,6 +17,7 @@ the scales, and writes 5: h is needed transposed only. XLA moves 27 bytes.
 """
 
 import dataclasses
+import graphlib
 import heapq
 import math
 from collections import Counter
@@ -344,17 +345,14 @@ def _ordered(jaxpr: Any, found: Sequence[_Pass]) -> list[Any] | None:
             operands = jx.variables(nodes[number].invars)
             reads[number] = {maker[v] for v in operands if v in maker}
             todo += reads[number]
-    readers: dict[int, list[int]] = {number: [] for number in reads}
-    for number, operands in reads.items():
-        for operand in operands:
-            readers[operand].append(number)
-    waiting = {number: len(operands) for number, operands in reads.items()}
-    ready = sorted(number for number, count in waiting.items() if not count)
-    order = []
-    while ready:
-        order.append(number := heapq.heappop(ready))
-        for reader in readers[number]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, reader)
-    return [nodes[number] for number in order] if len(order) == len(reads) else None
+    sorter, ready, order = graphlib.TopologicalSorter(reads), [], []
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return None
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, number)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return [nodes[number] for number in order]

@@ -28,8 +28,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatrain_jax._src.common.kernel_primitives import kernel_costs
-from megatrain_jax._src.engine.kernels.flat_equations import Equation, FlatEquations
-from megatrain_jax._src.engine.kernels.gpu_order import Node, in_order
+from megatrain_jax._src.engine.kernels.flat_equations import Equation, FlatEquations, Node, in_order
 from megatrain_jax._src.engine.kernels.sharding_prediction import (
     ShardedAxes,
     gathered_operands,

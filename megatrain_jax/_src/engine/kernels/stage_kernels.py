@@ -12,6 +12,18 @@ Example: a block `y = sin(x @ up) @ down` with its own group, its two leaves in 
 
 `masters` are the slab's arrays at rest. `gradient` has an array for each segment of the slab, with
 `d_up` and `d_down` at the same offsets as `up` and `down`.
+
+Gradients may be stored in bfloat16: a backward adds in fp32, and rounds the result.
+
+Example: a wave of three microbatches with the gradients `a`, `b` and `c`. Its backwards leave the
+first two in fp32, and the last one reads and writes the stored sum `s`::
+
+    first       a
+    second      a + b
+    third       round(((a + b) + c) + s)
+
+Rounding to nearest would lose every gradient that is smaller than half of the last bit of `s`, so
+sums are rounded up or down at random, unless the user wants otherwise.
 """
 
 import dataclasses
@@ -19,72 +31,163 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from megatrain_jax._src.engine.kernels import narrow_sums
-from megatrain_jax._src.engine.kernels.bound_stage import BackwardMode, Binding, BoundStage
+from megatrain_jax._src.engine.kernels.bound_stage import BoundStage, Residuals
 from megatrain_jax._src.engine.kernels.kernel import Kernel, placed
-from megatrain_jax._src.engine.kernels.residuals import Residuals
-from megatrain_jax._src.engine.kernels.scattered_sums import looks_up_inputs, with_scattered_sums
+from megatrain_jax._src.engine.kernels.rewrites import looks_up_inputs, with_scattered_sums
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import firing_once, has_side_effects
 from megatrain_jax._src.engine.program.loss.gradients import differentiated
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.program.rewriting import with_fp32_products
+from megatrain_jax._src.engine.state.codec import (
+    derived_draw,
+    draw_of,
+    random_bits,
+    round_stochastically,
+)
+from megatrain_jax._src.engine.state.layout import Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
+# Index of the random draws for sums in a group; masters and optimizer state have 0 and 1.
+_SUMS = 2
+_STEP = jax.ShapeDtypeStruct((), jnp.int32)
+_NUMBER = jax.ShapeDtypeStruct((), jnp.uint32)
 
-def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
-    """The kernel `(masters, inputs) -> outputs`.
+Segments = Sequence[jax.Array]
+"""The segments of a gradient; see `Layout.gradient_avals`."""
+
+
+class NarrowSums:
+    """The sums of one backward, added to and rounded one after another; for use inside jit."""
+
+    def __init__(self, placement: Placement, made: Sequence[Segments], draws: Sequence[Any]):
+        """Starts before the first sum.
+
+        Args:
+            placement: Placement of the sums.
+            made: For each sum, its gradient in fp32 from the wave's earlier microbatches; empty if
+                there are none.
+            draws: The run's key, the number of the step, the numbers of the sums' groups, and the
+                number of sums that the step has rounded so far. Each number gives other bits.
+        """
+        self._key, self._step, groups, self._count = draws
+        self._placement, self._made, self._groups = placement, iter(made), iter(groups)
+        self._complete: list[Segments] = []
+
+    @property
+    def results(self) -> tuple[list[Segments], jax.Array]:
+        """The wave's gradients in fp32, if there were earlier ones, and the new count."""
+        # Returned to reuse the memory of the earlier gradients: products add to them in place.
+        return self._complete, self._count
+
+    def add(
+        self,
+        stored: Segments | None,
+        layout: Layout,
+        leaves: Sequence[jax.Array | None],
+        order: Sequence[int],
+        rounding: str,
+    ) -> tuple[jax.Array, ...]:
+        """The next sum: the stored one and a microbatch's gradients, in bfloat16.
+
+        Args:
+            stored: The stored sum; None if there is none.
+            layout: Layout of the sum, in fp32.
+            leaves: The gradients; None stands for zeros.
+            order: Numbers of the leaves in the order of their gradients' computation.
+            rounding: "stochastic" or "nearest".
+        """
+        spread = self._placement.spread
+        stored = stored and [x.astype(jnp.float32) for x in stored]
+        if (made := next(self._made, None)) is not None:
+            total = layout.add(made, leaves, spread)
+            self._complete.append(total)
+            if stored:
+                total = [x + y for x, y in zip(total, stored, strict=True)]
+        elif stored:
+            total = layout.add(stored, self._apart(leaves), spread)
+        else:
+            total = layout.pack_segments(leaves, spread, order)
+        return self._rounded(total, rounding)
+
+    def _apart(self, leaves: Sequence[jax.Array | None]) -> Sequence[jax.Array | None]:
+        """The gradients behind barriers, so that their products are not fused with the sums."""
+        # A product that adds to the stored sum needs the sum in memory in fp32 before it, and its
+        # result is read again after it. Several devices exchange gradients in between anyway.
+        if self._placement.num_devices > 1:
+            return leaves
+        return [x if x is None else jax.lax.optimization_barrier(x) for x in leaves]
+
+    def _rounded(self, total: Segments, rounding: str) -> tuple[jax.Array, ...]:
+        draw = derived_draw(draw_of(self._key, self._step, next(self._groups)), _SUMS)
+        draw = derived_draw(draw, self._count)
+        self._count += 1
+        if rounding == "nearest":
+            return tuple(x.astype(jnp.bfloat16) for x in total)
+        found, first = [], 0
+        for x in total:  # elements are numbered through all segments
+            bits = random_bits(draw, jnp.uint32(first) + jnp.arange(x.size, dtype=jnp.uint32))
+            found.append(round_stochastically(x, bits))
+            first += x.size
+        return tuple(found)
+
+
+# ---- stage kernels
+
+
+def forward(
+    bound: BoundStage, program: Program, placement: Placement, *, keeps: bool = False
+) -> Kernel:
+    """The kernel `(masters, inputs) -> outputs`, or `-> (outputs, residuals)`.
 
     Args:
         bound: The stage. `masters` are its groups' arrays at rest, `inputs` its input values.
         program: The program of the stage.
         placement: Placement of its arrays.
+        keeps: Whether it saves residuals for the backward.
     """
-    stage, binding = bound.stage, bound.binding
+    stage, residuals = bound.stage, bound.residuals if keeps else None
 
     def forward_stage(masters, inputs):
-        leaves = _unpack(bound, placement, masters)
-        return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
+        values = [*_unpack(bound, placement, masters), *inputs]
+        if residuals is not None:
+            return residuals.forward(values)
+        return jx.evaluate(stage.jaxpr, [*stage.consts, *values])
 
-    return Kernel(
-        name="forward",
-        key=bound.key,
-        build=lambda: forward_stage,
-        takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
-        out_shardings=shardings(program, placement, stage.outputs),
-    )
-
-
-def forward_saving_residuals(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
-    """The kernel `(masters, inputs) -> (outputs, residuals)`; see `forward`."""
-    stage, binding, residuals = bound.stage, bound.binding, bound.residuals
-    assert residuals is not None
-
-    def forward_stage(masters, inputs):
-        return residuals.forward([*_unpack(bound, placement, masters), *inputs])
-
-    return Kernel(
-        name=residual_kernel_names(residuals.selective)[0],
+    name, key = "forward", bound.key
+    out_shardings: Any = shardings(program, placement, stage.outputs)
+    if residuals is not None:
+        name, _ = residual_kernel_names(residuals.selective)
         # The residuals depend on the differentiated values, so the key includes these flags.
-        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
+        key = key, stage.is_trainable, stage.active, stage.has_cotangent
+        kept = [x.sharding for x in _residuals(residuals, program, placement)]
+        out_shardings = out_shardings, kept
+    return Kernel(
+        name=name,
+        key=key,
         build=lambda: forward_stage,
-        takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
-        out_shardings=(
-            shardings(program, placement, stage.outputs),
-            [x.sharding for x in _residuals(residuals, program, placement)],
-        ),
+        takes=(_masters(bound, placement), _values(program, placement, stage.inputs)),
+        out_shardings=out_shardings,
     )
 
 
 def backward(
-    bound: BoundStage, program: Program, placement: Placement, microbatches: int
+    bound: BoundStage,
+    program: Program,
+    placement: Placement,
+    microbatches: int,
+    *,
+    keeps: bool = False,
 ) -> Kernel:
     """The kernel `(masters, inputs, cotangents, gradients, sent) -> (outputs, gradients, back)`.
 
-    It recomputes the stage and differentiates it. If it rounds gradients to bfloat16, it also takes
-    `made` and `draws` of `NarrowSums`, and also returns `NarrowSums.results`.
+    It recomputes the stage and differentiates it. If the forward has saved residuals, it takes them
+    after the inputs, and recomputes only elementwise operations. If it rounds gradients to
+    bfloat16, it also takes `made` and `draws` of `NarrowSums`, and also returns
+    `NarrowSums.results`.
 
     Args:
         bound: The stage. The kernel takes the cotangents of `bound.arriving`, and the existing
@@ -94,91 +197,72 @@ def backward(
         program: The program of the stage.
         placement: Placement of its arrays.
         microbatches: Number of cotangents per output that are on the device during the kernel.
+        keeps: Whether the forward has saved residuals.
     """
-    stage, binding, mode = bound.stage, bound.binding, bound.mode
-    assert mode is not None
+    stage, mode, residuals = bound.stage, bound.mode, bound.residuals if keeps else None
+    assert mode is not None and not (keeps and mode.give_outputs)
+    taken = () if residuals is None else (_residuals(residuals, program, placement),)
+    at = 2 + len(taken)  # the position of the cotangents
 
-    def backward_stage(masters, inputs, cotangents, gradients, sent, *narrow):
+    def backward_stage(masters, inputs, *others):
+        kept, (cotangents, gradients, sent, *narrow) = others[: at - 2], others[at - 2 :]
+
         def pulled(leaves, inputs, cotangents):
             outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
             return *pull(list(cotangents)), outputs if mode.give_outputs else []
 
         leaves = _unpack(bound, placement, masters)
-        *found, outputs = _adding_wide(bound, placement, pulled)(leaves, inputs, cotangents)
+        if residuals is None:
+            *found, outputs = _adding_wide(bound, placement, pulled)(leaves, inputs, cotangents)
+        else:
+            pull = _adding_wide(bound, placement, residuals.backward)
+            found, outputs = pull([*leaves, *inputs], *kept, list(cotangents)), []
         return outputs, *_finish(bound, placement, found, gradients, sent, *narrow)
 
     def build() -> Callable:
         # If the stage has a forward kernel, that has printed already, and the recomputation must
         # not print again.
         if has_side_effects(stage.jaxpr):
-            return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
+            return firing_once(backward_stage, position=at, has_forward=mode.give_outputs)
         # Over several devices, each one has rows for the shares of all.
-        if any(mode.accumulate) and placement.num_devices == 1 and looks_up_inputs(stage.jaxpr):
-            return with_scattered_sums(backward_stage)
+        if residuals is None and any(mode.accumulate) and placement.num_devices == 1:
+            if looks_up_inputs(stage.jaxpr):
+                return with_scattered_sums(backward_stage)
         return backward_stage
 
+    slabs = placement.slabs_on_device
+    rows = zip(bound.binding.layouts, mode.gradients, mode.accumulate, mode.rounding, strict=True)
+    existing = [
+        layout.gradient_avals("bfloat16" if rounding else dtype)
+        for layout, dtype, adds, rounding in rows
+        if adds and dtype
+    ]
+    # The schedule doesn't count cotangents: incoming ones exist for all microbatches, outgoing ones
+    # for one.
+    cotangents = *bound.arriving * microbatches, *bound.leaving
     return Kernel(
-        name="backward",
+        name="backward" if residuals is None else residual_kernel_names(residuals.selective)[1],
         key=(bound.key, stage.active, mode),
         build=build,
         takes=(
-            _masters(binding, placement),
+            _masters(bound, placement),
             _values(program, placement, stage.inputs),
+            *taken,
             _values(program, placement, bound.arriving),
-            _accumulated(binding, mode, placement),
+            placed(existing, slabs),
             _values(program, placement, bound.sent),
-            *_narrow_takes(bound, placement),
+            *(_narrow_takes(bound, placement) if bound.rounded else ()),
         ),
         out_shardings=(
             shardings(program, placement, stage.outputs if mode.give_outputs else ()),
-            placement.slabs_on_device,
+            slabs,
             shardings(program, placement, bound.leaving),
-            *(narrow_sums.out_shardings(placement) if bound.rounded else ()),
+            *((slabs, placement.small_on_device) if bound.rounded else ()),
         ),
         # The sums reuse the memory of the existing gradients and cotangents. Masters and inputs are
         # not donated, because later microbatches and stages read them.
-        donated=(3, 4, 5) if bound.rounded else (3, 4),
-        beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
-    )
-
-
-def backward_from_residuals(
-    bound: BoundStage, program: Program, placement: Placement, microbatches: int
-) -> Kernel:
-    """The kernel `(masters, inputs, residuals, cotangents, gradients, sent, ...)`; see `backward`.
-
-    The forward has saved residuals, so only elementwise operations are recomputed.
-    """
-    stage, binding, mode, residuals = bound.stage, bound.binding, bound.mode, bound.residuals
-    assert mode is not None and residuals is not None and not mode.give_outputs
-
-    def backward_stage(masters, inputs, kept, cotangents, gradients, sent, *narrow):
-        leaves = _unpack(bound, placement, masters)
-        pulled = _adding_wide(bound, placement, residuals.backward)
-        found = pulled([*leaves, *inputs], kept, list(cotangents))
-        return [], *_finish(bound, placement, found, gradients, sent, *narrow)
-
-    return Kernel(
-        name=residual_kernel_names(residuals.selective)[1],
-        key=(bound.key, stage.active, mode),
-        build=lambda: backward_stage,
-        takes=(
-            _masters(binding, placement),
-            _values(program, placement, stage.inputs),
-            _residuals(residuals, program, placement),
-            _values(program, placement, bound.arriving),
-            _accumulated(binding, mode, placement),
-            _values(program, placement, bound.sent),
-            *_narrow_takes(bound, placement),
-        ),
-        out_shardings=(
-            [],
-            placement.slabs_on_device,
-            shardings(program, placement, bound.leaving),
-            *(narrow_sums.out_shardings(placement) if bound.rounded else ()),
-        ),
-        donated=(4, 5, 6) if bound.rounded else (4, 5),
-        beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
+        donated=(at + 1, at + 2, at + 3) if bound.rounded else (at + 1, at + 2),
+        beside_bytes=sum(program.num_bytes(i, placement.num_devices) for i in cotangents),
     )
 
 
@@ -209,44 +293,23 @@ def _residuals(
     return [placed(x, placement.values(program.examples.along(x))) for x in residuals.avals]
 
 
-def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+def _masters(bound: BoundStage, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Shapes and shardings of the masters that a stage takes, at rest."""
     sharding = placement.slabs_on_device
-    return [placed(layout.at_rest, sharding) for layout in binding.layouts]
+    return [placed(layout.at_rest, sharding) for layout in bound.binding.layouts]
 
 
-def _accumulated(
-    binding: Binding, mode: BackwardMode, placement: Placement
-) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-    """Shapes and shardings of the existing gradients that a backward adds to."""
-    rows = zip(binding.layouts, mode.gradients, mode.accumulate, mode.rounding, strict=True)
-    avals = [
-        layout.gradient_avals("bfloat16" if rounding else dtype)
-        for layout, dtype, adds, rounding in rows
-        if adds and dtype
-    ]
-    return placed(avals, placement.slabs_on_device)
-
-
-def _narrow_takes(bound: BoundStage, placement: Placement) -> tuple[Any, ...]:
-    """Shapes and shardings of the further arguments of a backward that rounds gradients."""
+def _narrow_takes(bound: BoundStage, placement: Placement) -> tuple[Any, Any]:
+    """Shapes and shardings of `made` and `draws` of `NarrowSums`."""
     mode = bound.mode
-    if mode is None or not bound.rounded:
-        return ()
+    assert mode is not None
     rows = zip(bound.binding.layouts, mode.rounding, strict=True)
     layouts = [layout for layout, rounding in rows if rounding]
-    return narrow_sums.takes(layouts, placement, completes=mode.completes)
-
-
-def _cotangent_bytes(
-    bound: BoundStage, program: Program, placement: Placement, microbatches: int
-) -> int:
-    """Bytes per device of a backward's cotangents, which the schedule does not count.
-
-    Incoming cotangents count for all microbatches, outgoing ones for one microbatch.
-    """
-    ids = (*bound.arriving * microbatches, *bound.leaving)
-    return sum(program.num_bytes(i, placement.num_devices) for i in ids)
+    # Empty unless earlier microbatches of the wave have made gradients.
+    avals = [layout.gradient_avals("float32") for layout in layouts if mode.completes]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    draws = key, _STEP, [_NUMBER] * len(layouts), _NUMBER
+    return placed(avals, placement.slabs_on_device), placed(draws, placement.small_on_device)
 
 
 def _adding_wide(bound: BoundStage, placement: Placement, pulled: Callable) -> Callable:
@@ -267,7 +330,7 @@ def _finish(bound: BoundStage, placement: Placement, pulled, gradients, sent, *n
     stage, mode = bound.stage, bound.mode
     assert mode is not None
     leaf_gradients, input_cotangents = pulled
-    sums = narrow_sums.NarrowSums(placement, *narrow) if narrow else None
+    sums = NarrowSums(placement, *narrow) if narrow else None
     new = _pack_gradients(bound, placement, leaf_gradients, gradients, sums)
     # Only active inputs get a cotangent; `sent` has their existing cotangents, in order.
     earlier = iter(sent)
@@ -313,7 +376,7 @@ def _pack_gradients(
     placement: Placement,
     leaf_gradients,
     gradients,
-    sums: narrow_sums.NarrowSums | None,
+    sums: NarrowSums | None,
 ) -> list[tuple[jax.Array, ...]]:
     """The segments of a stage's gradients, by slab; zeros for a leaf that it does not read."""
     stage, binding, mode = bound.stage, bound.binding, bound.mode

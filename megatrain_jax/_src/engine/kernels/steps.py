@@ -1,16 +1,33 @@
-"""The kernels around the stages of a step: its begin, zero gradients, metrics and end."""
+"""The kernels around the stages of a step: begin, zero gradients, metrics, end; and initial state.
 
-from collections.abc import Callable, Hashable, Sequence
+A run that computes in float16 scales its loss. float16 has no numbers below 6e-8, where many
+gradients lie. So the cotangent of the loss is the scale instead of 1, and updates divide gradients
+by it. A scale that is too large shows as a gradient that is not finite: the step is skipped and the
+scale halved. After many good steps it is doubled, since gradients become smaller during training.
+These are the rule and the numbers of `jmp.DynamicLossScale`, with an upper bound.
+
+Example: a gradient overflows in the first step. The last row counts good steps since a change::
+
+    step           1        2        3        ...   2001     2002
+    scale          2**15    2**14    2**14          2**14    2**15
+    skipped        yes      no       no             no       no
+    count after    0        1        2              0        1
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.engine.kernels.kernel import Kernel
+from megatrain_jax._src.engine.kernels.kernel import Kernel, placed
 from megatrain_jax._src.engine.kernels.stage_kernels import shardings
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
+from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.layout import Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
@@ -157,3 +174,119 @@ def keep(placement: Placement) -> Kernel:
 
 ADD = Kernel(name="add", build=lambda: jnp.add)
 """The kernel `(cotangent, cotangent) -> their sum`."""
+
+
+# ---- initial state
+
+
+def pack(layout: Layout, dtypes: Sequence[Any], placement: Placement) -> Kernel:
+    """The kernel `leaves -> masters` of one group: arrays at rest.
+
+    Args:
+        layout: The layout of the group's masters.
+        dtypes: The dtype of each leaf before it is packed.
+        placement: Placement of the run.
+    """
+
+    # Without random bits, initial numbers are rounded to nearest. Stochastic rounding preserves
+    # sums of small updates, and nothing has been added up yet.
+    def pack(leaves):
+        return layout.encode(layout.pack(leaves))
+
+    rows = zip(layout.shapes, dtypes, strict=True)
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in rows]
+    return Kernel(
+        name="pack",
+        key=layout,
+        build=lambda: pack,
+        takes=(placed(leaves, placement.small_on_device),),
+        out_shardings=placement.slabs_on_device,
+    )
+
+
+def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
+    """The kernel `masters -> state` of one group, both as arrays at rest."""
+
+    def init_group(masters):
+        slab = layout.state.pack(_of_masters(fragment, layout, masters))
+        return layout.state.encode(jax.tree.map(_hidden, slab))
+
+    return Kernel(
+        name="initial",
+        key=(fragment.key, layout),
+        build=lambda: init_group,
+        takes=(_masters(layout, placement),),
+        out_shardings=placement.slabs_on_device,
+    )
+
+
+def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
+    """The kernel `masters -> scalars` of one group, for the state that all groups share."""
+    return Kernel(
+        name="initial scalars",
+        key=(fragment.key, layout),
+        build=lambda: lambda masters: _of_masters(fragment, layout, masters),
+        takes=(_masters(layout, placement),),
+        out_shardings=placement.small_on_device,
+    )
+
+
+def _masters(layout: GroupLayout, placement: Placement) -> Any:
+    """The shapes of a group's masters, as `pack` gives them."""
+    return placed(layout.master.at_rest, placement.slabs_on_device)
+
+
+def _hidden(x: jax.Array) -> jax.Array:
+    """Returns an array with a value that XLA doesn't know when it compiles.
+
+    Most initial state is zero. XLA would encode the zeros while it compiles, slowly, and keep the
+    codes in the program.
+    """
+    return jnp.where(jax.lax.optimization_barrier(True), x, jnp.ones_like(x))
+
+
+def _of_masters(fragment: Fragment, layout: GroupLayout, masters: Any) -> list[jax.Array]:
+    """The results of a fragment on a group's parameters, from its masters at rest."""
+    # Decoded from the stored masters, rounded or not, because every update starts from these.
+    own = layout.master
+    segments = own.decode_segments(masters)
+    params = [own.unpack_from(segments, i).astype(own.dtype) for i in range(len(own.shapes))]
+    return jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])
+
+
+# Powers of two, so that scaling changes only exponents.
+_FIRST, _LEAST, _MOST = 2.0**15, 1.0, 2.0**24
+# Good steps after which the scale is doubled.
+_PERIOD = 2000
+
+Scaling = tuple[jax.Array, jax.Array]
+"""The scale of the next step's loss, fp32, and the good steps since it changed, int32."""
+
+
+def scaling_of(facts: Mapping[str, Any] | None) -> Scaling:
+    """The scale and its count of good steps from a checkpoint's facts, or their first values."""
+    facts = facts or {"scale": _FIRST, "good_steps": 0}
+    return jnp.float32(facts["scale"]), jnp.int32(facts["good_steps"])
+
+
+def as_facts(scaling: Scaling) -> dict[str, Any]:
+    """The scale and its count of good steps as facts of a checkpoint, from arrays at rest."""
+    scale, good = jax.device_get(scaling)
+    return {"scale": float(scale), "good_steps": int(good)}
+
+
+def can_be_halved(scale: float) -> bool:
+    """Whether a scale is above the least one."""
+    return scale > _LEAST
+
+
+def change() -> Kernel:
+    """The kernel `(scale, good steps, ok) -> (scale, good steps)` at the end of a step."""
+
+    def changed(scale: jax.Array, good: jax.Array, ok: jax.Array) -> Scaling:
+        full = good + 1 >= _PERIOD
+        grown = jnp.where(full, jnp.minimum(2 * scale, _MOST), scale)
+        halved = jnp.maximum(scale / 2, _LEAST)
+        return jnp.where(ok, grown, halved), jnp.where(ok & ~full, good + 1, 0)
+
+    return Kernel(name="change scale", key=_PERIOD, build=lambda: changed)

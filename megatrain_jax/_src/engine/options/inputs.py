@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.adapt.adapters import check_model
 from megatrain_jax._src.engine.adapt.loss_function import name_of, takes_rng
 from megatrain_jax._src.engine.adapt.model_kinds import flatten, is_pytree_model

@@ -4,12 +4,11 @@ The numbers come from shapes and from the schedule's own records, so a plan take
 an absent machine or a model too large for any. It prints as a table.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatrain_jax._src.engine.report.bound import Bound, Busy, bound_of, busy_resources
-from megatrain_jax._src.engine.report.plan_html import as_html
-from megatrain_jax._src.engine.report.plan_table import as_text
+from megatrain_jax._src.engine.report.plan_table import as_html, as_text
 from megatrain_jax._src.engine.report.timeline_figure import draw_timeline, title_of
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.timeline import memory, timeline
@@ -21,6 +20,14 @@ from megatrain_jax._src.engine.state.pool_limit import beside_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Bound = Literal[
+    "link", "host", "arithmetic", "memory", "collectives", "loops", "dispatch", "neither"
+]
+Resource = Literal["device", "link", "host", "dispatch"]
+Busy = Mapping[Resource, tuple[Bound, float]]
+"""For each resource, its bottleneck and its busy seconds."""
+# If another resource is busy for at least this fraction of the longest time, neither is named.
+_AS_LONG = 0.9
 # The parts of the host's memory, in the order of a plan's table.
 STATE, UNUSED_PARTS = "masters and optimizer state", "the pool's unused parts"
 WAITING = "gradients that wait", "activations that wait", "residuals that wait"
@@ -293,10 +300,15 @@ class Plan:
         "arithmetic" is each device's operations, "link" its own link, "host" the host's memory,
         shared by all devices, "collectives" the exchange between devices, "memory" the device's
         memory, for kernels other than products and attention, "loops" the short kernels of loops,
-        "dispatch" the Python that dispatches a step of a toy model. "neither" if two
-        of them are within 10% of each other, or no hardware is given.
+        "dispatch" the Python that dispatches a step of a toy model. "neither" if a second one takes
+        at least 90% as long, or no hardware is given.
         """
-        return bound_of(self.busy) if self.busy else "neither"
+        longest: dict[Bound, float] = {}
+        for name, seconds in self.busy.values():
+            longest[name] = max(longest.get(name, 0.0), seconds)
+        most = max(longest.values(), default=0.0)
+        as_long: list[Bound] = [n for n, s in longest.items() if s >= _AS_LONG * most]
+        return as_long[0] if len(as_long) == 1 else "neither"
 
     @property
     def busy(self) -> Busy:
@@ -304,25 +316,63 @@ class Plan:
 
         For "device", "link", "host" and "dispatch", the name of the largest part, as in `bound`,
         and the seconds of all parts.
+
+        Each device computes and takes part in collectives, one after the other. Of its operations,
+        loops and remaining kernels, the longest names the part. Its link is full duplex, so its
+        slower direction counts. The host's memory serves all links in both directions. If devices
+        are connected only by their links, collectives use these too, and the host's memory twice.
+        Collectives are the largest part if they take more than half of the time. Python dispatches
+        a step while the previous one runs; steps of toy models wait for that.
+
+        Example: four devices. Each receives 20 bytes from the host, sends 16 there, receives 12
+        from its peers and does a quarter of 400 operations. Per second, a link carries 10 bytes,
+        the host's memory 40, and a device does 100 operations::
+
+            link        max(20, 16) / 10 = 2       and 12 / 10 = 1.2 of collectives     3.2 s
+            host        4 * (20 + 16) / 40 = 3.6   and 4 * 2 * 12 / 40 = 2.4            6.0 s
+            arithmetic  400 / (4 * 100) = 1        and 12 / min(10, 40 / 8) = 2.4       3.4 s
+
+        The bottleneck is the host's memory. If devices received 10 bytes per second from each other
+        directly, link and host would have no collectives, and the device 1.2 s of them.
         """
-        if self.hardware is None:
+        if (machine := self.hardware) is None:
             return {}
         # For one host: its memory and its links limit a step; all hosts do the same in parallel.
         own, of = self.devices_per_host, self.num_devices
-        return busy_resources(
-            hardware=self.hardware,
-            num_devices=own,
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
-            collective_bytes=self.collective_bytes,
-            flops=self.flops_per_step * own // of,
-            attention_flops=self.attention_flops_per_step * own // of,
-            float8_flops=self.float8_flops_per_step * own // of,
-            float32_flops=self.float32_flops_per_step * own // of,
-            dispatch_seconds=self.seconds_dispatch,
-            loop_seconds=self.seconds_loops,
-            memory_seconds=self.seconds_memory or 0.0,
+        flops, attention, float8, float32 = (
+            number * own // of
+            for number in (
+                self.flops_per_step,
+                self.attention_flops_per_step,
+                self.float8_flops_per_step,
+                self.float32_flops_per_step,
+            )
         )
+        computing = machine.compute_seconds(flops, attention, machine.sustained, float8, float32)
+        on_device: dict[Bound, float] = {
+            "arithmetic": computing / own,
+            "loops": self.seconds_loops,
+            "memory": self.seconds_memory or 0.0,
+        }
+        exchanged, host = self.collective_bytes, machine.host_bytes_per_s
+        # Over a direct connection, collectives use neither the links nor the host.
+        over_links = exchanged if machine.peer_bytes_per_s is None else 0
+        (inward, outward), moved = machine.link_rates, self.bytes_in + self.bytes_out
+        copying = max(self.bytes_in / inward, self.bytes_out / outward)
+        collecting = exchanged / machine.collective_bytes_per_s(own)
+        name = max(on_device, key=lambda name: on_device[name])
+        shares: tuple[tuple[Resource, Bound, float, float], ...] = (
+            ("device", name, sum(on_device.values()), collecting),
+            ("link", "link", copying, over_links / min(inward, outward)),
+            ("host", "host", own * moved / host, own * 2 * over_links / host),
+        )
+        busy: dict[Resource, tuple[Bound, float]] = {
+            "dispatch": ("dispatch", self.seconds_dispatch)
+        }
+        for resource, name, alone, collectives in shares:
+            # The larger contribution names the bottleneck.
+            busy[resource] = "collectives" if collectives > alone else name, alone + collectives
+        return busy
 
     def _seconds_computing(
         self, flops: int, attention: int, float8: int = 0, float32: int = 0

@@ -1,21 +1,91 @@
-"""The table of a plan as cells and as plain text.
+"""The table of a plan as cells, as plain text, and as HTML with bars of host and device memory.
 
 Each cell row has a name, a number and a remark. The groups of parameters come first, then totals:
 host memory, device memory, transfers and computation per step, and the bottleneck.
 """
 
 import functools
+import html
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.engine.report.bound import Bound, Resource
-from megatrain_jax._src.engine.report.table import UNFIT, aligned, seconds, short
+from megatrain_jax._src.engine.report.table import (
+    RED,
+    UNFIT,
+    aligned,
+    html_beside,
+    html_box,
+    html_red,
+    html_table,
+    seconds,
+    short,
+)
 from megatrain_jax._src.engine.state.hardware import Hardware
 
 if TYPE_CHECKING:
-    from megatrain_jax._src.engine.report.plan import Plan
+    from megatrain_jax._src.engine.report.plan import Bound, Plan, Resource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """The use of one memory: the parts in it, and its limit.
+
+    Attributes:
+        name: The memory's name.
+        parts: The parts by name, in bytes.
+        limit: The available bytes; None if unknown.
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    limit: int | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all parts."""
+        return sum(size for _, size in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parts fit, as far as is known."""
+        return self.limit is None or self.needed <= self.limit
+
+
+def fills(plan: "Plan") -> tuple[Fill, Fill]:
+    """The memory use of one host and of one device in a plan.
+
+    For example, with 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB
+    in each host's process, a host has 50 GiB of state, 10 GiB waiting or in flight, and 5 GiB of
+    the rest.
+    """
+    machine, own, of = plan.hardware, plan.devices_per_host, plan.num_devices
+    # A plan's bytes cover all devices; a host has the bytes of its own devices.
+    host = [(name, size * own // of) for name, size in plan.host_parts.items() if size]
+    device = [
+        ("state and activations", plan.device_state_bytes),
+        ("other values", plan.device_other_bytes),
+    ]
+    if plan.device_temporary_bytes is not None:
+        device.append(("temporaries", plan.device_temporary_bytes))
+    each = "each " if of > 1 else ""
+    return (
+        Fill(
+            name=f"memory of {each if own < of else 'the '}host",
+            parts=tuple(host),
+            limit=machine and machine.assumed_host_bytes,
+        ),
+        Fill(
+            name=f"memory of {each or 'the '}device",
+            parts=tuple(device),
+            limit=machine and machine.usable_bytes,
+        ),
+    )
+
+
+# ---- plan table
 
 _SHOWN_ROWS = 11
 # Fraction of a step's operations from which attention gets its own line; likewise loops. A batch
@@ -23,7 +93,7 @@ _SHOWN_ROWS = 11
 _LARGE_SHARE = 0.05
 _OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
-BOUNDS: dict[Bound, str] = {
+BOUNDS: "dict[Bound, str]" = {
     "link": "the link",
     "host": "the host's memory",
     "arithmetic": "arithmetic",
@@ -315,3 +385,52 @@ def _device_verdict(plan: "Plan") -> str:
 
 def _verdict(fits: bool | None) -> str:
     return "fits" if fits else UNFIT
+
+
+_COLOURS = ("#4c72b0", "#dd8452", "#937860", "#55a868", "#c44e52", "#8172b3", "#64b5cd")
+_FREE = "#8884"  # visible on white and on black pages
+
+
+def as_html(plan: "Plan") -> str:
+    """The plan as a notebook shows it."""
+    tables = html_table(group_cells(plan), header=True) + html_table(total_cells(plan))
+    bars = "".join(map(_bar, fills(plan)))
+    warnings = "".join(f"<p>{html_red(f'warning: {text}')}</p>" for text in plan.warnings)
+    heading = f"<p>{html.escape(title(plan))}</p>"
+    return html_box(heading, warnings, html_beside(tables, bars))
+
+
+def _bar(fill: Fill) -> str:
+    """A memory as a bar, scaled to its limit, or to the needed bytes if they are more."""
+    # At least 1, to avoid a division by zero.
+    scale = max(fill.needed, fill.limit or 0) or 1
+    parts = [
+        (name, size, colour) for (name, size), colour in zip(fill.parts, _COLOURS, strict=False)
+    ]
+    free = max(0, (fill.limit or 0) - fill.needed)
+    if fill.limit is not None:
+        parts.append(("free", free, _FREE))
+    pieces = "".join(
+        f'<div title="{name}: {sized(size)}" '
+        f'style="width:{100 * size / scale:.2f}%;background:{colour}"></div>'
+        for name, size, colour in parts
+    )
+    limit = ""
+    if fill.limit is not None and not fill.fits:
+        place = f"left:{100 * fill.limit / scale:.2f}%;top:0;bottom:0;border-left:2px solid {RED}"
+        limit = f'<div title="{sized(fill.limit)}" style="position:absolute;{place}"></div>'
+    bar = "display:flex;position:relative;height:1em;overflow:hidden;margin:4px 0"
+    legend = "".join(
+        f'<div><span style="color:{colour}">■</span> {name} {sized(size)}</div>'
+        for name, size, colour in parts
+    )
+    return (
+        f'<div style="margin-bottom:1em"><div>{_heading(fill)}</div>'
+        f'<div style="{bar}">{pieces}{limit}</div>{legend}</div>'
+    )
+
+
+def _heading(fill: Fill) -> str:
+    of = "" if fill.limit is None else f" of {sized(fill.limit)}"
+    said = html.escape(f"{fill.name}: {sized(fill.needed)}{of}")
+    return said if fill.fits else f"{said} {html_red(UNFIT)}"

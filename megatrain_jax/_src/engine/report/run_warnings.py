@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.options.precision_values import NF4
 from megatrain_jax._src.engine.program import jaxpr as jx

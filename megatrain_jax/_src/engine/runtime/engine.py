@@ -3,8 +3,14 @@
 All dispatches are asynchronous. A step waits for the device only at the schedule's waits, to
 enforce the byte budget, and before stages with large temporaries. The engine dispatches
 computations, `Transfers` dispatches copies, and the store holds the state.
+
+The values that a step's stages pass to each other live only while it is dispatched.
+
+None of this is state of the run: each step starts anew, and only its metrics outlive it. A value is
+dropped after the last stage that reads it; a cotangent is removed by the stage that takes it.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,20 +19,132 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.kernels import loss_scale, steps, updates
+from megatrain_jax._src.engine.kernels import steps, updates
 from megatrain_jax._src.engine.kernels.bound_stage import BackwardMode, BoundStage
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.engine.runtime.dispatched import Dispatched
-from megatrain_jax._src.engine.runtime.live_values import LiveValues
-from megatrain_jax._src.engine.runtime.random_arguments import RandomArguments
 from megatrain_jax._src.engine.runtime.store import Slabs, Store
 from megatrain_jax._src.engine.runtime.transfers import Transfers
 from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.step_kernels import begin_kernel, group_kernel, stage_kernel
+
+
+class Dispatched:
+    """The tasks that were dispatched and have not been waited for.
+
+    It holds one result per task, which is ready when the task is over::
+
+        dispatched.note_stage(3, cotangent)    # computed by the stage of task 3
+        dispatched.note(3, norm)               # computed by a later kernel of the task
+        dispatched.wait_for_stage()            # blocks until `cotangent` is there
+        dispatched.wait(3)                     # blocks until `norm` is there
+    """
+
+    def __init__(self):
+        """Starts with no task."""
+        self._results: dict[int, jax.Array | None] = {}
+        self._stage_result: jax.Array | None = None
+
+    def note(self, task: int, result: jax.Array | None) -> None:
+        """Records a task's newest result; None if its kernel returns nothing."""
+        self._results[task] = result
+
+    def note_stage(self, task: int, result: jax.Array | None, *, hold: bool = True) -> None:
+        """Records a stage's result like `note`, and keeps it until the next stage's result.
+
+        Args:
+            task: The stage's task.
+            result: See `note`.
+            hold: Whether it may be kept that long; False for a gradient, which an update frees.
+        """
+        self.note(task, result)
+        self._stage_result = result if hold else None
+
+    def wait(self, task: int) -> None:
+        """Blocks until the device has finished a task, and all earlier ones."""
+        result = self._results.get(task)
+        if result is not None and result.is_deleted():
+            # A later kernel has reused its memory, so that kernel's result is waited for instead.
+            later = (x for i, x in self._results.items() if i > task and x is not None)
+            result = next((x for x in later if not x.is_deleted()), None)
+        if result is not None:
+            result.block_until_ready()
+        # The device works in order, so all earlier tasks are over too.
+        self._results = {i: x for i, x in self._results.items() if i > task}
+
+    def wait_for_stage(self) -> None:
+        """Blocks until the device has finished the last stage; later work may continue."""
+        if (
+            self._stage_result is None or self._stage_result.is_deleted()
+        ):  # a later kernel has its memory
+            self.wait_for_all()
+        else:
+            self._stage_result.block_until_ready()
+
+    def forget_stage(self) -> None:
+        """Forgets the last stage: until one is recorded, `wait_for_stage` waits for all tasks."""
+        self._stage_result = None
+
+    def wait_for_all(self) -> None:
+        """Blocks until the device has finished everything recorded."""
+        live = (x for x in reversed(self._results.values()) if x is not None and not x.is_deleted())
+        if (last := next(live, None)) is not None:
+            last.block_until_ready()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all tasks."""
+        self._results.clear()
+        self._stage_result = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class LiveValues:
+    """Live values of a step; rows and cotangents have one entry per microbatch.
+
+    Attributes:
+        step: The step.
+        rows: Values that stages pass on, by id, beginning with the prologue's. An activation is
+            absent while it is in host memory.
+        cotangents: Cotangents, by the ids of their values.
+        rounded: Number of sums of gradients that were rounded so far, on the device.
+        wave: The wave that is computed now.
+        means: Loss and metrics, once they are known: means over the microbatches.
+        scalars: The result of each group's *reduce*, once dispatched.
+        squares: Squared norms of the groups' gradients.
+        group_ok: Groups in the order of their gradients, each with `Store.ok` after its gradient.
+    """
+
+    step: BoundStep
+    rows: list[dict[int, jax.Array]]
+    cotangents: list[dict[int, jax.Array]]
+    rounded: jax.Array
+    wave: int = 0
+    means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    squares: list[jax.Array] = dataclasses.field(default_factory=list)
+    group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wave_rows(self) -> list[dict[int, jax.Array]]:
+        """The rows of the wave's microbatches."""
+        return self.rows[self._wave_slice]
+
+    @property
+    def wave_cotangents(self) -> list[dict[int, jax.Array]]:
+        """The cotangents of the wave's microbatches."""
+        return self.cotangents[self._wave_slice]
+
+    @property
+    def _wave_slice(self) -> slice:
+        number = self.step.wave_microbatches
+        return slice(self.wave * number, (self.wave + 1) * number)
+
+
+# ---- engine
 
 
 class Engine:
@@ -43,7 +161,8 @@ class Engine:
         """Makes an engine for a store that is at rest or still to be filled."""
         self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
-        self._transfers, self._draws = Transfers(store), RandomArguments(store)
+        self._transfers = Transfers(store)
+        self._numbers_on_devices: dict[int, jax.Array] = {}
         self._messages: list[jax.Array] = []
         self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
         # `ok` and the step number of the pending updates.
@@ -91,7 +210,7 @@ class Engine:
         metrics, self.store.step = end(self._means(live), live.squares, self.store.step)
         if self.store.scaling is not None:
             metrics["loss_scale"] = self.store.scaling[0]
-            change = self._find("change scale", loss_scale.change)
+            change = self._find("change scale", steps.change)
             self.store.scaling = change(*self.store.scaling, self.store.ok)
         return metrics
 
@@ -161,7 +280,7 @@ class Engine:
             step=step,
             rows=[dict(zip(ids, row, strict=True)) for row in rows],
             cotangents=[{} for _ in rows],
-            rounded=self._draws.number(0),
+            rounded=self._number(0),
         )
         return live, seed, variables
 
@@ -183,6 +302,19 @@ class Engine:
             join = self.kernels.get(steps.joined(list(map(self.store.placement.batch, sizes))))
             arrays = join([arrays, *others])
         return jax.tree.unflatten(program.rows, arrays)
+
+    def _number(self, of: int) -> jax.Array:
+        """A number, such as a group's, as an array on the devices."""
+        if of not in self._numbers_on_devices:
+            # Once per run: sent with each update, it would be an extra copy.
+            placement = self.store.placement
+            self._numbers_on_devices[of] = placement.put(np.uint32(of), placement.small_on_device)
+        return self._numbers_on_devices[of]
+
+    def _draw(self, group: int, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """The arguments of an update that draws random bits; None if the group draws none."""
+        store = self.store
+        return (store.key, step, self._number(group)) if store.layouts[group].draws else None
 
     def _numbers(self, live: LiveValues) -> list[jax.Array]:
         """The loss and, if it is scaled, its scale: an optimizer's arguments besides arrays."""
@@ -344,7 +476,7 @@ class Engine:
         groups, store = bound.rounded, self.store
         if not groups:
             return ()
-        numbers = [self._draws.number(g) for g in groups]
+        numbers = [self._number(g) for g in groups]
         of_wave = [made.pop(g) for g in groups if g in made]
         return of_wave, (store.key, store.step, numbers, live.rounded)
 
@@ -396,7 +528,7 @@ class Engine:
         store.host.pop(state_key, None)
         # A deferred update runs one step after its gradient.
         ok = self._combined_ok if cut.deferred else store.ok
-        draw = self._draws.of(group, self._combined_step if cut.deferred else store.step)
+        draw = self._draw(group, self._combined_step if cut.deferred else store.step)
         masters, state, *measured = run(masters, state, gradient, messages, ok, draw)
         if live is not None and not cut.deferred:
             self._note(live, group, *measured)

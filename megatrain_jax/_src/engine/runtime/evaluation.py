@@ -4,12 +4,39 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+
 from megatrain_jax._src.engine.options.batch_checks import num_rows
-from megatrain_jax._src.engine.runtime.batch import put_batch
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.run_spec import batch_key
+from megatrain_jax._src.engine.state.placement import Placement
+
+
+def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Array]:
+    """Puts the arrays of a batch on the devices, divided among them if microbatches allow.
+
+    Args:
+        batch: A pytree of arrays with examples as first axis: this process's part of them.
+        step: The step that will read it.
+        placement: The devices.
+    """
+    # Arrays that are divided have equally many examples, as checked before.
+    leaves = jax.tree.leaves(batch)
+    examples = leaves[0].shape[0] * placement.processes.count
+    sharding = placement.batch(examples // step.microbatches)
+    if placement.processes.count == 1:
+        return jax.device_put(leaves, sharding)
+    return [placement.put_parts(leaf, sharding) for leaf in leaves]
+
+
+def joined_shapes(batch: Any, num_processes: int) -> Any:
+    """The shapes and dtypes of a whole batch, in equal parts on all processes."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] * num_processes, *x.shape[1:]), x.dtype), batch
+    )
+
 
 _END = object()
 _AGREED_SHAPES = "the shapes of the batches that are evaluated, and their number,"

@@ -1,4 +1,4 @@
-"""The training steps of a run, from dispatch until their results are known.
+"""The training steps of a run, from dispatch until their results are known and recorded.
 
 A step's metrics are read late, so that the device never waits for Python. A number that was not
 finite is noticed only after a step or two more have been dispatched. Updates do nothing while the
@@ -6,18 +6,22 @@ store's `ok` is false, so these later steps have changed nothing and are forgott
 is to wait for its result and to act on it.
 """
 
+import os
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.engine.kernels.loss_scale import can_be_halved
+from megatrain_jax._src.engine.kernels.steps import can_be_halved
 from megatrain_jax._src.engine.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
+from megatrain_jax._src.engine.startup.allocator import CUDA_POOL, PREALLOCATE, VARIABLE
 
 
 class TooManySkippedError(FloatingPointError):
@@ -216,3 +220,86 @@ def _overflows_by_scale(metrics: StepMetrics) -> bool:
         return False
     loss, scale = jax.device_get((metrics["loss"], metrics["loss_scale"]))
     return bool(np.isfinite(loss)) and can_be_halved(float(scale))
+
+
+class UnrecordedSteps:
+    """The steps of `Trainer.step` that have no record yet, in order.
+
+    Example: steps 7 and 8 were dispatched, and 9 is next. `records(keep=1)` waits for 7 alone and
+    yields its record; `records()` waits for both.
+    """
+
+    def __init__(self, skips: bool):
+        """Starts without steps.
+
+        Args:
+            skips: Whether a step with numbers that are not finite is skipped and counted; otherwise
+                it ends in an error and has no record.
+        """
+        self._skips = skips
+        self._waiting: deque[tuple[float, StepMetrics]] = deque()
+
+    def add(self, began: float, metrics: StepMetrics) -> None:
+        """Adds a step that began at a time of `time.perf_counter`."""
+        self._waiting.append((began, metrics))
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are steps without a record."""
+        return bool(self._waiting)
+
+    def forget(self) -> None:
+        """Forgets all steps without a record."""
+        self._waiting.clear()
+
+    def records(self, keep: int = 0) -> Iterator[dict[str, Any]]:
+        """Yields the records of all but the newest `keep` steps, and forgets these steps.
+
+        A step lasts until the next one begins, the newest until its record is requested.
+        """
+        while len(self._waiting) > keep:
+            began, metrics = self._waiting[0]
+            healthy, values = jax.device_get((metrics.healthy, dict(metrics)))
+            # Not earlier: after an interrupted wait, the next call records the step.
+            self._waiting.popleft()
+            if not (healthy or self._skips):
+                continue
+            after = self._waiting[0][0] if self._waiting else time.perf_counter()
+            values = {name: float(value) for name, value in values.items()}
+            if self._skips:
+                values["skipped"] = float(not healthy)
+            yield {"step": metrics.step, "loss": values["loss"], **values, "seconds": after - began}
+
+
+@contextmanager
+def with_memory_advice() -> Iterator[None]:
+    """Adds a note with advice to JAX's error if the body runs out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            note = _advice(os.environ.get(VARIABLE))
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        raise
+
+
+def _advice(allocator: str | None) -> str:
+    """Returns the note for a process that uses this allocator of device memory."""
+    if allocator == CUDA_POOL:
+        # Measured with 234 GiB of pinned memory: 7 GiB were not found with 34 of 67 GiB free.
+        other = (
+            "If the error shows that much memory is free, CUDA's memory pool did not find it: set "
+            f"{VARIABLE}=default before Python starts, and JAX's own allocator takes all of it "
+            "at the start."
+        )
+    else:
+        other = (
+            "JAX's own allocator fails with memory left when none of its gaps is large enough. "
+            f"With {VARIABLE} unset and {PREALLOCATE} not false, importing megatrain_jax before "
+            "JAX's first computation chooses CUDA's memory pool, which joins gaps."
+        )
+    return (
+        'If this is device memory: use device_budget="minimum", more `microbatches` or smaller '
+        f"batches. {other} The trainer can't go on; a new one resumes from the newest checkpoint."
+    )

@@ -24,8 +24,14 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.engine.kernels.bound_stage import BackwardMode, Binding, BoundStage, Slot
-from megatrain_jax._src.engine.kernels.residuals import Residuals, find_residuals
+from megatrain_jax._src.engine.kernels.bound_stage import (
+    BackwardMode,
+    Binding,
+    BoundStage,
+    Residuals,
+    Slot,
+    find_residuals,
+)
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision, Rounding
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage

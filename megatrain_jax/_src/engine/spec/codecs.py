@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.options.precision_values import NF4
 from megatrain_jax._src.engine.program.layers.blocks import Leaf

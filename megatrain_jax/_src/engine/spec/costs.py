@@ -20,9 +20,8 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax._src.common.keys import LASTING, Kind
-from megatrain_jax._src.engine.kernels.bound_stage import BoundStage
+from megatrain_jax._src.engine.kernels.bound_stage import BoundStage, Residuals
 from megatrain_jax._src.engine.kernels.gpu_traffic import Traffic
-from megatrain_jax._src.engine.kernels.residuals import Residuals
 from megatrain_jax._src.engine.kernels.updates import is_updated_in_one_pass
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import flops_by_kind, is_product

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
 from megatrain_jax._src.engine.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.engine.options.options import Options

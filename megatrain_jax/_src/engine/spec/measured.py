@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain_jax._src.engine.kernels.arguments import integers_of_batch
 from megatrain_jax._src.engine.kernels.cache import KernelCache
-from megatrain_jax._src.engine.kernels.timing import Timed, time_kernels
+from megatrain_jax._src.engine.kernels.timing import Timed, integers_of_batch, time_kernels
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists

@@ -24,7 +24,7 @@ and copy 220 GiB, are chosen.
 import dataclasses
 from collections.abc import Callable
 
-from megatrain_jax._src.common.divisors import divisors
+from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
-from megatrain_jax._src.engine.kernels.residuals import Residuals, find_residuals, is_kept
+from megatrain_jax._src.engine.kernels.bound_stage import Residuals, find_residuals, is_kept
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.float8 import is_float8_product
 from megatrain_jax._src.engine.program.flops import count_flops, is_attention, is_float32_product

@@ -7,9 +7,8 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.engine.kernels import stage_kernels as stages
 from megatrain_jax._src.engine.kernels import steps, updates
+from megatrain_jax._src.engine.kernels.bound_stage import in_tiles, with_split_attention
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.kernels.split_attention import with_split_attention
-from megatrain_jax._src.engine.kernels.tiled_stages import in_tiles
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.program.rewriting import are_oversized
 from megatrain_jax._src.engine.schedule.instructions import Op
@@ -30,11 +29,10 @@ def stage_kernel(
     bound, program = step.part(number, microbatch), step.program
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
-        make = stages.forward_saving_residuals if keeps else stages.forward
-        kernel = make(bound, program, placement)
+        kernel = stages.forward(bound, program, placement, keeps=keeps)
     else:
-        make = stages.backward_from_residuals if keeps else stages.backward
-        kernel = make(bound, program, placement, step.wave_microbatches)
+        count = step.wave_microbatches
+        kernel = stages.backward(bound, program, placement, count, keeps=keeps)
         if bound.mode is not None and (bound.mode.is_partial or bound.mode.completes):
             # The gradients of a wave's microbatches are in fp32 until the last one rounds them.
             rows = zip(bound.binding.layouts, bound.mode.gradients, strict=True)

@@ -13,9 +13,9 @@ The block's forward needs 12 GiB and stays undivided.
 import dataclasses
 from collections.abc import Hashable, Iterator
 
+from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
-from megatrain_jax._src.engine.kernels.tiled_stages import Divisible, Tiling
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
 from megatrain_jax._src.engine.spec.step_kernels import stage_kernels

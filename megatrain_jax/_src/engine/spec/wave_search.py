@@ -20,8 +20,8 @@ import functools
 import math
 from collections.abc import Callable
 
-from megatrain_jax._src.common.divisors import divisors
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.schedule.least_time import least_seconds
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.schedule.workload import Workload

@@ -17,7 +17,7 @@ a forward's loops, and the bytes they copy, are repeated as often as its operati
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from megatrain_jax._src.engine.kernels.residuals import Residuals
+from megatrain_jax._src.engine.kernels.bound_stage import Residuals
 from megatrain_jax._src.engine.program.float8 import count_numbers
 from megatrain_jax._src.engine.program.flops import count_loops, flops_by_kind
 from megatrain_jax._src.engine.program.loss.stages import Stage

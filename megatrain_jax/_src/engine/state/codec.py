@@ -1,20 +1,4 @@
-"""Codecs, which store a slab's numbers in fewer bits, and the random bits for their rounding.
-
-Random bits for rounding: a hash of the element's number, keyed by run, step, group and slab.
-
-A counter-based generator has no state to store or fetch: the same update draws the same bits under
-any schedule, and after a resume. This generator takes a few integer operations per element. The
-compiler fuses them into the code that uses the bits, so that no array of bits exists.
-
-Example: the draws of an update of group 3 by the gradient of step 7::
-
-    draw = draw_of(key, 7, 3)
-    masters, state = part_of(draw, 0), part_of(draw, 1)
-    part_of(state, s)       # for slab number s of the state
-    part_of(masters, n)     # for segment n, if a slab has segments with several codecs
-    random_bits(masters, numbers)    # one integer per element, by its number in its segment
-
-Codecs: encode a slab's numbers into the arrays that store them, and decode these arrays.
+"""Codecs: encode a slab's numbers into the arrays that store them, and decode these arrays.
 
 Kernels decode their inputs and encode their outputs; the rest of the program only stores and sends
 the arrays. `Plain` stores the numbers themselves, `Rounded` stores a narrower dtype.
@@ -24,7 +8,7 @@ Example: 1 + 2^-9 stored in bfloat16, where its two neighbours are 1 and 1 + 2^-
     nearest       always 1: many small updates of a parameter are all lost
     stochastic    1 + 2^-7 in one of four updates, else 1: the mean is right
 
-Blockwise codes: numbers in 8 or 4 bits, with one scale per block of 128.
+`Blockwise` stores numbers in 8 or 4 bits, with one scale per block of 128.
 
 A block's scale is its largest absolute value, so that scaled numbers lie between -1 and 1. The
 *dynamic* code (Dettmers et al., arXiv 2110.02861) has half of its levels above 0.1, half of the
@@ -42,7 +26,7 @@ gets the code 5 in one of 4.5 cases, which decodes to 0.44, so that the mean is 
 Level numbers are piecewise linear between powers of ten, so that arithmetic finds a code. In the
 example the lines end at (1.0, 15), (0.1, 7), (0.01, 3), (0.001, 1) and (0, 0).
 
-NF4: matrices in 4 bits, for a frozen base below adapters (QLoRA, arXiv 2305.14314).
+`Nf4` stores matrices in 4 bits, for a frozen base below adapters (QLoRA, arXiv 2305.14314).
 
 The 16 levels are quantiles of a normal distribution. Each block of 64 numbers has a scale, its
 largest absolute value. The scales are stored in 8 bits: the mean of a matrix's scales is
@@ -59,6 +43,20 @@ Example: a matrix of (128, 256) numbers has 512 blocks and 2 blocks of scales::
     scales         uint8[512]
     scale_scales   float32[2]
     scale_means    float32[2]      the same mean twice
+
+Random bits for rounding are a hash of the element's number, keyed by run, step, group and slab.
+
+A counter-based generator has no state to store or fetch: the same update draws the same bits under
+any schedule, and after a resume. This generator takes a few integer operations per element. The
+compiler fuses them into the code that uses the bits, so that no array of bits exists.
+
+Example: the draws of an update of group 3 by the gradient of step 7::
+
+    draw = draw_of(key, 7, 3)
+    masters, state = part_of(draw, 0), part_of(draw, 1)
+    part_of(state, s)       # for slab number s of the state
+    part_of(masters, n)     # for segment n, if a slab has segments with several codecs
+    random_bits(masters, numbers)    # one integer per element, by its number in its segment
 """
 
 import dataclasses

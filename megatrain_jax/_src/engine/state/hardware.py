@@ -1,8 +1,6 @@
-"""Machines for plans: `Hardware`, and the cards that are known by name.
+"""Machines for plans: memory sizes and rates of an accelerator, its host and the link between them.
 
-`Hardware`: memory sizes and rates of an accelerator, its host and the link between them.
-
-The cards that are known by name: their measured or published numbers, from `cards.json`.
+Cards that are known by name have measured or published numbers, from `cards.json`.
 """
 
 import difflib

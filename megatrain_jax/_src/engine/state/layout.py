@@ -1,6 +1,4 @@
-"""Layouts of leaves in slabs: of one dtype, in one slab, or of several.
-
-Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
+"""Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
 
 A slab is one flat array of a group's leaves with one dtype. One array per group needs one transfer,
 and freed arrays of equal size are reused exactly. Unpacking happens inside a kernel, where it is a
@@ -13,15 +11,13 @@ A layout also defines the arrays that store a slab between kernels (`at_rest`): 
 the output of its segments' codecs, such as a narrower dtype. Kernels `decode` their inputs and
 `encode` their outputs; the rest of the program treats the arrays as opaque.
 
-Lays out leaves in a slab: their order, their shares and their offsets.
-
 Example: leaves of shapes (3, 2), (5,) and (70,) over two shards, aligned to 64 elements::
 
     shares     3, 3 and 35 elements of each shard; the second leaf has one element of padding
     offsets    0, 64 and 128, in both shards
     size       2 * 192
 
-Layouts of leaves with several dtypes, such as optimizer state: a sequence of slabs.
+Leaves with several dtypes, such as optimizer state, have a sequence of slabs.
 """
 
 import dataclasses

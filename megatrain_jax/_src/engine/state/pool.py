@@ -1,12 +1,15 @@
-"""JAX's pools of pinned host memory: reserved, with the system's limits and with threads that help.
+"""Reserves JAX's pools of pinned host memory in a few large allocations.
 
-The system's page size for pinned host memory, and its limits on pinning.
+On GPUs, JAX allocates `pinned_host` arrays from one pool per device. A pool fragments if it grows
+on demand, and the kernel kills a process that takes too much memory, without a message. So
+`reserve` first checks the need against the available memory, and then grows the pools at once. The
+pools' limit must be set before JAX's backend starts; see `pool_limit`.
 
 A low `RLIMIT_MEMLOCK` is no reason to refuse a run: it is small in most containers, and CUDA's
 driver on native Linux is not known to obey it. If pinning fails, the error names it as a possible
 reason.
 
-Threads that prefault the pages of host memory while the GPU's driver pins it.
+Threads prefault the pages of host memory while the GPU's driver pins it.
 
 The driver maps a piece of memory and pins its pages in one thread, which waits while the kernel
 finds (allocates) and clears each page. Further threads can ask for the same pages in parallel. The
@@ -24,13 +27,6 @@ Example: the driver pins 64 GiB on a machine with 17 cores::
 While the driver pins, the kernel keeps the process's list of mappings locked against changes. A
 thread that needs more memory then has to wait, and so does every later call that uses the list. So
 all threads are started before the driver begins, and each prefaults its part in one call.
-
-Reserves JAX's pools of pinned host memory in a few large allocations.
-
-On GPUs, JAX allocates `pinned_host` arrays from one pool per device. A pool fragments if it grows
-on demand, and the kernel kills a process that takes too much memory, without a message. So
-`reserve` first checks the need against the available memory, and then grows the pools at once. The
-pools' limit must be set before JAX's backend starts; see `pool_limit`.
 """
 
 import ctypes

@@ -32,47 +32,6 @@ from megatrain_jax._src.engine.trainer import Trainer
 _END = object()
 
 
-@dataclass(frozen=True)
-class CheckpointSaver:
-    """Saves a run's checkpoints; does nothing if the run has no folder for them.
-
-    Attributes:
-        series: The run's checkpoints; None if it has no folder for them.
-        trainer: The trainer whose state is saved.
-        position: Returns the data's position after the trainer's last step; None if unknown.
-    """
-
-    series: RunCheckpoints | None
-    trainer: Trainer
-    position: Callable[[], dict[str, Any] | None]
-
-    def is_due(self, step: int) -> bool:
-        """Whether to save after a step."""
-        return self.series is not None and self.series.is_due(step)
-
-    def now(self) -> None:
-        """Starts saving the trainer's state; training may continue meanwhile."""
-        assert self.series is not None
-        self.series.save(self.trainer, self.position())
-
-    def at_end(self) -> None:
-        """Saves the last step, if it is not saved yet, and waits until it is complete."""
-        if self.series is not None:
-            if self.series.saved != self.trainer.num_steps:
-                self.now()
-            self.series.finish()
-
-    def wait_ignoring_errors(self) -> None:
-        """Waits for the checkpoint being written; ignores its error, as another one is raised."""
-        if self.series is not None:
-            self.series.finish_quietly()
-
-    @property
-    def where(self) -> str:
-        """The clause of a message that names the last step's folder; empty if there is none."""
-        return "" if self.series is None else f", saved in {self.series.folder}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
     """A dispatched step with metrics that have not been read yet.
@@ -110,7 +69,8 @@ class Loop:
         self,
         trainer: Trainer,
         options: LoopOptions,
-        save: CheckpointSaver,
+        series: RunCheckpoints | None,
+        position: Callable[[], dict[str, Any] | None],
         bar: tqdm,
         signals: Signals,
     ):
@@ -119,13 +79,14 @@ class Loop:
         Args:
             trainer: The trainer; its history receives the records.
             options: The run's options: callbacks, evaluation, checkpoints.
-            save: Saves the run's checkpoints.
+            series: The run's checkpoints; None if it has no folder for them.
+            position: Returns the data's position after the trainer's last step; None if unknown.
             bar: Progress bar, advanced with each record.
             signals: The run's signals; `ending` stops the loop between two steps.
         """
         self.trainer = trainer
         self.options = options
-        self.save = save
+        self.series, self._position = series, position
         self._has_evaluated = False
         self.callbacks = options.callbacks
         self.begun: list[Any] = []
@@ -214,14 +175,19 @@ class Loop:
             # evaluated.
             evaluate = self.options.eval_data is not None and (due or batches.exhausted)
             # Both need the numbers of this very step, so no step stays in flight then.
-            save = self.save.is_due(step)
+            save = self.series is not None and self.series.is_due(step)
             self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
             if save:
                 with deferred_interrupt():
-                    self.save.now()
+                    self.save()
             if self.signals.ending:  # a callback swallowed the `KeyboardInterrupt`
                 raise KeyboardInterrupt
         self.complete(keep=0)
+
+    def save(self) -> None:
+        """Starts saving the trainer's state; training may continue meanwhile."""
+        assert self.series is not None
+        self.series.save(self.trainer, self._position())
 
     def evaluate_cut_off(self) -> None:
         """Repeats an evaluation that was due after the last step, when a run continues.

@@ -23,6 +23,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -34,7 +35,7 @@ from megatrain_jax._src.engine.options.options import LoopOptions
 from megatrain_jax._src.engine.runtime.interrupt import Signals
 from megatrain_jax._src.engine.state.placement import device_count_text
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
-from megatrain_jax._src.engine.train.loop import CheckpointSaver, Loop, is_unevaluated
+from megatrain_jax._src.engine.train.loop import Loop, is_unevaluated
 from megatrain_jax._src.engine.train.result import EMPTY, DataRanOutError, FitResult, result_of
 from megatrain_jax._src.engine.train.series import RunCheckpoints
 from megatrain_jax._src.engine.train.source import Prefetch, Source, is_state, joined_positions
@@ -79,7 +80,6 @@ class Run:
         processes.agree("the beginning of training", lambda: options.agreed_options)
         # A resumed `fit` counts from 0, so steps before the checkpoint count as done.
         left = None if steps is None else max(0, steps - (before - self.counted_from))
-        save = CheckpointSaver(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
             return result_of(trainer, None, all_steps=True)
         if series is not None:
@@ -87,7 +87,8 @@ class Run:
         error: BaseException | None = None
         shown = {"desc": _bar_text(trainer, progress), "unit": "step", "disable": not progress}
         with Signals() as signals, tqdm(total=self._total(left), **shown) as bar:
-            loop = Loop(trainer, options, save, bar, signals)
+            position = partial(self._position, before)
+            loop = Loop(trainer, options, series, position, bar, signals)
             try:
                 # Not earlier: a signal before the `try` would end the run without a result.
                 signals.begin()
@@ -120,8 +121,10 @@ class Run:
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
         if result.ended in ("stopped", "interrupted"):
             if progress or (signals.has_received and processes.is_first):
-                saved = _returns_result(error) and insisted is None
-                _print_ending(result, signals.names, save.where if saved else "")
+                where = ""
+                if series is not None and _returns_result(error) and insisted is None:
+                    where = f", saved in {series.folder}"
+                _print_ending(result, signals.names, where)
         # Last of all, as SIGTERM itself would do.
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
@@ -147,13 +150,13 @@ class Run:
             The error that the run ends with.
         """
         trainer, processes = self.trainer, self.trainer.processes
-        series, signals, steps = loop.save.series, loop.signals, loop.options.steps
+        series, signals, steps = loop.series, loop.signals, loop.options.steps
         if processes.unreachable is None:
             error = _complete(loop, error, processes)
         if processes.unreachable is None:
             if series is not None:
                 loop.bar.set_description("saving")
-            error = _saved(loop.save, error, trained=trainer.num_steps > before)
+            error = _saved(loop, error, trained=trainer.num_steps > before)
             loop.bar.set_description(_bar_text(trainer, not loop.bar.disable))
         elif series is not None:
             _note(error, f"Nothing more could be saved in {series.folder}.")
@@ -260,24 +263,23 @@ def _complete(
     return error if late is None else _joined(error, late)
 
 
-def _saved(
-    save: CheckpointSaver, error: BaseException | None, trained: bool
-) -> BaseException | None:
+def _saved(loop: Loop, error: BaseException | None, trained: bool) -> BaseException | None:
     """Saves the last step, if the run has a folder; returns the error that the run ends with."""
-    if save.series is None:
+    if (series := loop.series) is None:
         return error
-    trainer = save.trainer
+    last = loop.trainer.num_steps
     try:
-        if _returns_result(error):
-            save.at_end()
-        elif trained:
-            save.at_end()
-            _note(error, f"Step {trainer.num_steps} is saved in {save.series.folder}.")
+        if _returns_result(error) or trained:
+            if series.saved != last:
+                loop.save()
+            series.finish()
+            if not _returns_result(error):
+                _note(error, f"Step {last} is saved in {series.folder}.")
         else:
-            save.wait_ignoring_errors()
-            _note(error, f"No step was done, so nothing was saved in {save.series.folder}.")
+            series.finish_quietly()
+            _note(error, f"No step was done, so nothing was saved in {series.folder}.")
     except Exception as late:
-        save.wait_ignoring_errors()
+        series.finish_quietly()
         return _joined(error, late)
     return error
 

@@ -12,8 +12,7 @@ from multiprocessing import get_context
 import jax
 
 import megatrain_jax as mt
-from megatrain_jax._src.common.garbage import gc_paused
-from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.common.remembering import gc_paused, remembering
 from megatrain_jax._src.lm.cli.advice import advice, advice_on_process
 from megatrain_jax._src.lm.cli.catalogue import known_models
 from megatrain_jax._src.lm.cli.errors import with_cli_options

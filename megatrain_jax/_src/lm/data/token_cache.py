@@ -28,8 +28,7 @@ import xxhash
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import check_regular
-from megatrain_jax._src.common.syncing import sync, sync_tree
-from megatrain_jax._src.common.unfinished import UnfinishedFolder
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, sync, sync_tree
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.lm.data.corpus import Corpus
 from megatrain_jax._src.lm.data.fast_tokenizer import FastTokenizer

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from megatrain_jax import trace_target
-from megatrain_jax._src.common.tangents import float0_cotangents
+from megatrain_jax._src.common.kernel_primitives import float0_cotangents
 from megatrain_jax._src.lm.models import expert_rows, kernel_checks
 from megatrain_jax._src.lm.models.expert_functions import Expert, Weights
 from megatrain_jax._src.lm.models.expert_groups import mixed_in_groups

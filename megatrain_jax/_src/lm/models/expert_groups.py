@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.common.tangents import float0_cotangents
+from megatrain_jax._src.common.kernel_primitives import float0_cotangents
 from megatrain_jax._src.lm.models.expert_functions import Expert, Weights
 from megatrain_jax._src.lm.models.expert_turns import (
     BlockAssignments,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.tangents import float0_cotangents
+from megatrain_jax._src.common.kernel_primitives import float0_cotangents
 from megatrain_jax._src.lm.models import grouped_products
 from megatrain_jax._src.lm.models.expert_functions import Expert, Weights
 from megatrain_jax._src.lm.models.grouped_products import product_within

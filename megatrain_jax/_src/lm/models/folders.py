@@ -26,8 +26,7 @@ from pathlib import Path
 import xxhash
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.syncing import sync_tree
-from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 from megatrain_jax._src.lm.common.hf_folder import read_json
 
 MARKER = "megatrain_export.json"

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from megatrain_jax._src.common.kernel_primitives import KernelCosts, define
-from megatrain_jax._src.common.tangents import float0_cotangents
+from megatrain_jax._src.common.kernel_primitives import KernelCosts, define, float0_cotangents
 from megatrain_jax._src.lm.models.expert_functions import LowRank, Matrix, Product, with_low_rank
 
 DTYPES = (jnp.bfloat16, jnp.float16)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from megatrain_jax._src.common.model_path import ModelPath, module_path
+from megatrain_jax._src.common.trees import ModelPath, module_path
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.index import (
     Index,

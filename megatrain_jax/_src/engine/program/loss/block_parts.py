@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.index import Range, range_of

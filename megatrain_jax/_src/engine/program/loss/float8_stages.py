@@ -48,7 +48,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import has_explicit_sharding
 from megatrain_jax._src.engine.program.float8 import ProductSpec, product

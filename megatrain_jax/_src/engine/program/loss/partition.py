@@ -46,7 +46,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import effects
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, power

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, Lists, Parameter, find_upstream
 from megatrain_jax._src.engine.program.layers.stacks import Stacks

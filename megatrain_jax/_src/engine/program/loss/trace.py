@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sizes import counted
+from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import ordered_callbacks
 from megatrain_jax._src.engine.program.layers.blocks import (

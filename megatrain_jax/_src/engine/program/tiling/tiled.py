@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
-from megatrain_jax._src.common.divisors import divisors
+from megatrain_jax._src.common.sizes import divisors
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import Label
 from megatrain_jax._src.engine.program.tiling.flow import (
