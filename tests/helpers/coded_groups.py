@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.engine.state.codec import Blockwise, Plain, Rounded
-from megatrain_jax._src.engine.state.groups import layout_group
+from megatrain_jax._src.engine.state.layout import layout_group
 from runs import make_spec
 from zoo import CASES
 

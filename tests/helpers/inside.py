@@ -49,7 +49,7 @@ def engine_of(trainer: mt.Trainer) -> Engine:
 
 def steps_of(trainer: mt.Trainer) -> list[BoundStep]:
     """The steps of a trainer, one of each batch shape and kind that it has met."""
-    return list(trainer._steps.bound.values())
+    return list(trainer.run_state.bound.values())
 
 
 def store_of(trainer: mt.Trainer) -> Store:
@@ -67,7 +67,7 @@ def divide(trainer: mt.Trainer, room: float) -> None:
     tiles = TileFinder(trainer.run_state.engine.kernels, trainer.run_state.store.placement)
     first = tiles.within(trainer.run_state.spec.first, room)
     trainer.run_state.spec = dataclasses.replace(trainer.run_state.spec, first=first)
-    trainer._steps.bound = {first.key: first}
+    trainer.run_state.bound = {first.key: first}
 
 
 def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
@@ -78,7 +78,7 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
     spec = trainer.run_state.spec
     first = with_all_waves(with_recomputed_spans(spec.first, span, spec.budget_bytes, host_room))
     trainer.run_state.spec = dataclasses.replace(spec, host_room=host_room, first=first)
-    trainer._steps.bound = {first.key: first}
+    trainer.run_state.bound = {first.key: first}
 
 
 def on_one_device() -> Placement:

@@ -136,7 +136,7 @@ def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():
 
 def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
     """The others read public views, or test a part by itself."""
-    parts = {"_state", "_steps", "run_state"}
+    parts = {"_state", "run_state"}
     found = set()
     for path in TESTS.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

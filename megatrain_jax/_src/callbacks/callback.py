@@ -117,7 +117,7 @@ def missing(package: str, extra: str) -> ImportError:
     return ImportError(f'this callback needs {package}: pip install "megatrain-jax[{extra}]"')
 
 
-# ---- texts
+# ---- tables of texts
 
 _HEADER = re.compile(r"step (\d+): ")
 

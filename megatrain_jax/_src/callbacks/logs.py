@@ -180,7 +180,7 @@ def _line(cells: Iterable[object]) -> str:
     return text.getvalue()
 
 
-# ---- mlflow
+# ---- MLflow and TensorBoard
 
 _STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
@@ -329,7 +329,7 @@ class TensorBoard(Log):
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **what))
 
 
-# ---- wandb
+# ---- Weights & Biases
 
 
 class WandB(Log):
@@ -357,8 +357,8 @@ class WandB(Log):
             import wandb
         except ImportError as error:
             raise missing("wandb", "wandb") from error
-        _check(wandb, init)
-        _log_in(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))
+        _check_wandb(wandb, init)
+        _log_in_wandb(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))
         self._start, self._init = wandb.init, init
         self._table: Any = wandb.Table
         self._run: Any = None
@@ -378,7 +378,7 @@ class WandB(Log):
         self._run.finish(exit_code=int(result.ended == "failed"))
 
 
-def _log_in(wandb: Any, mode: str) -> None:
+def _log_in_wandb(wandb: Any, mode: str) -> None:
     """Asks for credentials now; wandb would ask when the run begins."""
     # Only the first process logs, and JAX reveals the first one only after its devices have
     # started.
@@ -395,7 +395,7 @@ def _log_in(wandb: Any, mode: str) -> None:
         )
 
 
-def _check(wandb: Any, init: Mapping[str, Any]) -> None:
+def _check_wandb(wandb: Any, init: Mapping[str, Any]) -> None:
     """Checks arguments of `wandb.init` early; wandb would check them when the run begins."""
     known = inspect.signature(wandb.init).parameters
     is_open = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values())

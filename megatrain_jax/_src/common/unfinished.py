@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-# ---- unfinished
+# ---- unfinished folders
 
 _MIDDLE, _LOCK = ".unfinished-", ".lock"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

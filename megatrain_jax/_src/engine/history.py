@@ -14,13 +14,14 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import did_you_mean
-from megatrain_jax._src.engine.report.run_view import draw_curves, record_cells
 from megatrain_jax._src.engine.report.table import (
     aligned,
+    draw_curves,
     html_beside,
     html_box,
     html_figure,
     html_table,
+    record_cells,
 )
 
 if TYPE_CHECKING:

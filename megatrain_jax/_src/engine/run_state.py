@@ -33,7 +33,7 @@ from megatrain_jax._src.engine.options.inputs import check_data, check_loss
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.index import Index, joined
 from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
-from megatrain_jax._src.engine.report.run_view import trainer_cells
+from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.evaluation import evaluate_batches, joined_shapes, put_batch
@@ -60,14 +60,16 @@ class RunState:
         training: The training steps from dispatch until their results are known.
         by_hand: The steps of `Trainer.step` that have no record yet.
         history: The records of finished steps not in `by_hand`.
+        bound: The steps that were cut and scheduled, by batch shape, kind and loss.
     """
 
-    def __init__(self, spec: RunSpec, engine: Engine, progress: bool):
+    def __init__(self, spec: RunSpec, engine: Engine, sample_batch: Any, progress: bool):
         """Makes the state of a run before its first step.
 
         Args:
             spec: The run, before it has arrays.
             engine: The engine that runs the steps; its store is filled.
+            sample_batch: The first batch, or its shapes.
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
         self.history = History()
@@ -79,6 +81,8 @@ class RunState:
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
+        self._sample = joined_shapes(sample_batch, 1)
+        self.bound: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Refuses to pickle or deep-copy the state, and with it its trainer and results.
@@ -272,6 +276,129 @@ class RunState:
             warn_user(f"{path}: {training.partial}. Training goes on from there.")
         return facts, len(others)
 
+    # ---- steps
+
+    def check(self, batch: Any) -> None:
+        """Checks a batch to train on; see `Trainer.check_batch`."""
+        placement = self.store.placement
+        num_devices, divides = len(placement.local_devices), placement.num_devices > 1
+        of = f"the batch of training step {self.training.num_steps + 1}"
+        number = self.spec.microbatches
+        check_batch(batch, number, num_devices=num_devices, of=of, needs_rows=divides)
+        check_like(batch, self._sample)
+        self.spec.adapted.check_batch(batch)
+
+    def check_evaluation(self, batch: Any) -> None:
+        """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
+        self._check_values(batch)
+        spec, placement = self.spec, self.store.placement
+        shapes = joined_shapes(batch, placement.processes.count)
+        if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
+            self._bind(batch, train=False, loss_fn=spec.loss_fn)
+            return
+        with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
+            spec.trace(shapes, train=False, loss_fn=spec.loss_fn)
+
+    def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
+        """Dispatches a training step; see `Trainer.step`.
+
+        Args:
+            batch: A batch.
+            by_hand: Whether the step's record is added to the history when its results are known.
+        """
+        began = time.perf_counter()
+        self.training.check_whole()
+        self.check(batch)
+        step = self._bind(batch, train=True, loss_fn=self.spec.loss_fn)
+        # Otherwise steps would queue on the device without bound, each with its batch.
+        self.training.limit_steps_in_flight()
+        placement = self.store.placement
+        where = f"training step {self.training.num_steps + 1}"
+        with deferred_interrupt(), placement.outside_meshes():
+            self.training.check_whole()
+            placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
+            self.settle_saving()
+            metrics = self.training.dispatch(step, put_batch(batch, step, placement))
+            if by_hand:
+                self.by_hand.add(began, metrics)
+        return metrics
+
+    def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step and returns its metrics; see `Trainer.read`."""
+        try:
+            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
+        if isinstance(metrics, StepMetrics):
+            is_finite = self.training.settle(metrics)
+            self.record(keep=self.training.num_steps - metrics.step)
+            if self.spec.optimizer.skips:
+                values["skipped"] = float(not is_finite)
+        return values
+
+    def evaluate(
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None
+    ) -> dict[str, float]:
+        """Computes loss and metrics of batches; see `Trainer.evaluate`."""
+        if loss_fn is not None:
+            check_loss(loss_fn)
+        found = list(self._evaluated(batches, loss_fn or self.spec.loss_fn))
+        rows, sizes = zip(*found, strict=True)
+        return weighted_means(jax.device_get(rows), sizes)
+
+    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
+        """Computes arrays with a row for each example; see `Trainer.predict`."""
+        check_loss(fn, "fn")
+        here, found = self.store.placement.part_here, []
+        for arrays, _ in self._evaluated(batches, Prediction(fn)):
+            if found:
+                found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
+                _check_joinable(found[0], arrays, len(found) + 1)
+            found.append(arrays)
+        found[-1] = jax.tree.map(here, found[-1])
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+    def _evaluated(
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any]
+    ) -> Iterator[tuple[Any, int | None]]:
+        """The results of batches, at least one; see `evaluate_batches`."""
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        self.flush()
+
+        def bind(batch: Any) -> BoundStep:
+            self._check_values(batch)
+            return self._bind(batch, train=False, loss_fn=loss_fn)
+
+        found = evaluate_batches(self.engine, batches, bind)
+        if (first := next(found, None)) is None:
+            raise ValueError("`batches` gave no batch to evaluate")
+        return itertools.chain([first], found)
+
+    def _check_values(self, batch: Any) -> None:
+        """Checks a batch to evaluate, which need not be like the first one to train on."""
+        spec, placement = self.spec, self.store.placement
+        check_batch(batch, needs_rows=spec.microbatches > 1 or placement.num_devices > 1)
+        spec.adapted.check_batch(batch)
+
+    def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
+        """The step on batches of this shape, cut and scheduled when it is first needed."""
+        placement, spec = self.store.placement, self.spec
+        shapes = joined_shapes(batch, placement.processes.count)
+        # Losses are compared as functions: a new one, even with equal code, is cut again.
+        key = (batch_key(shapes), train, loss_fn)
+        if key not in self.bound:
+            where = f"training step {self.training.num_steps + 1}" if train else "an evaluation"
+            with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):
+                step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                step = fit_new_shape_to_host(
+                    step, spec, *placement.processes.spread, training=train
+                )
+                step = fit_new_shape_to_device(
+                    step, spec, self.engine.kernels, placement, training=train
+                )
+                self.bound[key] = with_all_waves(step, training=train)
+        return self.bound[key]
+
 
 def _parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
     """The parameters in the model's order; only parameters stacked over layers are copies."""
@@ -289,153 +416,6 @@ def _optimizer_state(spec: RunSpec, store: Store) -> Any:
     """Optax's state in Optax's own structure."""
     groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
     return assemble_state(spec.optimizer, groups, store.on_host(store.globals))
-
-
-# ---- run steps
-
-
-class RunSteps:
-    """The steps of a run: training, evaluation and prediction, one per batch shape.
-
-    Attributes:
-        bound: The steps that were cut and scheduled, by batch shape, kind and loss.
-    """
-
-    def __init__(self, state: RunState, sample_batch: Any):
-        """Starts with the training step of the first batch's shape.
-
-        Args:
-            state: The run.
-            sample_batch: The first batch, or its shapes.
-        """
-        self._state = state
-        self._sample = joined_shapes(sample_batch, 1)
-        first = state.spec.first
-        self.bound: dict[Hashable, BoundStep] = {first.key: first}
-
-    def check(self, batch: Any) -> None:
-        """Checks a batch to train on; see `Trainer.check_batch`."""
-        state = self._state
-        placement = state.store.placement
-        num_devices, divides = len(placement.local_devices), placement.num_devices > 1
-        of = f"the batch of training step {state.training.num_steps + 1}"
-        number = state.spec.microbatches
-        check_batch(batch, number, num_devices=num_devices, of=of, needs_rows=divides)
-        check_like(batch, self._sample)
-        state.spec.adapted.check_batch(batch)
-
-    def check_evaluation(self, batch: Any) -> None:
-        """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
-        self._check_values(batch)
-        spec, placement = self._state.spec, self._state.store.placement
-        shapes = joined_shapes(batch, placement.processes.count)
-        if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
-            self._bind(batch, train=False, loss_fn=spec.loss_fn)
-            return
-        with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
-            spec.trace(shapes, train=False, loss_fn=spec.loss_fn)
-
-    def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
-        """Dispatches a training step; see `Trainer.step`.
-
-        Args:
-            batch: A batch.
-            by_hand: Whether the step's record is added to the history when its results are known.
-        """
-        state, began = self._state, time.perf_counter()
-        state.training.check_whole()
-        self.check(batch)
-        step = self._bind(batch, train=True, loss_fn=state.spec.loss_fn)
-        # Otherwise steps would queue on the device without bound, each with its batch.
-        state.training.limit_steps_in_flight()
-        placement = state.store.placement
-        where = f"training step {state.training.num_steps + 1}"
-        with deferred_interrupt(), placement.outside_meshes():
-            state.training.check_whole()
-            placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
-            state.settle_saving()
-            metrics = state.training.dispatch(step, put_batch(batch, step, placement))
-            if by_hand:
-                state.by_hand.add(began, metrics)
-        return metrics
-
-    def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Waits for a step and returns its metrics; see `Trainer.read`."""
-        state = self._state
-        try:
-            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
-        except (TypeError, ValueError) as error:
-            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
-        if isinstance(metrics, StepMetrics):
-            is_finite = state.training.settle(metrics)
-            state.record(keep=state.training.num_steps - metrics.step)
-            if state.spec.optimizer.skips:
-                values["skipped"] = float(not is_finite)
-        return values
-
-    def evaluate(
-        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None
-    ) -> dict[str, float]:
-        """Computes loss and metrics of batches; see `Trainer.evaluate`."""
-        if loss_fn is not None:
-            check_loss(loss_fn)
-        found = list(self._evaluated(batches, loss_fn or self._state.spec.loss_fn))
-        rows, sizes = zip(*found, strict=True)
-        return weighted_means(jax.device_get(rows), sizes)
-
-    def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
-        """Computes arrays with a row for each example; see `Trainer.predict`."""
-        check_loss(fn, "fn")
-        here, found = self._state.store.placement.part_here, []
-        for arrays, _ in self._evaluated(batches, Prediction(fn)):
-            if found:
-                found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
-                _check_joinable(found[0], arrays, len(found) + 1)
-            found.append(arrays)
-        found[-1] = jax.tree.map(here, found[-1])
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
-
-    def _evaluated(
-        self, batches: Iterable[Any], loss_fn: Callable[..., Any]
-    ) -> Iterator[tuple[Any, int | None]]:
-        """The results of batches, at least one; see `evaluate_batches`."""
-        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
-        self._state.flush()
-
-        def bind(batch: Any) -> BoundStep:
-            self._check_values(batch)
-            return self._bind(batch, train=False, loss_fn=loss_fn)
-
-        found = evaluate_batches(self._state.engine, batches, bind)
-        if (first := next(found, None)) is None:
-            raise ValueError("`batches` gave no batch to evaluate")
-        return itertools.chain([first], found)
-
-    def _check_values(self, batch: Any) -> None:
-        """Checks a batch to evaluate, which need not be like the first one to train on."""
-        spec, placement = self._state.spec, self._state.store.placement
-        check_batch(batch, needs_rows=spec.microbatches > 1 or placement.num_devices > 1)
-        spec.adapted.check_batch(batch)
-
-    def _bind(self, batch: Any, *, train: bool, loss_fn: Callable[..., Any]) -> BoundStep:
-        """The step on batches of this shape, cut and scheduled when it is first needed."""
-        state = self._state
-        placement, spec = state.store.placement, state.spec
-        shapes = joined_shapes(batch, placement.processes.count)
-        # Losses are compared as functions: a new one, even with equal code, is cut again.
-        key = (batch_key(shapes), train, loss_fn)
-        if key not in self.bound:
-            where = f"training step {state.training.num_steps + 1}" if train else "an evaluation"
-            with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):
-                step = spec.bound_step(shapes, train=train, loss_fn=loss_fn)
-                step = fit_new_shape_to_host(
-                    step, spec, *placement.processes.spread, training=train
-                )
-                step = fit_new_shape_to_device(
-                    step, spec, state.engine.kernels, placement, training=train
-                )
-                self.bound[key] = with_all_waves(step, training=train)
-        return self.bound[key]
 
 
 def _check_joinable(first: Any, other: Any, number: int) -> None:

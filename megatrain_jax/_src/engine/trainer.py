@@ -32,7 +32,7 @@ from megatrain_jax._src.engine.options.options import (
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
-from megatrain_jax._src.engine.run_state import RunState, RunSteps
+from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.training import StepMetrics, with_memory_advice
 from megatrain_jax._src.engine.schedule.schedule import Schedule
@@ -178,8 +178,7 @@ class Trainer(ExplainedAttributes):
         spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
         self._end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
-        self._state = RunState(spec, engine, progress)
-        self._steps = RunSteps(self._state, sample_batch)
+        self._state = RunState(spec, engine, sample_batch, progress)
 
     def __repr__(self) -> str:
         """Returns the model, the step and the budget as a plain text table."""
@@ -205,12 +204,12 @@ class Trainer(ExplainedAttributes):
             FloatingPointError: If an earlier step had a number that is not finite.
         """
         self._state.record(keep=1)  # completed steps; at most one step is in flight
-        return self._steps.train(batch, by_hand=True)
+        return self._state.train(batch, by_hand=True)
 
     @with_memory_advice()
     def dispatch(self, batch: Any) -> StepMetrics:
         """Dispatches one training step like `step`, but leaves its record to the caller."""
-        return self._steps.train(batch, by_hand=False)
+        return self._state.train(batch, by_hand=False)
 
     def check_batch(self, batch: Any) -> None:
         """Checks a batch like `step`, preferably while it is on the host.
@@ -220,11 +219,11 @@ class Trainer(ExplainedAttributes):
             ValueError: If it differs from the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        self._steps.check(batch)
+        self._state.check(batch)
 
     def check_eval_batch(self, batch: Any) -> None:
         """Checks a batch like `evaluate`, but computes nothing; a large one is also scheduled."""
-        self._steps.check_evaluation(batch)
+        self._state.check_evaluation(batch)
 
     @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -238,7 +237,7 @@ class Trainer(ExplainedAttributes):
                 nevertheless; the step and later ones are no longer counted, and training can
                 continue with the next batch. Also if too many consecutive steps were skipped.
         """
-        return self._steps.read(metrics)
+        return self._state.read(metrics)
 
     @with_memory_advice()
     def evaluate(
@@ -261,7 +260,7 @@ class Trainer(ExplainedAttributes):
             ValueError: If there is no batch, or all weights are 0.
             FloatingPointError: See `read`, of steps that were not read.
         """
-        return self._steps.evaluate(batches, loss_fn)
+        return self._state.evaluate(batches, loss_fn)
 
     @with_memory_advice()
     def predict(self, batches: Iterable[Any], fn: Callable[..., Any]) -> Any:
@@ -300,7 +299,7 @@ class Trainer(ExplainedAttributes):
             >>> trainer.predict(batches, lambda model, batch: batch["x"] @ model["w"]).ravel()
             array([6., 6., 3.], dtype=float32)
         """
-        return self._steps.predict(batches, fn)
+        return self._state.predict(batches, fn)
 
     def flush(self) -> None:
         """Applies pending updates and moves all state to pinned host memory.

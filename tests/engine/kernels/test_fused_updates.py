@@ -27,8 +27,7 @@ from megatrain_jax._src.engine.state.codec import (
     draw_of,
     halves_of_bits,
 )
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import MixedLayout, layout_of
+from megatrain_jax._src.engine.state.layout import GroupLayout, MixedLayout, layout_of
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES

@@ -9,7 +9,7 @@ from coded_groups import check_updates, coded_group, random_arguments
 from megatrain_jax._src.engine.kernels import update_pieces as pieces
 from megatrain_jax._src.engine.kernels import updates
 from megatrain_jax._src.engine.state.codec import Plain
-from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.layout import GroupLayout
 from optimizers import OPTIMIZERS
 
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))

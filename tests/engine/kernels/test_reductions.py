@@ -13,8 +13,7 @@ from megatrain_jax._src.engine.kernels import updates
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.optimizer.elementwise import find_reductions
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import layout_of, mixed_layout_of
+from megatrain_jax._src.engine.state.layout import GroupLayout, layout_of, mixed_layout_of
 from optimizers import DEFERRED, OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, make_spec, make_trainer, train

@@ -25,8 +25,7 @@ from inside import unread_of
 from megatrain_jax._src.common import progress
 from megatrain_jax._src.engine.report.plan import STATE
 from megatrain_jax._src.engine.report.plan_table import fills
-from megatrain_jax._src.engine.report.run_view import result_cells, running_mean
-from megatrain_jax._src.engine.report.table import UNFIT
+from megatrain_jax._src.engine.report.table import UNFIT, result_cells, running_mean
 from messages import refuses, tells
 from plans import GIB, big_plan, small_plan
 from quantities import has_row, quantities

@@ -10,9 +10,13 @@ import pytest
 
 from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.engine.state.codec import Blockwise, Rounded, draw_of
-from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.host_leaves import read_leaves
-from megatrain_jax._src.engine.state.layout import ALIGNMENT, layout_of, mixed_layout_of
+from megatrain_jax._src.engine.state.layout import (
+    ALIGNMENT,
+    GroupLayout,
+    layout_of,
+    mixed_layout_of,
+)
 
 DTYPES = ("float32", "bfloat16", "int32")
 

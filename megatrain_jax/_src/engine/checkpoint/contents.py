@@ -356,7 +356,7 @@ def flat(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
     return {tuple(simple((key,), simple=True) for key in keys): leaf for keys, leaf in rows}
 
 
-# ---- encodings
+# ---- codes and other dtypes
 
 _FLOATS = ("bfloat16", "float32")
 

@@ -236,7 +236,7 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-# ---- save
+# ---- a checkpoint on its way
 
 # Minimum bytes of a part. A part is written in parallel as a whole, but its end does not overlap
 # with the next part's beginning.

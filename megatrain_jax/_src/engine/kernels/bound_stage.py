@@ -234,7 +234,7 @@ def _is_saving(eqn: Any) -> bool:
     return eqn.params == own
 
 
-# ---- tiled stages
+# ---- tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

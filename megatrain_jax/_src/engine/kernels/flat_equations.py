@@ -164,7 +164,7 @@ def _is_alike(atom: Any, aval: Any) -> bool:
     return (atom.aval.shape, atom.aval.dtype) == (aval.shape, aval.dtype)
 
 
-# ---- gpu order
+# ---- the order of a GPU's kernels
 
 
 class Node(NamedTuple):

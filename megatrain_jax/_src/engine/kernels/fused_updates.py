@@ -187,7 +187,7 @@ def _place(codec: Blockwise, x: jax.Array) -> tuple[jax.Array, int]:
     return line * divisor, 1
 
 
-# ---- fused updates
+# ---- updates in one pass
 
 # Blocks of a tile, and groups of 32 threads that compute it: 8 numbers per thread, so that each
 # access to memory has at most 16 bytes per thread, and all arrays are divided alike.

@@ -150,7 +150,7 @@ def _onto(added_to: jax.Array, scatter: Any, indices: jax.Array, rows: jax.Array
     return found.reshape(added_to.shape)
 
 
-# ---- scaled sums
+# ---- sums of scaled float8 products
 
 _REORDERING = ("reshape", "transpose")
 
@@ -229,7 +229,7 @@ def _scaled_products(jaxpr: Any) -> list[_ScaledProduct]:
     return found
 
 
-# ---- products by cublas
+# ---- products by cuBLAS
 
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 """XLA's option by which only cuBLAS computes products."""

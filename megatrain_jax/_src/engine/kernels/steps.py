@@ -27,8 +27,7 @@ from megatrain_jax._src.engine.kernels.stage_kernels import shardings
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.stages import Program
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import Layout
+from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
 

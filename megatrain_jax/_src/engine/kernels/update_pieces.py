@@ -39,8 +39,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment, groups_behind
 from megatrain_jax._src.engine.state.codec import Array, Draw
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import Layout, Segment
+from megatrain_jax._src.engine.state.layout import GroupLayout, Layout, Segment
 
 PIECE = 1 << 23
 """Elements of each shard in one piece; an array of them takes 32 MiB in fp32."""
@@ -204,7 +203,7 @@ class Columns:
         return x.reshape(self.layout.num_shards, -1)
 
 
-# ---- leaf updates
+# ---- updates leaf by leaf
 
 # Maximum total elements of the small leaves in one turn.
 _TOGETHER = 1 << 24

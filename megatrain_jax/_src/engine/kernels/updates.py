@@ -48,8 +48,7 @@ from megatrain_jax._src.engine.program.optimizer.elementwise import (
     find_reductions,
 )
 from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import Layout
+from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 
 # Elements per piece. A leaf or slab with a larger share per device is read in pieces.

@@ -28,7 +28,6 @@ from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.engine.spec.pooled import pooled_bytes
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
-from megatrain_jax._src.engine.state.hardware import Hardware
 
 
 def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
@@ -50,6 +49,12 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
+    of_update, in_float32 = _optimizer_flops(spec.optimizer, devices)
+    jaxprs = {bound.stage.key: bound.stage.jaxpr for bound in step.stages}.values()
+    loops = hardware and work.loop_seconds(hardware, hardware.sustained, devices)
+    # As the clock counts them.
+    no_dispatch = WAITS | {Op.RELEASE}
+    dispatches = sum(row.op not in no_dispatch for row in schedule.steady)
     plan = Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -71,9 +76,13 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         bytes_in=moved[0],
         bytes_out=moved[1],
         # Work is of all devices together; bytes moved are each device's.
-        **_counts_per_step(work, step, spec.optimizer),
-        by_kernels=_by_kernels(step),
-        seconds_loops=_loop_seconds(work, step, hardware),
+        flops_per_step=step.microbatches * round(work.flops) + of_update,
+        attention_flops_per_step=step.microbatches * round(work.attention),
+        float8_flops_per_step=step.microbatches * round(work.float8),
+        float32_flops_per_step=step.microbatches * round(work.float32) + in_float32,
+        loop_kernels_per_step=step.microbatches * round(work.kernels),
+        by_kernels=tuple(sorted({kernel.purpose for j in jaxprs for kernel in jx.kernels_of(j)})),
+        seconds_loops=step.microbatches * (loops or 0.0),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
         microbatches=step.microbatches,
@@ -91,7 +100,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_processes=num_processes,
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
-        seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
+        seconds_dispatch=dispatches * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
         # The step has two workloads; the schedule was made for this one, with residuals' sizes.
@@ -128,11 +137,6 @@ def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tupl
         if instruction.op in moved and instruction.key is not None:
             moved[instruction.op] += workload.size(instruction.key)
     return moved[Op.FETCH], moved[Op.OFFLOAD]
-
-
-def _dispatches(instructions: Iterable[Instruction]) -> int:
-    """The number of instructions that Python dispatches, counted as the clock counts them."""
-    return sum(row.op not in WAITS and row.op is not Op.RELEASE for row in instructions)
 
 
 def _collective_bytes(step: BoundStep) -> int:
@@ -190,32 +194,6 @@ def _optimizer_flops(cut: OptimizerCut, num_devices: int) -> tuple[int, int]:
         sum(found[p.key].total + again * products[p.key] for p in parts),
         sum(num_devices * found[p.key].float32 for p in parts),
     )
-
-
-def _counts_per_step(work: Work, step: BoundStep, cut: OptimizerCut) -> dict[str, int]:
-    """The operations of a step that a plan counts by kind, and the kernels of its loops."""
-    of_update, in_float32 = _optimizer_flops(cut, step.num_devices)
-    microbatches = step.microbatches
-    return {
-        "flops_per_step": microbatches * round(work.flops) + of_update,
-        "attention_flops_per_step": microbatches * round(work.attention),
-        "float8_flops_per_step": microbatches * round(work.float8),
-        "float32_flops_per_step": microbatches * round(work.float32) + in_float32,
-        "loop_kernels_per_step": microbatches * round(work.kernels),
-    }
-
-
-def _by_kernels(step: BoundStep) -> tuple[str, ...]:
-    """The computations that kernels of the extra `kernels` do in any stage, each once."""
-    stages = {bound.stage.key: bound.stage.jaxpr for bound in step.stages}.values()
-    found = {kernel.purpose for jaxpr in stages for kernel in jx.kernels_of(jaxpr)}
-    return tuple(sorted(found))
-
-
-def _loop_seconds(work: Work, step: BoundStep, hardware: Hardware | None) -> float:
-    if hardware is None:
-        return 0.0
-    return step.microbatches * work.loop_seconds(hardware, hardware.sustained, step.num_devices)
 
 
 def _memory_bytes(plan: Plan, step: BoundStep) -> float:

@@ -23,8 +23,8 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.engine.kernels.steps import Scaling
-from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.host_leaves import Run, read_leaves, runs_of
+from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]

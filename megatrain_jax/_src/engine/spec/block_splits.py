@@ -13,8 +13,7 @@ from megatrain_jax._src.engine.program.loss.block_parts import (
     has_experts,
 )
 from megatrain_jax._src.engine.spec.cut_run import Cut
-from megatrain_jax._src.engine.state.groups import GroupLayout
-from megatrain_jax._src.engine.state.layout import Layout
+from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 
 
 class BlockSplit(NamedTuple):

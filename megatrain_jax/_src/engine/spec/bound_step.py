@@ -52,8 +52,8 @@ from megatrain_jax._src.engine.spec.costs import (
 )
 from megatrain_jax._src.engine.spec.cut_run import Cut
 from megatrain_jax._src.engine.spec.selective import selective_residuals
-from megatrain_jax._src.engine.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.engine.state.hardware import Hardware, card
+from megatrain_jax._src.engine.state.layout import Grouping, GroupLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

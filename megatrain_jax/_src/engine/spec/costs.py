@@ -36,8 +36,8 @@ from megatrain_jax._src.engine.spec.traffic import (
     stage_traffic,
 )
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
-from megatrain_jax._src.engine.state.groups import GroupLayout
 from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.layout import GroupLayout
 
 # Python's time per instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4

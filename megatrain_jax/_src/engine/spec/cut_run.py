@@ -36,7 +36,7 @@ from megatrain_jax._src.engine.program.optimizer.cut import (
     cut_optimizer,
 )
 from megatrain_jax._src.engine.program.optimizer.hyperparameters import named_numbers
-from megatrain_jax._src.engine.state.groups import Grouping, group_leaves
+from megatrain_jax._src.engine.state.layout import Grouping, group_leaves
 
 # Device bytes per byte of an expert's parameters. Experts are divided if their state doesn't fit:
 # in fp32, parameters, gradients and two moments. A border between groups passes on the rows of all

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.spec.cut_run import Cut
-from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.layout import GroupLayout
 
 # Arrays with a smaller fraction of a part's elements are not named.
 _LARGE = 0.1

@@ -27,7 +27,7 @@ from megatrain_jax._src.engine.spec.codecs import check_paths, master_codecs, st
 from megatrain_jax._src.engine.spec.cut_run import Cut, cut_run
 from megatrain_jax._src.engine.spec.indivisible_arrays import indivisible_arrays
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, batch_key, trace_microbatch
-from megatrain_jax._src.engine.state.groups import GroupLayout, layout_group
+from megatrain_jax._src.engine.state.layout import GroupLayout, layout_group
 
 # Number of cuts to keep for reuse: plans that are compared have a few numbers of microbatches each,
 # for a model and for its first layers.

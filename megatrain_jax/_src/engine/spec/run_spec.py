@@ -27,8 +27,8 @@ from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.engine.spec.codecs import stored_dtype
 from megatrain_jax._src.engine.spec.cut_run import Cut, cut_program
-from megatrain_jax._src.engine.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.layout import Grouping, GroupLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

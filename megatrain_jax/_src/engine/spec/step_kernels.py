@@ -13,7 +13,7 @@ from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.program.rewriting import are_oversized
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.spec.bound_step import BoundStep
-from megatrain_jax._src.engine.state.groups import GroupLayout
+from megatrain_jax._src.engine.state.layout import GroupLayout
 from megatrain_jax._src.engine.state.placement import Placement
 
 

@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,31 +106,20 @@ class Hardware:
         checks.boolean("has_bfloat16", self.has_bfloat16)
         widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
         object.__setattr__(self, "widest_heads", widest_heads)
-        shares = "sustained", "sustained_attention", "float32_share"
-        for name in ("link_bytes_per_s", "flops_per_s", *shares):
-            self._as_float(name)
-        for name, unknown in (
-            ("memory_bytes_per_s", math.inf),
-            ("link_out_bytes_per_s", None),
-            ("host_bytes_per_s", math.inf),
-            ("peer_bytes_per_s", None),
-            ("float8_flops_per_s", None),
-            ("device_share", None),
-        ):
+        for field in fields(self):
+            if field.type not in (float, float | None):
+                continue
             # An unknown rate limits nothing: it is infinite if times divide by it, else None.
-            value = getattr(self, name)
-            if not (isinstance(value, numbers.Real | None) and value == unknown):
-                self._as_float(name)
-        for name in (*shares, "device_share"):
+            name, value, unknown = field.name, getattr(self, field.name), field.default
+            is_known = not isinstance(value, numbers.Real | None) or value != unknown
+            if is_known or unknown not in (None, math.inf):
+                value = checks.number(name, value, above=0)
+                if math.isinf(1 / value):  # times divide by it
+                    raise ValueError(checks.refused(name, "a number that is not that small", value))
+                object.__setattr__(self, name, value)
+        for name in ("sustained", "sustained_attention", "float32_share", "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
-
-    def _as_float(self, name: str) -> None:
-        """Makes a rate or share a Python float."""
-        value = checks.number(name, getattr(self, name), above=0)
-        if math.isinf(1 / value):  # times divide by it
-            raise ValueError(checks.refused(name, "a number that is not that small", value))
-        object.__setattr__(self, name, value)
 
     @property
     def is_unmeasured(self) -> bool:

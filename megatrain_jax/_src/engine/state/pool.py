@@ -160,7 +160,7 @@ def refusal(num_pinned: int, num_refused: int, needed: int, kernel: Path = _KERN
     )
 
 
-# ---- prefault threads
+# ---- threads that prefault pages
 
 # The kernel's number; Python's `mmap` has no name for it.
 _MADV_POPULATE_WRITE = 23
@@ -272,7 +272,7 @@ def _prefault(parts: "SimpleQueue[Mapping | None]") -> None:
         advise(first, end - first, _MADV_POPULATE_WRITE)
 
 
-# ---- pool
+# ---- pools
 
 # Seconds between updates of the progress display.
 _SECONDS_AT_A_TIME = 0.2

@@ -8,8 +8,13 @@ from typing import Any, Literal
 
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.engine.history import History
-from megatrain_jax._src.engine.report.run_view import result_cells
-from megatrain_jax._src.engine.report.table import aligned, html_beside, html_box, html_table
+from megatrain_jax._src.engine.report.table import (
+    aligned,
+    html_beside,
+    html_box,
+    html_table,
+    result_cells,
+)
 from megatrain_jax._src.engine.trainer import Trainer
 
 EMPTY = (

@@ -130,7 +130,7 @@ def _refused(path: str, given: str) -> TypeError:
     )
 
 
-# ---- source
+# ---- batches
 
 # Number of saved states: one or two batches may be drawn beyond the step that is saved.
 _STATES_KEPT = 4
