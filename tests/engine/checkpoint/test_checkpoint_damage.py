@@ -161,8 +161,9 @@ def test_a_missing_file_is_noticed_before_the_state_changes(trainer, saved):
 
 def test_each_piece_of_an_array_has_to_be_finite(monkeypatch):
     monkeypatch.setattr(contents, "_PIECE", 7)
-    for dtype in (np.float32, jnp.bfloat16):
-        array = np.ones((5, 4), dtype)
+    # The last piece has one number, a few or seven.
+    for dtype, size in ((np.float32, 1), (np.float32, 15), (jnp.bfloat16, 20), (np.float32, 21)):
+        array = np.ones((1, size), dtype)
         contents.check_finite("w", array)
         for at in range(array.size):
             other = array.copy()
@@ -171,13 +172,14 @@ def test_each_piece_of_an_array_has_to_be_finite(monkeypatch):
                 contents.check_finite("w", other)
 
 
-def test_frozen_parameters_need_not_be_finite(tmp_path):
-    """A mask may be of infinities."""
+def test_frozen_parameters_and_other_state_need_not_be_finite(tmp_path):
+    """A mask may be of infinities, and so may an optimizer's best loss so far."""
     entry: Any = SimpleNamespace(path=("params", "w"), groups=frozenset({1}), name="params/w")
+    state: Any = SimpleNamespace(path=("opt_state", "w"), groups=entry.groups, name="opt_state/w")
     array = np.array([-np.inf, 0], np.float32)
-    for frozen, finite in (({1}, True), ({0}, False)):
-        writer = Writer(tmp_path, "c", 0, [entry], {}, finite, frozenset(frozen))
-        writer._inspect(entry, 0, array)
+    for of, frozen, finite in ((entry, {1}, True), (entry, {0}, False), (state, {0}, True)):
+        writer = Writer(tmp_path, "c", 0, [of], {}, finite, frozenset(frozen))
+        writer._inspect(of, 0, array)
     writer = Writer(tmp_path, "c", 0, [entry], {}, True, frozenset({0}))
     with pytest.raises(ValueError, match="params/w is not finite"):
         writer._inspect(entry, 0, array)

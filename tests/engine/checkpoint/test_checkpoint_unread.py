@@ -1,8 +1,10 @@
 """Checkpoints that can't be read: bad manifests, other formats, failures; what a run does then."""
 
+import itertools
 import json
 import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     in_all_processes,
 )
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
+from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.train import series
 from messages import refuses, tells, warns
 from runs import check_same_bits
@@ -260,6 +263,31 @@ def test_a_checkpoint_of_another_format_ends_the_run_and_nothing_is_renamed(dama
         small.fit(tmp_path, 8)
     assert tells("".join(error.value.__notes__), "renamed")
     assert small.tree(tmp_path) == before
+
+
+def test_a_checkpoint_is_joined_once_all_processes_have_written_their_parts(tmp_path):
+    answers = (False, None), (True, None), (True, "OSError: full")
+    for rows in itertools.product(answers, repeat=3):
+        done, asked = [row[0] for row in rows], []
+
+        def gather(where, row, rows=rows, asked=asked):
+            asked.append(row)
+            return rows
+
+        saving: Any = object.__new__(Saving)
+        saving._is_written, saving._is_agreed = threading.Event(), threading.Event()
+        saving._processes = SimpleNamespace(count=3, gather=gather)
+        saving.path, saving._error = tmp_path, OSError("full") if rows[0][1] else None
+        if done[0]:
+            saving._is_written.set()
+        saving.settle()
+        assert asked == [rows[0]] and saving._is_agreed.is_set() == all(done)
+        fails = [number for number, (_, words) in enumerate(rows) if words is not None]
+        assert (saving._error is not None) == bool(rows[0][1] or (all(done) and fails))
+        if saving._error and fails[0]:
+            assert tells(str(saving._error), f"process {fails[0]}", "full")
+        saving.settle()  # what is agreed is not asked again
+        assert len(asked) == 2 - all(done)
 
 
 @pytest.mark.parametrize(

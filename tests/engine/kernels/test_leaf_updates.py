@@ -1,6 +1,8 @@
 """Updates leaf by leaf, against the same update of all leaves at once."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.state.host_leaves import read_leaves
+from megatrain_jax._src.engine.state.layout import layout_group
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo_case import Case
@@ -171,3 +175,36 @@ def test_matrices_are_updated_one_after_another(monkeypatch):
     assert max(readers) < names.index("optimization_barrier", written) + 1
     # A CPU's compiler makes a second slab where it writes a part of one; a GPU's doesn't.
     assert KernelCache().compile([kernel()]) < slab + 4 * matrix
+
+
+def test_a_turn_reads_what_was_there_before_the_update(monkeypatch):
+    """State that begins anew is written in the first turn, and its old numbers read in the last."""
+    shapes = [(16, 8), (8, 16), (4, 32)]
+    state = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    leaves: list[Any] = [SimpleNamespace(shape=shape) for shape in shapes]
+    layout = layout_group(leaves, range(3), state, "float32")
+
+    def update(*given):
+        gradients, masters, states = given[:3], given[3:6], given[6:]
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients[:2]))
+        rows = zip(gradients, masters, states, strict=True)
+        new = [m - s * g / (norm + jnp.linalg.norm(g)) for g, m, s in rows]
+        return *new, states[0] * 0.5, states[1] + gradients[1], jnp.full((4, 32), 1.5)
+
+    part: Any = SimpleNamespace(jaxpr=jax.make_jaxpr(update)(*state * 3).jaxpr, consts=())
+    rng = np.random.default_rng(0)
+    gradients, masters, states = (
+        [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes] for _ in range(3)
+    )
+    monkeypatch.setattr(update_pieces, "_TOGETHER", 64)
+    assert len(update_pieces._turns(part, layout)) == 3
+    run = update_pieces.update_by_leaf(part, layout, False)
+    segments = layout.master.in_segments(layout.master.pack(gradients))
+    at_rest = (
+        layout.master.encode(layout.master.pack(masters)),
+        layout.state.encode(layout.state.pack(states)),
+    )
+    new_masters, new_state = run(*at_rest, segments, (), None)
+    found = *read_leaves(layout.master, new_masters), *read_leaves(layout.state, new_state)
+    for one, other in zip(found, update(*gradients, *masters, *states), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -1,15 +1,20 @@
 """Updates of coded slabs piece by piece, against the same update of whole slabs."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from coded_groups import check_updates, coded_group, random_arguments
 from megatrain_jax._src.engine.kernels import update_pieces as pieces
 from megatrain_jax._src.engine.kernels import updates
-from megatrain_jax._src.engine.state.codec import Plain
-from megatrain_jax._src.engine.state.layout import GroupLayout
+from megatrain_jax._src.engine.state.codec import Blockwise, Plain
+from megatrain_jax._src.engine.state.host_leaves import read_leaves
+from megatrain_jax._src.engine.state.layout import GroupLayout, layout_group
 from optimizers import OPTIMIZERS
 
 DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
@@ -63,3 +68,34 @@ def test_no_decoded_slab_lies_beside_a_coded_one(monkeypatch):
     assert memory is not None
     assert memory.alias_size_in_bytes == layout.master.num_bytes + layout.state.num_bytes
     assert memory.temp_size_in_bytes < 8 * pieces.PIECE * 4
+
+
+@pytest.mark.by_default("256")
+@pytest.mark.parametrize("piece", [128, 256, 384])
+def test_each_column_is_updated_once_whatever_the_pieces(piece, monkeypatch):
+    """Of matrices of one to seven pieces, and a vector without codes beside them."""
+    shapes = [(7, 128), (2, 100), (5,)]
+    leaves: list[Any] = [SimpleNamespace(shape=shape) for shape in shapes]
+    codecs = [Blockwise(code="dynamic"), Blockwise(code="dynamic"), Plain()]
+    state = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    layout = layout_group(leaves, range(3), state, "float32", 1, [Plain()] * 3, codecs)
+    rng = np.random.default_rng(piece)
+    master, moment, gradient = rng.normal(size=(3, layout.master.size)).astype(np.float32)
+
+    def compute(rows, columns, messages):
+        gradient, master, moment = rows
+        return [master - gradient * columns, moment + gradient + messages[0]]
+
+    encode = jax.jit(lambda x, y: (layout.master.encode(x), layout.state.encode([y])))
+    at_rest = encode(master, moment)
+    given = *at_rest, layout.master.in_segments(gradient), [jnp.float32(2)], None
+    monkeypatch.setattr(pieces, "PIECE", piece)
+    found = jax.jit(pieces.update_in_pieces(compute, layout, False))(*given)
+    (decoded,) = layout.state.decode(at_rest[1])
+    rows = [gradient, master, np.asarray(decoded)]
+    new = compute(rows, np.arange(master.size, dtype=np.float32), [2])
+    expected = encode(*new)
+    for i in range(3):
+        for own, arrays, others in zip((layout.master, layout.state), found, expected, strict=True):
+            one, other = (read_leaves(own, list(map(np.asarray, x)))[i] for x in (arrays, others))
+            np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -649,6 +649,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"mesh": "data"}, r"mesh=jax.make_mesh\(\(n,\), "),
         ("plan", {"mesh": AbstractMesh((), ())}, r"`mesh` .*devices.*make_mesh\(\(n,\), "),
         ("Trainer", {"mesh": Mesh(jax.devices()[:1] * 2, "d")}, r"\b2 .*\b1 .*once"),
+        ("Trainer", {"mesh": Mesh([jax.devices()[:2]] * 2, ("d", "e"))}, r"\b4 .*\b2 .*once"),
         ("fit", {"mesh": AbstractMesh((2,), ("d",))}, r"`plan` .*make_mesh\(\(2,\), "),
         ("Trainer", {"trainable": "("}, r"`trainable`='\(' .*regular"),
         ("train", {"trainer": result}, r"result\.trainer"),

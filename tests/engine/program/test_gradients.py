@@ -10,7 +10,13 @@ import pytest
 
 import megatrain_jax as mt
 from cut_cases import trace_case
-from megatrain_jax._src.engine.program.loss.gradients import refuse_no_gradient
+from cuts import find
+from megatrain_jax._src.engine.program import jaxpr as jx
+from megatrain_jax._src.engine.program.loss.gradients import (
+    leaves_read,
+    refuse_no_gradient,
+    traced_pullback,
+)
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of
 from messages import refuses, tells
 from zoo import CASES
@@ -178,3 +184,47 @@ def test_models_of_the_zoo_are_warned_of_what_they_leave_out_alone(name):
     assert (warning is not None) == (name == "unused")
     if warning is not None:
         assert "blocks/0/spare" in warning
+
+
+def test_a_backward_reads_the_leaves_that_change_its_results():
+    """Also behind outputs without a cotangent: each stage passes on numbers and a mask of them."""
+
+    def loss_fn(params, batch):
+        x, mask = params["embed"][batch["tokens"]], batch["tokens"] > 3
+        for layer in params["layers"]:
+            y = jnp.tanh(x @ layer["w"])
+            x = jnp.where(mask[..., None], x, y * layer["gain"]) + layer["bias"]
+            mask = mask ^ (y[..., 0] > layer["least"][0])
+        return jnp.mean((x @ params["head"]) ** 2 * mask[..., None])
+
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    layers = [
+        {"w": draw(8, 8), "gain": draw(8), "bias": draw(8), "least": draw(1)} for _ in range(2)
+    ]
+    params = {"embed": draw(10, 8), "layers": layers, "head": draw(8, 5)}
+    traced, leaves = find(params, loss_fn, {"tokens": np.zeros((2, 6), np.int32)})
+    program, missing = cut_loss(traced, leaves), set()
+    for stage in program.stages:
+        if not any(stage.has_cotangent):
+            continue
+        missing |= {sum(stage.has_cotangent) < len(stage.outputs)}
+        read = leaves_read(stage, stage.has_cotangent, give_outputs=False)
+        pullback = traced_pullback(stage, stage.has_cotangent, give_outputs=False)
+        given = [
+            (rng.normal(size=v.aval.shape) * (rng.random(v.aval.shape) < 0.5)).astype(v.aval.dtype)
+            for v in pullback.jaxpr.invars[len(pullback.consts) :]
+        ]
+
+        def pulled(given, pullback=pullback):
+            return jx.evaluate(pullback.jaxpr, [*pullback.consts, *given])
+
+        expected, first = pulled(given), sum(stage.has_cotangent)
+        for i in range(len(stage.leaves)):
+            changed = [2 * x + 1 if at == first + i else x for at, x in enumerate(given)]
+            differs = [not np.array_equal(*x) for x in zip(expected, pulled(changed), strict=True)]
+            assert read[i] == any(differs), (stage.name, i)
+    assert True in missing

@@ -263,6 +263,23 @@ def looked_up(x, w):
     return layer(x, tree(lambda a: a[i], w))
 
 
+@pytest.mark.by_default("last to first")
+@pytest.mark.parametrize("reverse", [False, True], ids=["first to last", "last to first"])
+def test_results_of_a_scan_are_in_the_order_of_layers(reverse):
+    def loss_fn(params, batch):
+        def step(x, w):
+            x = layer(x, w)
+            return x, jnp.mean(x**2)
+
+        x = params["embed"][batch["tokens"]]
+        x, sizes = lax.scan(step, x, params["layers"], reverse=reverse)
+        return jnp.mean((x @ params["head"]) ** 2) + sizes @ jnp.array([1.0, -2.0, 3.0, -4.0])
+
+    program, _, staged, whole = cut(init(), loss_fn)
+    assert sum(s.is_block for s in program.stages) == LAYERS
+    np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
+
+
 @pytest.mark.by_default("experts", "experts_by_index", "with_shared", "halves", "positions")
 @pytest.mark.parametrize(
     "body", [experts, experts_by_index, with_shared, halves, positions, looked_up]

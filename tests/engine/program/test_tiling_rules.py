@@ -40,6 +40,7 @@ RULED = {
                         (x > 0.5).any((1, 2)), jax.lax.reduce_xor(IDS, (0,)) + x.mean()),
     "iota": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 1),
     "pad": lambda x: jnp.pad(x, [(0, 0), (1, 2), (0, 0)]),
+    "pad between": lambda x: jax.lax.pad(x, 1.0, [(0, 0, 0), (0, 0, 1), (-1, 2, 0)]),
     "pooling": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID"),
     "pooling with strides": lambda x: jax.lax.reduce_window(
         x, 0.0, jax.lax.add, (1, 2, 1), (2, 2, 1), "VALID"
@@ -74,6 +75,7 @@ RULED = {
 
 @pytest.mark.by_default(
     "embedding of windows",
+    "pad between",
     "pooling with strides",
     "pooling with padding",
     "pooling with holes",

@@ -12,12 +12,15 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.remembering import remembered, remembering
+from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.report.make_plan import moved_bytes
 from megatrain_jax._src.engine.report.plan_table import BOUNDS
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.instructions import Op
 from megatrain_jax._src.engine.schedule.search import find_schedule
 from megatrain_jax._src.engine.schedule.timeline import LANES, memory, timeline
+from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from messages import refuses, tells
 from shown import Shown
 from workloads import random_workload
@@ -234,3 +237,28 @@ def test_a_plan_draws_its_timeline():
     assert moved == (plan.bytes_in, plan.bytes_out)
     with refuses(ValueError, "hand"):
         mt.Plan(**{**vars(plan), "schedule": None}).timeline()
+
+
+def test_cuts_are_shared_by_options_that_do_not_change_them_alone():
+    sample, optimizer = batch(8), OPTIMIZERS["clipped"]
+    adapted, _ = adapt(build, loss_fn, sample, 0)
+    fp32, bf16 = (mt.Precision(compute=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    changes: list[dict[str, Any]] = [
+        {},
+        {"on_nonfinite": "skip"},
+        {"microbatches": 2},
+        {"precision": bf16},
+        {"trainable": "layers/0/"},
+    ]
+
+    def facts(change: dict[str, Any]) -> Any:
+        given: dict[str, Any] = {"precision": fp32} | change
+        options = Options(**given)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample, options)
+        stages = [(s.leaf_dtypes, s.is_trainable, str(s.jaxpr)) for s in spec.first.program.stages]
+        return spec.optimizer.skips, stages
+
+    with remembering():
+        found = [facts(change) for change in changes]
+    assert found == [facts(change) for change in changes]
+    assert all(one != other for one, other in itertools.combinations(found, 2))

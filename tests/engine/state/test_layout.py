@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.engine.state import layout
-from megatrain_jax._src.engine.state.codec import Blockwise, Rounded, draw_of
-from megatrain_jax._src.engine.state.host_leaves import read_leaves
+from megatrain_jax._src.engine.state.codec import Blockwise, Plain, Rounded, draw_of
+from megatrain_jax._src.engine.state.host_leaves import read_leaves, read_part, runs_of
 from megatrain_jax._src.engine.state.layout import (
     ALIGNMENT,
     GroupLayout,
@@ -147,3 +147,46 @@ def test_a_large_leaf_has_its_own_array_and_is_rounded_by_the_same_bits(monkeypa
         np.testing.assert_array_equal(ours, theirs)
     sums = jax.jit(lambda x: apart.joined(apart.add(apart.pack_segments(x), x)))(leaves)
     np.testing.assert_array_equal(sums, 2 * jax.jit(whole.pack)(leaves))
+
+
+@pytest.mark.by_default("1", "5")
+@pytest.mark.parametrize("seed", range(6))
+def test_processes_together_have_the_runs_of_each_whole_leaf(seed):
+    """Whatever devices each has, also where a leaf ends before the last device's share."""
+    rng = random.Random(seed)
+    shapes = [random_shape(rng) for _ in range(5)] + [(rng.randint(1, 300),)]
+    codecs = [rng.choice([Plain(), Blockwise(code="dynamic")]) for _ in shapes]
+    count, unit = rng.choice([2, 3, 4, 8]), max(codec.block for codec in codecs)
+    layout = layout_of(shapes, "float32", count, codecs, None, unit)
+    leaves = [filled(shape, "float32", rng) for shape in shapes]
+    arrays = list(map(np.asarray, jax.jit(lambda x: layout.encode(layout.pack(x)))(leaves)))
+    shards = [dict(enumerate(np.split(x, count))) for x in arrays]
+    owner = {n: rng.randrange(3) for n in range(count)}
+    for i in range(len(shapes)):
+        for p in range(len(layout.parts(i))):
+            whole, found = read_part(layout, arrays, i, p).reshape(-1), {}
+            for process in range(3):
+                own = [{n: x for n, x in own.items() if owner[n] == process} for own in shards]
+                for start, piece in runs_of(layout, own, i, p):
+                    found |= {start + at: number for at, number in enumerate(piece.tolist())}
+                    assert piece.size
+            assert [found[at] for at in sorted(found)] == whole.tolist()
+            assert sorted(found) == [*range(whole.size)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("last", [Plain(), Blockwise(code="dynamic")], ids=["plain", "coded"])
+def test_leaves_that_are_gathered_have_the_dtype_that_was_asked_for(count, last):
+    rng = random.Random(count)
+    shapes, order = [(7,), (2, 3), (40,)], rng.sample(range(3), 3)
+    leaves = [filled(shape, "float32", rng) / 8 for shape in shapes]
+    layout = layout_of(shapes, "float32", count, [Plain(), Plain(), last], None, last.block)
+
+    @jax.jit
+    def run(leaves):
+        arrays = layout.encode(layout.pack(leaves))
+        return layout.unpack_whole(arrays, order, "bfloat16", lambda x: x)
+
+    for i, leaf in zip(order, run(leaves), strict=True):
+        assert (leaf.shape, leaf.dtype) == (shapes[i], "bfloat16")
+        np.testing.assert_allclose(np.float32(leaf), leaves[i], rtol=0.05, atol=0.1)

@@ -44,6 +44,13 @@ def test_epochs_are_passes_over_the_data(tmp_path: Path):
     for _ in range(2):
         found = small.fit(tmp_path / "run", None, data=BATCHES, epochs=2)
         assert found.history["loss"] == expected.history["loss"]
+    # `train` counts from the run's first step if it resumes, and from its own if it doesn't.
+    trainer = small.trainer()
+    for steps in (2, 5, 5):
+        options: Any = {"checkpoint_dir": tmp_path / "train", "resume": True, "progress": False}
+        trainer = small.trainer()
+        mt.train(trainer, 2 * BATCHES, steps=steps, **options)
+        assert trainer.history["loss"] == expected.history["loss"][:steps]
     first = small.fit(None, None, data=BATCHES, epochs=1)
     again = mt.train(first.trainer, BATCHES, epochs=1, progress=False)
     assert again.history["loss"] == expected.history["loss"]

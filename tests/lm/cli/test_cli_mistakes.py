@@ -1,6 +1,8 @@
 """Settings of `finetune` and `pretrain` that are refused before anything is trained."""
 
+import math
 import re
+import typing
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,8 @@ import megatrain_jax as mt
 from megatrain_jax import data
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
+from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from messages import refuses, tells
 
@@ -177,3 +181,39 @@ def test_budgets_that_can_not_work_are_told_before_data_is_read(
     assert trained(command, given, tmp_path / "out", **settings, **budgets) in (1, 2)
     assert tells(capsys.readouterr().err, *message.split())
     assert not (tmp_path / "out").exists()
+
+
+SETTINGS: dict[type[Any], dict[str, Any]] = {
+    FinetuneSettings: {"model": "m"},
+    PretrainSettings: {"model": "m", "tokenizer": "t"},
+}
+# What numbers need beside them.
+BESIDE: dict[str, dict[str, Any]] = {
+    "final_rate": {"decay": "cosine"},
+    "lora_alpha": {"lora_rank": 2},
+    "lora_dropout": {"lora_rank": 2},
+    "min_delta": {"eval_every": 2, "stop_after": 1},
+    "sample_tokens": {"samples": "x"},
+    "stop_after": {"eval_every": 2},
+    "temperature": {"tail": False},
+}
+MAY_BE_0 = {"seed", "workers"}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_numbers_out_of_range_are_refused_by_every_kind_of_settings(kind: type[Any]):
+    hints = typing.get_type_hints(kind)
+    kinds = {name: {hint, *typing.get_args(hint)} for name, hint in hints.items()}
+    others = {str, list[float]}
+    numbers = [name for name, own in kinds.items() if own & {int, float} and not own & others]
+    for name in numbers:
+        given = SETTINGS[kind] | {"data": "d", "out": "o"} | BESIDE.get(name, {})
+        if objectives := [o for o, own in OBJECTIVE_KINDS.items() if name in own.options]:
+            given |= {"objective": objectives[-1]}
+        given = {option: value for option, value in given.items() if option in hints}
+        is_whole = int in kinds[name]
+        kind(**given | {name: 1 if is_whole else 0.5})
+        for wrong in [-1, *[0] * (name not in MAY_BE_0)] if is_whole else [-1e-9, math.nan]:
+            with pytest.raises(ValueError, match=f"`?{name}"):
+                kind(**given | {name: wrong})
+    assert {"seed", "learning_rate", "weight_decay"} < set(numbers)

@@ -55,6 +55,8 @@ def test_a_language_model_becomes_a_scorer_that_transformers_loads(name, tmp_pat
         there = torch.tensor(segments > 0)
         expected = theirs.eval()(torch.tensor(tokens).long(), attention_mask=there).logits[:, 0]
     np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=2e-6)
+    # The model itself gives the score at every token: of the last one, the conversation's.
+    np.testing.assert_allclose(model(tokens[1:2, :9])[0, -1, 0], ours[1], rtol=2e-5, atol=2e-6)
 
 
 def test_mistakes_are_named(tmp_path):

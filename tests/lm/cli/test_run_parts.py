@@ -1,6 +1,7 @@
 """Parts of runs of the command line that need neither a checkpoint nor training."""
 
 import json
+import random
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from chats import tokenizer
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
 from megatrain_jax._src.lm.cli.finetune_data import chat_template
@@ -19,6 +21,7 @@ from megatrain_jax._src.lm.cli.new_tokens import check_new_rows
 from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
 from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from megatrain_jax._src.lm.cli.tokenizers import TemplatedTokenizer
 from places import ROOT
 from tiny_sizes import tiny_decoder
 
@@ -134,3 +137,31 @@ def test_another_arithmetic_has_another_reference(tmp_path, monkeypatch):
     given = [{}, {"compute": "float32"}, {"master": "bfloat16"}, {"frozen": "int8"}]
     assert len({key(**one) for one in given}) == 4
     assert key() == key()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVE_KINDS)
+def test_only_fresh_adapters_leave_the_model_without_them_as_the_reference(objective):
+    trained: dict[str, bool] = {  # and whether the reference is another model than the trained one
+        "{}": True,
+        '{"lora_rank": 2}': False,
+        '{"lora_rank": 2, "lora_modules_to_save": "lm_head"}': True,
+        '{"adapter": "a"}': True,
+    }
+    for options, differs in trained.items():
+        settings = FinetuneSettings(**GIVEN, objective=objective, **json.loads(options))
+        assert settings.stores_reference == (OBJECTIVE_KINDS[objective].has_reference and differs)
+
+
+def test_a_tokenizer_with_a_template_of_the_settings_is_otherwise_the_same():
+    rng = random.Random(0)
+    own: Any = tokenizer()
+    templated = TemplatedTokenizer(own, "{{ word }} {{ messages[0].content }}", {"word": "the"})
+    ids = [*range(12), *rng.choices(range(len(own)), k=20), own.eos_token_id]
+    for skips in (False, True):
+        expected = own.decode(ids, skip_special_tokens=skips)
+        assert templated.decode(ids, skip_special_tokens=skips) == expected
+    assert templated.decode(ids) == own.decode(ids) != expected
+    assert templated.encode(expected) == own.encode(expected)
+    assert templated.eos_token_id == own.eos_token_id
+    messages = [{"role": "user", "content": "cat"}]
+    assert templated.apply_chat_template(messages, tokenize=False) == "the cat"

@@ -1,5 +1,6 @@
 """Packed batches, compared with documents that are tokenised and cut apart naively."""
 
+import inspect
 import json
 import pickle
 from collections import Counter
@@ -437,3 +438,18 @@ def test_fit_resumes_on_the_same_batches(chats_file: Path, tmp_path: Path):
     second = run(9, **folder)
     assert first == straight[:4]
     assert second[-5:] == straight[4:]
+
+
+OTHER_DEFAULTS = {("text", "too_long"): "split", ("image_chat", "workers"): 2}
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [data.preferences, data.unpaired, data.text, data.distillation, data.image_chat, data.prompts],
+)
+def test_options_that_loaders_share_have_the_defaults_of_chat(loader: Any):
+    expected = inspect.signature(data.chat).parameters
+    for name, parameter in inspect.signature(loader).parameters.items():
+        if name in expected:
+            default = OTHER_DEFAULTS.get((loader.__name__, name), expected[name].default)
+            assert (name, parameter.default) == (name, default)

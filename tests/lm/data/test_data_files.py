@@ -1,6 +1,7 @@
 """Files of every form and kind, and what is wrong with them, with its file and line."""
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -97,6 +98,14 @@ def test_json_is_read_in_chunks_with_the_lines_of_its_rows(
     assert [row for _, row in read] == rows
     starts = [number for number, line in enumerate(text.split("\n"), 1) if line == "   {"]
     assert [place.number for place, _ in read] == starts
+    # Between the rows, values that are none, as long as several chunks or a part of one.
+    rng = random.Random(chunk)
+    values = [rng.choice([10 ** rng.randrange(99), -1.5e-7, "1, 2", None, [34]]) for _ in rows]
+    mixed = [x for pair in zip(rows, values, strict=True) for x in pair]
+    path.write_text(json.dumps(mixed, indent=rng.choice([None, 1])), encoding="utf-8")
+    report = Report()
+    assert [row for _, row in reading.rows(str(path), report, False)] == rows
+    assert sum(report.left_out.values()) == len(values)
 
 
 def test_parquet_is_read_across_row_groups(tmp_path: Path):

@@ -143,6 +143,10 @@ def test_batches_of_pairs_resume():
 BEGIN = [{"role": "user", "content": "the cat"}]
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "alike": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` .*alike"),
+    "alike as a whole": (
+        dict.fromkeys(("chosen", "rejected"), [*BEGIN, answer("b")]),
+        "`chosen` and `rejected` .*alike",
+    ),
     "one missing": ({"prompt": "a", "chosen": "b"}, "no `rejected` .*prompt"),
     "no question": (
         {"chosen": "a", "rejected": "b"},

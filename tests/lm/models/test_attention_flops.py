@@ -25,6 +25,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.program.flops import (
     attended_pairs,
+    attention_flops,
     count_flops,
     is_attention,
     is_product,
@@ -164,6 +165,32 @@ def test_a_gradient_is_two_and_a_half_forwards(cudnn, window):
 
     assert gradients(function) == 3.5 * forward
     assert gradients(jax.checkpoint(function)) == 4.5 * forward  # its forward once more
+
+
+@pytest.mark.parametrize("width", [8, WIDTH, 40])
+def test_a_kernel_counts_the_products_of_values_of_another_width(width):
+    q, k, _ = shapes(96, 40)
+    v = jax.ShapeDtypeStruct((*k.shape[:3], width), k.dtype)
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+        return jnp.einsum("bhqk,bkhd->bqhd", jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+
+    def pulled(*arrays):
+        out, pull = jax.vjp(plain, *arrays)
+        return pull(out)
+
+    forward, both = (count_flops(jax.make_jaxpr(f)(q, k, v), is_product) for f in (plain, pulled))
+    # Backward computes the scores again, in place of having them saved.
+    scores = forward * WIDTH // (WIDTH + width)
+    params = {"mask_type": SimpleNamespace(name="NO_MASK"), "sliding_window_length": None}
+    for name, expected in (("fwd", forward), ("bwd", both - forward + scores)):
+        eqn = SimpleNamespace(
+            primitive=SimpleNamespace(name=f"dot_product_attention_{name}"),
+            params=params,
+            invars=[SimpleNamespace(aval=x) for x in (q, k, v)],
+        )
+        assert attention_flops(eqn) == expected
 
 
 @pytest.mark.parametrize("implementation", ["xla", None])

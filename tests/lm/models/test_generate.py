@@ -1,6 +1,7 @@
 """Generated text: that of Transformers, token by token, in every family; and its probabilities."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -121,6 +122,22 @@ def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.
     pages = left[-len(forms[1].pages) :]
     assert plan.paged_bytes == sum(x.nbytes for page in pages for x in jax.tree.leaves(page))
     assert plan.tokens_per_s == pytest.approx(3e6 / (plan.weight_bytes + plan.paged_bytes))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_has_room_for_the_largest_pages_that_are_there_together(seed, monkeypatch):
+    """A page leaves, one is used and one arrives, in layers with caches of different sizes."""
+    rng = np.random.default_rng(seed)
+    room = GenerationMemory(open_source(decoder(num_layers=4)), None)
+    sizes = rng.integers(1, 10**6, 4).tolist()
+    monkeypatch.setattr(room, "_layer_bytes", lambda size: sizes)
+
+    needs = [room.needs(16, 2, resident=False, num_pages=n) for n in range(len(room.pageable) + 1)]
+    assert len(needs) == 5
+    for number, needed in enumerate(needs):
+        paged = [sizes[i] for i in room.pages_of(number)]
+        together = max(map(sum, itertools.combinations(paged, min(number, 3))))
+        assert needs[0] - needed == 2 * (sum(paged) - together)
 
 
 # The weights of a run

@@ -333,6 +333,9 @@ def test_a_kernel_of_which_one_result_differs_is_not_used():
         found = [x * (1.1 if i == wrong else 1.0) for i, x in enumerate(expected)]
         with pytest.warns(UserWarning, match="other results"):
             assert not kernel_checks._agree("experts", lambda found=found: (found, expected), 0.01)
+        found[wrong] = np.full_like(expected[wrong], np.nan)
+        with pytest.warns(UserWarning, match="other results"):
+            assert not kernel_checks._agree("experts", lambda found=found: (found, expected), 0.01)
     assert kernel_checks._agree("experts", lambda: (expected, expected), 0.01)
 
 

@@ -2,12 +2,17 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from megatrain_jax._src.lm.models.families.registry import FAMILIES
+from megatrain_jax._src.lm.models.layers import RMSNorm
+from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.lm.models.rotary import cos_sin_tables
 from megatrain_jax.models import DecoderConfig, Rope
 from messages import refuses, warns
@@ -124,6 +129,13 @@ def test_an_older_phi_3():
     assert left_out.rope.original_length == original
 
 
+def test_a_dynamic_embedding_stretches_beyond_the_length_of_the_configuration():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    values = {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": rope}
+    for original in ({}, {"original_max_position_embeddings": 16}):
+        assert DecoderConfig.from_hf(SIZES | values | original).rope.max_length == 64
+
+
 def test_defaults_are_those_of_the_family():
     windows = DecoderConfig.from_hf(SIZES | {"model_type": "mistral"}).windows
     assert windows == (4096,) * 3
@@ -131,6 +143,10 @@ def test_defaults_are_those_of_the_family():
     gemma = DecoderConfig.from_hf(SIZES | {"model_type": "gemma2"})
     assert gemma.attention_softcap == 50.0 and gemma.windows == (4096, None, 4096)
     assert DecoderConfig.from_hf(SIZES | {"model_type": "qwen3"}).head_dim == 128
+    # Transformers gives the last layer no window, whatever its type.
+    types = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7}
+    gemma = DecoderConfig.from_hf(SIZES | {"model_type": "gemma4_text"} | types)
+    assert gemma.windows == (7, 7, None)
     sparse = DecoderConfig.from_hf(SIZES | {"model_type": "qwen3_moe", "decoder_sparse_step": 2})
     assert sparse.experts is not None and sparse.experts.layers == (1,)
 
@@ -382,3 +398,21 @@ def test_every_type_of_transformers_is_read_or_learns_the_way_without_a_family()
             DecoderConfig.from_hf(transformers.CONFIG_MAPPING[name]().to_dict())
         count += 1
     assert count > 100
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [({}, True), ({"norm_in_fp32": True}, False), ({"norm_offset": 1.0}, False)],
+    ids=["bf16", "fp32", "offset"],
+)
+def test_norms_in_bf16_multiply_in_the_dtype_of_the_configuration(options, rounds):
+    given = {"norm_eps": 1e-6, "norm_offset": 0.0, "norm_in_fp32": False} | options
+    config: Any = SimpleNamespace(**given)
+    norm = RMSNorm(64, config, ParameterMaker(nnx.Rngs(0), jnp.bfloat16, 0.0))
+    x, weight = np.random.default_rng(0).normal(size=(2, 8, 64)).astype(jnp.bfloat16)
+    norm.weight[...] = jnp.asarray(weight[0])
+    wide = x.astype(np.float32)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(1e-6))
+    expected = expected.astype(jnp.bfloat16).astype(np.float32) if rounds else expected
+    expected *= config.norm_offset + weight[0].astype(np.float32)
+    np.testing.assert_array_equal(norm(jnp.asarray(x)), expected.astype(jnp.bfloat16))

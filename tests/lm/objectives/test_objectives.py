@@ -1,11 +1,13 @@
 """Losses of labelled answers and of rewards, compared with their formulas in NumPy."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax import losses
+from megatrain_jax import losses, objectives
 from messages import refuses
 
 
@@ -237,3 +239,15 @@ def test_numbers_without_weight_change_neither_the_loss_nor_gradients(name):
             np.testing.assert_array_equal(found, expected)
             np.testing.assert_array_equal(np.stack(gradients)[:, THERE], np.stack(wanted)[:, THERE])
             np.testing.assert_array_equal(np.stack(gradients[:2])[:, ~THERE], 0)
+
+
+def test_objectives_of_a_decoder_have_the_defaults_of_their_losses():
+    names = {name: name for name in ("dpo", "ipo", "kto", "orpo", "reward", "simpo")}
+    for objective, loss in (names | {"distill": "distillation"}).items():
+        own = inspect.signature(getattr(objectives, objective)).parameters
+        expected = inspect.signature(getattr(losses, loss)).parameters
+        defaults = {name: p.default for name, p in expected.items() if p.default is not p.empty}
+        shared = own.keys() & defaults.keys()
+        assert shared
+        for option in shared:
+            assert own[option].default == defaults[option], (objective, option)
