@@ -15,7 +15,7 @@ from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
-from megatrain_jax._src.engine.program.loss import block_parts
+from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS, largest_block
 from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
@@ -235,4 +235,5 @@ def test_a_value_is_handed_on_until_its_last_reader():
     traced = jax.make_jaxpr(two_products)(jnp.ones((2, 4)), jnp.ones((4, 4)))
     x, w = 32, 64
     # Before tanh, before the product, before the sum, which reads two values, and at the end.
-    assert block_parts._alive(traced.jaxpr, {})[:4] == [x + w, x + w, 2 * x, 0]
+    alive = jx.bytes_alive(traced.jaxpr.eqns, (), lambda v: True)
+    assert alive[:4] == [x + w, x + w, 2 * x, 0]
