@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from megatrain_jax._src.lm.cli.merge_settings import MergeSettings
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
 from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.lm.cli.recipe import precision_of
+from megatrain_jax._src.lm.cli.setting_rules import PrecisionName
 from megatrain_jax._src.lm.common.hf_folder import read_json
 from messages import refuses, tells
 from misuses import (
@@ -522,11 +523,8 @@ def test_public_functions_can_be_pickled():
 
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
-    for name in ("float32", "bfloat16", "float16"):
-        meant = precision_of("float32", None, None, compute=name)
-        assert Options(precision=name).precision == meant
-    for name in ("compact", "two_bytes"):
-        assert Options(precision=name).precision == precision_of(name, None, None)
+    for name in get_args(PrecisionName):
+        assert Options(precision=name).precision == precision_of(name, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
     options = ["--gpu", "h100", "--gpus", "2", "--host", "8GiB", "--tokens", "512"]
     two_bytes = mt.Precision.two_bytes(compute="float32")
     for model, precision, more in (
-        (str(tiny), mt.Precision.compact(), ["--state=compact"]),
-        (str(tiny / "config.json"), two_bytes, ["--state=two_bytes", "--compute=float32"]),
+        (str(tiny), mt.Precision.compact(), ["--precision=compact"]),
+        (str(tiny / "config.json"), two_bytes, ["--precision=two_bytes", "--compute=float32"]),
     ):
         assert main(["plan", model, *options, "--length=128", *more]) == 0
         printed = capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
         "--frozen bfloat16 or --frozen float32, or use --compute float16",
         "--products asks, Use --state float32",
         "--device-budget minimum, --microbatches auto, more --microbatches",
-        "(--state compact)",
+        "(--precision compact)",
     ]
 
 
@@ -247,11 +247,11 @@ def test_only_what_helps_is_advised():
     ("most", "options"),
     [
         (16, "--sums bfloat16"),  # a sum in two bytes instead of four
-        (8, "--state compact"),
-        (6, "--sums bfloat16 --state compact"),
-        (5, "--sums bfloat16 --state compact --optimizer lion"),
-        (4, "--sums bfloat16 --state compact --optimizer adafactor"),
-        (3, "--sums bfloat16 --optimizer adafactor --state two_bytes"),
+        (8, "--precision compact"),
+        (6, "--sums bfloat16 --precision compact"),
+        (5, "--sums bfloat16 --precision compact --optimizer lion"),
+        (4, "--sums bfloat16 --precision compact --optimizer adafactor"),
+        (3, "--sums bfloat16 --optimizer adafactor --precision two_bytes"),
         (2, "--lora-rank 16"),
         (1, "--lora-rank 16 --frozen nf4"),
     ],
@@ -261,7 +261,8 @@ def test_adapters_are_advised_only_where_no_form_of_all_parameters_fits(most: in
         """Bytes of a parameter and its state."""
         if s.lora_rank is not None:
             return 0.5 if s.frozen == "nf4" else 2
-        master, moment = {"float32": (4, 4), "compact": (2, 1), "two_bytes": (1, 0.5)}[s.state]
+        forms = {"auto": (4, 4), "compact": (2, 1), "two_bytes": (1, 0.5)}
+        master, moment = forms[s.precision]
         moments = {"adamw": 2, "lion": 1, "adafactor": 0}[s.optimizer]
         return master + moments * moment + (4 if s.sums == "float32" else 2)
 
@@ -340,7 +341,8 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "2 rows `length`=4096 4"),
         (["plan", "--frozen=int8"], "`frozen`=int8"),
         (["plan", "--tokens=8192"], "`tokens` model"),
-        (["plan", "--state", "int3"], "--state float32, bfloat16, int8, int4, compact two_bytes"),
+        (["plan", "--state", "compact"], "--state float32 compact --precision"),
+        (["plan", "--state", "int3"], "--state float32, bfloat16, int8, int4"),
         (["plan", "--clip", "-1"], "`clip` 0 -1.0"),
         (["plan", "--gpuss", "H100"], "--gpuss `--gpus`"),
         (["plan", "--gp", "H100"], "--gp `--gpu` `--gpus`"),

@@ -266,7 +266,7 @@ def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
     ("options", "message"),
     [
         (["--master", "int4"], "--master float32, bfloat16, int8 null int4"),
-        (["--state", "int3"], "--state float32, bfloat16, int8, int4, compact int3"),
+        (["--state", "int3"], "--state float32, bfloat16, int8, int4 int3"),
         (["--model", "there/is/none"], "`model` there/is/none"),
         (["--data", __file__], "test_cli_finetune.py `data` .csv"),
         (["--microbatches", "3"], "`microbatches`=3 `batch`=4"),

@@ -205,7 +205,7 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
     given = ["--gpu", "H100", "--tokens", "1024", "--length", "512", limit, "30GiB"]
     assert main(["plan", str(tmp_path), *given]) == 1
     advised = re.findall(r"--[\w-]+ [\w-]+", capsys.readouterr().out.splitlines()[-1])
-    assert advised and {*advised} == {"--state two_bytes"}
+    assert advised and {*advised} == {"--precision two_bytes"}
     # The first plan was asked for.
     assert {state for num, state in planned[1:] if num == 10} == {"two_bytes"}
     assert {state for num, state in planned if num == 4} > {"two_bytes"}

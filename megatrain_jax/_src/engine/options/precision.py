@@ -146,8 +146,8 @@ class Precision:
         """Returns a precision as a record, also if it is a name.
 
         "auto" is `Precision()`; "compact" and "two_bytes" are `Precision.compact()` and
-        `.two_bytes()`. "bfloat16", "float16" and "float32" are dtypes of the computation, as after
-        `--compute` on the command line; masters and optimizer state are fp32.
+        `.two_bytes()`. "bfloat16", "float16" and "float32" are dtypes of the computation; masters
+        and optimizer state are fp32. `--precision` of the command has the same names.
 
         Args:
             value: The precision or its name.

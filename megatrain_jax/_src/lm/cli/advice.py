@@ -132,9 +132,9 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
         cost = "rounds the sums of gradients to 16 bits"
         yield _option("--sums bfloat16", cost, sums="bfloat16")
     is_known = settings.optimizer_options is None
-    if settings.state not in ("compact", "two_bytes"):
+    if settings.precision not in ("compact", "two_bytes"):
         cost = "rounds parameters to bfloat16 and the optimizer's moments to 8 bits"
-        yield _option("--state compact", cost, state="compact")
+        yield _option("--precision compact", cost, precision="compact", state=None, master=None)
     # Of the known optimizers, only AdamW has more state than Lion.
     if settings.optimizer == "adamw" and is_known:
         cost = "needs a learning rate of its own, 3 to 10 times lower than AdamW's"
@@ -144,9 +144,9 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
     if settings.optimizer in ("adamw", "lion", "muon") and is_known:
         cost = "has no momentum and needs a learning rate of its own"
         yield _option("--optimizer adafactor", cost, optimizer="adafactor")
-    if settings.state != "two_bytes":
+    if settings.precision != "two_bytes":
         cost = "rounds parameters to 8 bits and moments to 4 bits, which is experimental"
-        yield _option("--state two_bytes", cost, state="two_bytes")
+        yield _option("--precision two_bytes", cost, precision="two_bytes", state=None, master=None)
     if "GPU memory" in lacking and settings.length % 2 == 0 and settings.length >= 1024:
         half = settings.length // 2
         yield _option(f"--length {half}", f"cuts texts at {half:,} tokens", length=half)

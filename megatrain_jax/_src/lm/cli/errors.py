@@ -12,11 +12,10 @@ _OF_TRACEBACKS = "JAX_TRACEBACK_FILTERING"
 _ADVICE = (
     (r'Precision\(products=\{"\*": "float8"\}\)', "--products float8-all"),
     (r"Map these paths to float32 in Precision\(state=\{\.\.\.\}\)", "Use --state float32"),
-    (r"Precision\.compact\(\)", "--state compact"),
+    (r"Precision\.compact\(\)", "--precision compact"),
     (r"Precision\((\w+)=(?:\.\.\.|\"(\w+)\")\)", r"--\1 \2"),
     (r"`precision` asks for float8", "--products asks for float8"),
     (r"state that `precision` holds", "state that --state holds"),
-    (r'\bprecision="(\w+)"', r"--compute \1"),
     (r'`?\b([a-z]\w*)="(\w+)"`?', r"--\1 \2"),
     (r"`(compute|device_budget|host_budget|microbatches)`", r"--\1"),
 )

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatrain_jax._src.common.other_libraries import COMMAND
 from megatrain_jax._src.common.suggestions import did_you_mean, meant_option
+from megatrain_jax._src.lm.cli.setting_rules import PrecisionName
 
 # Names of values in other libraries.
 _VALUES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -39,6 +40,8 @@ def wrong_value(name: str, kind: Any, given: str) -> str:
         '--compute takes bfloat16, float16 or null, but is fp16; did you mean `float16`?'
     """
     hint = did_you_mean(_VALUES.get(given.lower(), given), _choices(kind))
+    if name in ("state", "master") and given in get_args(PrecisionName):
+        hint = f"; did you mean `--precision {given}`?"
     return f"{option(name)} takes {_alternatives(kind)}, but is {given or 'empty'}{hint}"
 
 

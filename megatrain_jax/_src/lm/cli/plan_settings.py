@@ -10,6 +10,7 @@ from megatrain_jax._src.lm.cli.setting_rules import (
     Frozen,
     Master,
     Microbatches,
+    PrecisionName,
     Products,
     State,
     Sums,
@@ -30,11 +31,14 @@ class PlanSettings:
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
         microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
-        state: Form of optimizer state; compact is int8 beside masters in bfloat16, two_bytes is
-            int4 beside masters in int8.
-        master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
+        precision: Forms of masters, optimizer state and computation together: compact has masters
+            in bfloat16 and state in int8, two_bytes int8 and int4; the other names are a compute
+            dtype. The next four options override parts of it.
+        state: Form of optimizer state at rest; default: that of `precision`, or float32.
+        master: Form of the masters at rest; default: that of `precision`, or float32.
         sums: Form of sums of gradients over microbatches.
-        compute: dtype of the computation; default: bfloat16, or float16 on a GPU without bfloat16.
+        compute: dtype of the computation; default: that of `precision`, or bfloat16, or float16 on
+            a GPU without bfloat16.
         products: Form of large products with parameters, or float8-all for small ones, too;
             default: as `compute`.
         optimizer: adamw, lion, muon, adafactor or sgd; or module:function, a function from the
@@ -64,7 +68,8 @@ class PlanSettings:
     tokens: int | None = None
     length: int = 4096
     microbatches: Microbatches = 1
-    state: State = "float32"
+    precision: PrecisionName = "auto"
+    state: State | None = None
     master: Master | None = None
     sums: Sums = "float32"
     compute: Compute | None = None

@@ -85,6 +85,7 @@ class Planner:
             self._optimizer,
             remembered("batch", lambda: (rows, length), lambda: batch_shapes(rows, length)),
             precision=precision_of(
+                settings.precision,
                 settings.state,
                 settings.master,
                 frozen,

@@ -12,6 +12,7 @@ from megatrain_jax._src.lm.cli.setting_rules import (
     Decay,
     Frozen,
     Master,
+    PrecisionName,
     Products,
     State,
     Sums,
@@ -19,38 +20,40 @@ from megatrain_jax._src.lm.cli.setting_rules import (
 
 
 def precision_of(
-    state: State,
+    name: PrecisionName,
+    state: State | None,
     master: Master | None,
     frozen: Frozen | None,
     compute: DTypeLike | None = None,
+    *,
+    without: DTypeLike | None = None,
     sums: Sums = "float32",
     products: Products | None = None,
 ) -> mt.Precision:
     """The precision of a run.
 
     Args:
-        state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16, and
-            "two_bytes" is "int4" beside masters in int8.
-        master: Form of the masters; None for the one that belongs to "compact" or "two_bytes", else
-            for fp32.
+        name: Name of a precision; the other arguments override its parts.
+        state: Form of optimizer state; None for the named precision's.
+        master: Form of the masters; None for the named precision's.
         frozen: Form of frozen parameters; None for the masters' form.
-        compute: dtype that parameters are cast to for the model's computation; None for the GPU's
-            own, bfloat16 or float16.
+        compute: dtype that parameters are cast to for the model's computation; None for the named
+            precision's.
+        without: The same if neither has one; None for the GPU's own, bfloat16 or float16.
         sums: Form of sums of gradients over microbatches.
         products: Form of products with parameters; None for `compute`. "float8" leaves small
             ones as they are, "float8-all" does not.
 
     Examples:
-        >>> precision_of("compact", None, None) == mt.Precision.compact()
+        >>> precision_of("compact", None, None, None) == mt.Precision.compact()
         True
     """
-    named = {"compact": mt.Precision.compact(), "two_bytes": mt.Precision.two_bytes()}
-    plain = named.get(state) or mt.Precision(state=jnp.dtype(state))
+    named = mt.Precision.of(name)
     return mt.Precision(
-        master=jnp.dtype(master) if master else plain.master,
-        state=plain.state,
+        master=jnp.dtype(master) if master else named.master,
+        state=jnp.dtype(state) if state else named.state,
         frozen=frozen,
-        compute=compute,
+        compute=compute or named.compute or without,
         sums=sums,
         products={"*": "float8"} if products == "float8-all" else products,
     )

@@ -20,10 +20,12 @@ def precision_of_run(
         here: The machine; None without a GPU.
     """
     return precision_of(
+        settings.precision,
         settings.state,
         settings.master,
         frozen,
-        settings.compute or ("float32" if here is None else None),
+        settings.compute,
+        without="float32" if here is None else None,
         sums=settings.sums,
         products=settings.products,
     )

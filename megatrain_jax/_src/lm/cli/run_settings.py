@@ -11,6 +11,7 @@ from megatrain_jax._src.lm.cli.setting_rules import (
     Decay,
     Master,
     Microbatches,
+    PrecisionName,
     Products,
     State,
     Sums,
@@ -48,12 +49,14 @@ class RunSettings:
         b1: Decay of the mean of gradients, in adamw, lion and muon's adamw.
         b2: Decay of the mean of their squares; in lion, of its momentum.
         clip: Maximum global norm of the gradients; null for no clipping.
-        state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16,
-            two_bytes is int4 beside masters in int8.
-        master: Form of the masters at rest; default: float32, or as compact or two_bytes has it.
+        precision: Forms of masters, optimizer state and computation together: compact has masters
+            in bfloat16 and state in int8, two_bytes int8 and int4; the other names are a compute
+            dtype. The next four options override parts of it.
+        state: Form of optimizer state at rest; default: that of `precision`, or float32.
+        master: Form of the masters at rest; default: that of `precision`, or float32.
         sums: Form of sums of gradients over microbatches.
-        compute: dtype of the computation; default: bfloat16 on a GPU, float16 on one without
-            bfloat16, and float32 elsewhere. float16 scales the loss.
+        compute: dtype of the computation; default: that of `precision`, or bfloat16 on a GPU,
+            float16 on one without bfloat16, and float32 elsewhere. float16 scales the loss.
         products: Form of large products with parameters, or float8-all for small ones, too;
             default: as `compute`.
         device_budget: GPU memory for state and activations, such as 22GiB, or minimum.
@@ -87,7 +90,8 @@ class RunSettings:
     b1: float = 0.9
     b2: float = 0.95
     clip: float | None = 1.0
-    state: State = "float32"
+    precision: PrecisionName = "auto"
+    state: State | None = None
     master: Master | None = None
     sums: Sums = "float32"
     compute: Compute | None = None

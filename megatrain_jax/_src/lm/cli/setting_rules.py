@@ -7,7 +7,8 @@ from typing import Any, Literal
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import did_you_mean
 
-State = Literal["float32", "bfloat16", "int8", "int4", "compact", "two_bytes"]
+PrecisionName = Literal["auto", "compact", "two_bytes", "bfloat16", "float16", "float32"]
+State = Literal["float32", "bfloat16", "int8", "int4"]
 Compute = Literal["bfloat16", "float16", "float32"]
 Master = Literal["float32", "bfloat16", "int8"]
 Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
