@@ -162,6 +162,7 @@ RUN = {
             *(re.compile("layers"), lambda: True, lambda path, value, more: True, object()),
         ),
     ),
+    "eval_loss_fn": Argument((None, loss_fn), tuple(x for x in NO_LOSSES if x is not None)),
     "on_nonfinite": Argument(
         ("raise", "skip"), ("", "Skip", "ignore", True, None, 0, b"skip", ["skip"], np.ones(2))
     ),

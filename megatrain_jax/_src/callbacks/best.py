@@ -81,6 +81,9 @@ class EarlyStopping(Callback):
 
     Earlier values in the history count: a run that continues, in this process or from a checkpoint,
     stops where it would have stopped in one piece.
+
+    Attributes:
+        metric: The name of the metric.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class EarlyStopping(Callback):
             TypeError: If an argument has a wrong type.
             ValueError: If an argument is out of range.
         """
-        self._best = _Best(metric, mode, min_delta)
+        self._best, self.metric = _Best(metric, mode, min_delta), metric
         self._patience = checks.integer("patience", patience)
 
     def begin(self, trainer: Trainer) -> None:
@@ -134,6 +137,7 @@ class KeepBest(Callback):
     from it.
 
     Attributes:
+        metric: The name of the metric.
         path: The newest complete checkpoint; None before the first.
     """
 
@@ -159,7 +163,7 @@ class KeepBest(Callback):
             ValueError: If an argument is out of range, or the metric is not of evaluations.
         """
         self._folder = Path(checks.path("folder", folder)).absolute()
-        self._best = _Best(metric, mode, min_delta)
+        self._best, self.metric = _Best(metric, mode, min_delta), metric
         if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
             raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')

@@ -20,6 +20,9 @@ class Callback:
 
     The methods are called in the order of `callbacks`. They must not move the trainer, by a step or
     by restoring. A run that had nothing left to do calls none of them.
+
+    A callback that decides by a metric may have its name as attribute `metric`: `fit` then refuses
+    a run that never evaluates a metric of evaluations.
     """
 
     def begin(self, trainer: Trainer) -> None:

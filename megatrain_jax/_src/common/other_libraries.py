@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 RUN_OPTIONS = (
-    "params microbatches waves precision device_budget host_budget trainable on_nonfinite "
-    "max_skipped seed hardware mesh"
+    "params microbatches waves precision device_budget host_budget trainable eval_loss_fn "
+    "on_nonfinite max_skipped seed hardware mesh"
 ).split()
 LOOP_OPTIONS = (
     "steps epochs eval_data eval_every checkpoint_dir checkpoint_every keep callbacks progress"

@@ -36,6 +36,7 @@ def compare_plans(
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
     trainable: Trainable = None,
+    eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
     max_skipped: int = 10,
     seed: int = 0,
@@ -71,10 +72,12 @@ def compare_plans(
             all that is available at the start, less a reserve; see `plan`.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all; see `plan`.
+        eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
+            see `plan`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue; see `plan`.
         max_skipped: Number of consecutive skipped steps that is an error; see `plan`.
-        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`; see `plan`.
         hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
             such as "H100"; None for this machine, or an H200 without a GPU.
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
@@ -122,6 +125,7 @@ def compare_plans(
         device_budget=device_budget,
         host_budget=host_budget,
         trainable=trainable,
+        eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
         max_skipped=max_skipped,
         seed=seed,

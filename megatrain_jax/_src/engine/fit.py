@@ -75,6 +75,7 @@ def fit(
     device_budget: DeviceBudget = None,
     host_budget: HostBudget = None,
     trainable: Trainable = None,
+    eval_loss_fn: Callable[..., Any] | None = None,
     on_nonfinite: OnNonfinite = "raise",
     max_skipped: int = 10,
     seed: int = 0,
@@ -115,8 +116,9 @@ def fit(
         eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
             first batch is checked before the first step; a function is called for that, and its
             result serves the first evaluation.
-        eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
-            the end of the run is always evaluated, even for a finished run that was not.
+        eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
+            of `epochs`, or only at the end. If there is `eval_data`, the end of the run is always
+            evaluated, even for a finished run that was not.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
             run can write there at the same time.
@@ -143,10 +145,12 @@ def fit(
             all that is available at the start, less a reserve; see `Trainer`.
         trainable: The parameters to train, as a regular expression on their paths, a predicate of
             the path, a filter of `flax.nnx`, or a list of these; None trains all; see `Trainer`.
+        eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`;
+            see `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue; see `Trainer`.
         max_skipped: Number of consecutive skipped steps that is an error; see `Trainer`.
-        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`; see `Trainer`.
         hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
             such as "H100"; None for this machine, or an H200 without a GPU.
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device;
@@ -186,6 +190,7 @@ def fit(
         device_budget=device_budget,
         host_budget=host_budget,
         trainable=trainable,
+        eval_loss_fn=eval_loss_fn,
         on_nonfinite=on_nonfinite,
         max_skipped=max_skipped,
         seed=seed,
@@ -198,6 +203,7 @@ def fit(
     check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
+    loop.check_evaluated(at_end=False)
     run = replace(run, mesh=run.mesh or default_mesh())
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes
@@ -268,9 +274,9 @@ def train(
             beginning.
         eval_data: Evaluation batches, iterated anew each time, or a function that returns them; see
             `fit`.
-        eval_every: Evaluate after each multiple of this number of steps; see `fit`. Steps are
-            counted over the trainer's life. If Ctrl-C cut off an evaluation due after the trainer's
-            last step, it is made first.
+        eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
+            of `epochs`, or only at the end; see `fit`. Steps are counted over the trainer's life.
+            If Ctrl-C cut off an evaluation due after the trainer's last step, it is made first.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint; see `fit`. Without `resume`, the folder must not contain later steps.
         checkpoint_every: Save after each multiple of this number of steps; see `fit`.
@@ -304,6 +310,7 @@ def train(
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
+    loop.check_evaluated(at_end=True)
     with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:

@@ -19,7 +19,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.engine.adapt.loss_function import Prediction
+from megatrain_jax._src.engine.adapt.loss_function import Prediction, check_loss, name_of
 from megatrain_jax._src.engine.checkpoint.contents import coding_of, entries_of
 from megatrain_jax._src.engine.checkpoint.folder import in_all_processes, local_path
 from megatrain_jax._src.engine.checkpoint.restore import check, load
@@ -29,7 +29,7 @@ from megatrain_jax._src.engine.checkpoint.workspace import UnownedWorkspace, Wor
 from megatrain_jax._src.engine.history import History, as_json, weighted_means
 from megatrain_jax._src.engine.kernels.steps import as_facts, scaling_of
 from megatrain_jax._src.engine.options.batch_checks import check_batch, check_like, other_arrays
-from megatrain_jax._src.engine.options.inputs import check_data, check_loss
+from megatrain_jax._src.engine.options.inputs import check_data
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.index import Index, joined
 from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
@@ -81,7 +81,7 @@ class RunState:
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
-        self._sample = joined_shapes(sample_batch, 1)
+        self._sample, self._warned = joined_shapes(sample_batch, 1), False
         self.bound: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
     def __reduce_ex__(self, protocol: Any) -> Never:
@@ -292,12 +292,13 @@ class RunState:
         """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
         self._check_values(batch)
         spec, placement = self.spec, self.store.placement
+        loss_fn = self._loss_to_evaluate(batch)
         shapes = joined_shapes(batch, placement.processes.count)
         if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
-            self._bind(batch, train=False, loss_fn=spec.loss_fn)
+            self._bind(batch, train=False, loss_fn=loss_fn)
             return
         with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
-            spec.trace(shapes, train=False, loss_fn=spec.loss_fn)
+            spec.trace(shapes, train=False, loss_fn=loss_fn)
 
     def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
         """Dispatches a training step; see `Trainer.step`.
@@ -342,7 +343,7 @@ class RunState:
         """Computes loss and metrics of batches; see `Trainer.evaluate`."""
         if loss_fn is not None:
             check_loss(loss_fn)
-        found = list(self._evaluated(batches, loss_fn or self.spec.loss_fn))
+        found = list(self._evaluated(batches, lambda b: loss_fn or self._loss_to_evaluate(b)))
         rows, sizes = zip(*found, strict=True)
         return weighted_means(jax.device_get(rows), sizes)
 
@@ -350,7 +351,7 @@ class RunState:
         """Computes arrays with a row for each example; see `Trainer.predict`."""
         check_loss(fn, "fn")
         here, found = self.store.placement.part_here, []
-        for arrays, _ in self._evaluated(batches, Prediction(fn)):
+        for arrays, _ in self._evaluated(batches, lambda batch: Prediction(fn)):
             if found:
                 found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
                 _check_joinable(found[0], arrays, len(found) + 1)
@@ -359,20 +360,34 @@ class RunState:
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def _evaluated(
-        self, batches: Iterable[Any], loss_fn: Callable[..., Any]
+        self, batches: Iterable[Any], loss_of: Callable[[Any], Callable[..., Any]]
     ) -> Iterator[tuple[Any, int | None]]:
-        """The results of batches, at least one; see `evaluate_batches`."""
+        """The results of the loss of each batch, at least one; see `evaluate_batches`."""
         check_data("batches", batches, "to evaluate on one batch, pass [batch]")
         self.flush()
 
         def bind(batch: Any) -> BoundStep:
             self._check_values(batch)
-            return self._bind(batch, train=False, loss_fn=loss_fn)
+            return self._bind(batch, train=False, loss_fn=loss_of(batch))
 
         found = evaluate_batches(self.engine, batches, bind)
         if (first := next(found, None)) is None:
             raise ValueError("`batches` gave no batch to evaluate")
         return itertools.chain([first], found)
+
+    def _loss_to_evaluate(self, batch: Any) -> Callable[..., Any]:
+        """The run's loss for evaluation; warns once if it is the training loss, and trains."""
+        spec = self.spec
+        given = spec.options.eval_loss_fn
+        if given is None and not self._warned:
+            self._warned = True
+            if does := spec.adapted.only_in_training(spec.loss_fn, batch):
+                warn_user(
+                    f"in evaluations, {name_of(spec.loss_fn)} {does}, as in training: pass "
+                    "`eval_loss_fn`, a loss that calls the model as for inference, such as "
+                    "model(x, train=False), or the same loss if this is meant"
+                )
+        return given or spec.loss_fn
 
     def _check_values(self, batch: Any) -> None:
         """Checks a batch to evaluate, which need not be like the first one to train on."""

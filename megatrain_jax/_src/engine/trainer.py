@@ -65,6 +65,7 @@ class Trainer(ExplainedAttributes):
         device_budget: DeviceBudget = None,
         host_budget: HostBudget = None,
         trainable: Trainable = None,
+        eval_loss_fn: Callable[..., Any] | None = None,
         on_nonfinite: OnNonfinite = "raise",
         max_skipped: int = 10,
         seed: int = 0,
@@ -117,13 +118,17 @@ class Trainer(ExplainedAttributes):
                 parameters have neither gradients nor optimizer state and are only copied to the
                 device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place.
+            eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for
+                `loss_fn`. A Linen module that is called differently in training needs one, as in
+                ``model(x, train=False)``; an NNX module is evaluated as after ``.eval()``.
             on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the step number unchanged and continue. Skipping is decided
                 over all gradients, so no parameter is updated before all are known. Steps in
                 float16 always skip: this is how the scale of the loss is found.
             max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an
                 error only if the loss is not finite or its scale is already 1.
-            seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+            seed: Seed of a Linen module's parameters and of the keys for `loss_fn`. An NNX module
+                draws from its own `nnx.Rngs`: its dropout depends on their seed.
             hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's
                 name such as "H100"; None for this machine, or an H200 without a GPU.
             mesh: The devices to train on; None for all GPUs that JAX sees, or else its first
@@ -146,6 +151,7 @@ class Trainer(ExplainedAttributes):
             device_budget=device_budget,
             host_budget=host_budget,
             trainable=trainable,
+            eval_loss_fn=eval_loss_fn,
             on_nonfinite=on_nonfinite,
             max_skipped=max_skipped,
             seed=seed,
@@ -249,7 +255,7 @@ class Trainer(ExplainedAttributes):
 
         Args:
             batches: An iterable of batches.
-            loss_fn: A loss function to use instead of the training loss.
+            loss_fn: A loss function to use instead of the run's `eval_loss_fn` or training loss.
 
         Returns:
             Means over all batches. Each batch, and each of its microbatches, is weighted by the

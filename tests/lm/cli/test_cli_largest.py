@@ -179,11 +179,11 @@ def test_a_search_for_advice_plans_no_model_whose_state_fills_the_host(
     tmp_path, monkeypatch, capsys, limit
 ):
     gib, planned = 2**30, []
-    per_layer = {"float32": 12 * gib, "compact": 4 * gib, "two_bytes": 2 * gib}
+    per_layer = {"auto": 12 * gib, "compact": 4 * gib, "two_bytes": 2 * gib}
 
     def plan(self, config, *shape, **options):
-        num, each = config.num_layers, per_layer[self.settings.state]
-        planned.append((num, self.settings.state))
+        num, each = config.num_layers, per_layer[self.settings.precision]
+        planned.append((num, self.settings.precision))
         row = SimpleNamespace(name="layers.0 … layers.9", count=num, host_bytes=each)
         return SimpleNamespace(
             groups=[row],

@@ -414,6 +414,7 @@ PLAN = [
         At(place="plan.sample_batch", of=shape(0), expected=8),
     ),
     option("microbatches", 2, "plan.microbatches"),
+    option("precision", "compact", precision("state", "int8")[1]),
     option("state", "int8", precision("state")[1]),
     option("master", "bfloat16", precision("master")[1]),
     option("sums", "bfloat16", precision("sums")[1]),

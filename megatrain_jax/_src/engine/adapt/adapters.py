@@ -72,6 +72,9 @@ class AdaptedModel:
         rebuild: `rebuild(leaves, variables)` is a model of the user's own type with these arrays.
         check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
             and all arrays of the batch are NumPy's: nothing is copied back from the device.
+        only_in_training: `only_in_training(loss_fn, batch)` says what calling the function does
+            that belongs to training, such as "draws random numbers", or "". It is "" for an NNX
+            module, which is evaluated in another mode, and for a pytree, which has no state.
         builder: name of the function that builds the model; None for a model given as it is.
     """
 
@@ -83,6 +86,7 @@ class AdaptedModel:
     params_tree: Callable[[Sequence[Any]], Any]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     check_batch: Callable[[Any], None]
+    only_in_training: Callable[[Callable[..., Any], Any], str]
     builder: str | None = None
 
 
@@ -253,6 +257,10 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
             return None, checked_rows(loss_fn.fn, result, batch), variables
         return *checked_result(loss_fn, result), variables
 
+    def only_in_training(loss_fn: Callable[..., Any], batch: Any) -> str:
+        trees = params_tree(shapes), variables_tree(variable_shapes)
+        return shell.only_in_training(loss_fn, batch, *trees)
+
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
         return shell.rebuild(params_tree(leaves), variables_tree(variables))
 
@@ -268,6 +276,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         params_tree=params_tree,
         rebuild=rebuild,
         check_batch=_batch_check(rebuild(shapes, variable_shapes)),
+        only_in_training=only_in_training,
     )
 
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.checks import refused
+
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
 _RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVAL_PREFIX = "eval_"
@@ -88,6 +90,21 @@ def takes_rng(loss_fn: Callable[..., Any], name: str = "loss_fn") -> bool:
             f"key; {_UNPACK}."
         )
     return takes_rng
+
+
+def check_loss(loss_fn: Any, name: str = "loss_fn") -> None:
+    """Checks that a function of model and batch takes the right arguments and is hashable.
+
+    Raises:
+        TypeError: If it isn't; `name` is its argument in the message.
+    """
+    takes_rng(loss_fn, name)
+    try:
+        hash(loss_fn)
+    except TypeError as error:
+        raise TypeError(
+            refused(name, "hashable, since compiled steps are kept by it", loss_fn)
+        ) from error
 
 
 def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:

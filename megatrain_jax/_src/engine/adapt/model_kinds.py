@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.trees import ModelPath, path_name
+from megatrain_jax._src.engine.adapt.loss_function import loss_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,13 @@ class Shell:
         call: (loss_fn, tuple of arguments after the model, params tree, variables tree, rng key,
             whether it trains) → (result of loss_fn, new variables tree).
         rebuild: (params tree, variables tree) → model.
+        only_in_training: (loss_fn, batch, params tree, variables tree, all as shapes) → what the
+            call does that belongs to training, in words; "" for nothing.
     """
 
     call: Callable[..., tuple[Any, Any]]
     rebuild: Callable[[Any, Any], Any]
+    only_in_training: Callable[..., str] = lambda *_: ""
 
 
 # A split model: parameters, untrained state, and the shell that rejoins them.
@@ -205,6 +209,9 @@ def _nnx_parts(model: Any) -> Parts:
     model = nnx.merge(*nnx.split(model))
     nnx.pop(model, nnx.Intermediate)
     _mark_traced_arrays(model)
+    # A model left in evaluation mode trains; single modules in it are frozen on purpose.
+    modes = [mode for _, node in nnx.iter_graph(model) for mode in _modes(node)]
+    is_left = bool(modes) and all(mode is True for mode in modes)
     graphdef, params, variables = nnx.split(model, nnx.Param, ...)
     _check_static(graphdef)
     _check_values(params)
@@ -215,9 +222,9 @@ def _nnx_parts(model: Any) -> Parts:
         # Without a copy the variables belong to an outer trace and refuse to be changed.
         model = nnx.merge(graphdef, params, variables, copy=True)
         # Dropout and batch norm read this flag of NNX modules.
-        if not train:
+        if not train or is_left:
             for module in _nnx_modules(model):
-                module.eval()
+                module.train() if train else module.eval()
         result = loss_fn(model, *args)
         _, after, _, changed = nnx.split(model, nnx.Param, nnx.Intermediate, ...)
         check_same_paths("parameters", param_paths, after)
@@ -227,6 +234,12 @@ def _nnx_parts(model: Any) -> Parts:
         return nnx.merge(graphdef, params, variables)
 
     return params, variables, Shell(call=call, rebuild=rebuild)
+
+
+def _modes(node: Any) -> list[Any]:
+    """The flags of an NNX module that `.train()` and `.eval()` set."""
+    names = ("deterministic", "use_running_average")
+    return [vars(node)[n] for n in names if isinstance(node, nnx.Module) and n in vars(node)]
 
 
 def _mark_traced_arrays(model: Any) -> None:
@@ -297,13 +310,35 @@ def linen_parts(
         changed = _plain(changed)
         return result, {name: changed.get(name, {}) for name in names}
 
+    def only_in_training(loss_fn, batch, params, variables):
+        found = []
+        for does, mutable, streams in (
+            ("draws random numbers (dropout)", flax.core.DenyList("params"), ()),
+            ("updates the module's state (BatchNorm)", False, ("params",)),
+        ):
+            apply = linen.apply(loss_fn, module, mutable=mutable)
+
+            def called(params, variables, key, batch, apply=apply, streams=streams):
+                args = loss_arguments(loss_fn, batch, key)
+                return apply(
+                    {"params": params, **variables}, *args, rngs=dict.fromkeys(streams, key)
+                )
+
+            try:
+                jax.eval_shape(called, params, variables, key, batch)
+            except (flax.errors.InvalidRngError, flax.errors.ModifyScopeVariableError):
+                found.append(does)
+            except Exception:  # for want of what was left out; the evaluation reports the rest
+                continue
+        return " and ".join(found)
+
     def rebuild(params: Any, variables: Any) -> Any:
         # Bound as in training, so that the loss can be called with it: with random numbers, and
         # with state that it may change.
         rngs = {"params": jax.random.key(seed)}
         return module.bind({"params": params, **variables}, rngs=rngs, mutable=names)
 
-    return params, state, Shell(call=call, rebuild=rebuild)
+    return params, state, Shell(call=call, rebuild=rebuild, only_in_training=only_in_training)
 
 
 def _is_linen_state(

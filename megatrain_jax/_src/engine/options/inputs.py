@@ -18,7 +18,7 @@ from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.engine.adapt.adapters import check_model
-from megatrain_jax._src.engine.adapt.loss_function import name_of, takes_rng
+from megatrain_jax._src.engine.adapt.loss_function import check_loss, name_of
 from megatrain_jax._src.engine.adapt.model_kinds import flatten, is_pytree_model
 from megatrain_jax._src.engine.options.machine import mesh_of
 from megatrain_jax._src.engine.options.options import EvalData, are_batches
@@ -88,21 +88,6 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
             "`mesh` must have devices of this process alone, or equally many of each process; it "
             f"has {rows}"
         )
-
-
-def check_loss(loss_fn: Any, name: str = "loss_fn") -> None:
-    """Checks that a function of model and batch takes the right arguments and is hashable.
-
-    Raises:
-        TypeError: If it isn't; `name` is its argument in the message.
-    """
-    takes_rng(loss_fn, name)
-    try:
-        hash(loss_fn)
-    except TypeError as error:
-        raise TypeError(
-            refused(name, "hashable, since compiled steps are kept by it", loss_fn)
-        ) from error
 
 
 def check_data(name: str, data: Any, one_batch: str) -> None:

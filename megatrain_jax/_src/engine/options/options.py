@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.sizes import bytes_of
+from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX, check_loss
 from megatrain_jax._src.engine.options.machine import (
     check_mesh_given,
     check_products,
@@ -77,13 +78,17 @@ class Options:
             neither gradients nor optimizer state and are only copied to the device, in
             `precision.frozen` if that is given; the optimizer sees `optax.MaskedNode` in their
             place.
+        eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`. A
+            Linen module that is called differently in training needs one, as in ``model(x,
+            train=False)``; an NNX module is evaluated as after ``.eval()``.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to leave
             everything but the step number unchanged and continue. Skipping is decided over all
             gradients, so no parameter is updated before all are known. Steps in float16 always
             skip: this is how the scale of the loss is found.
         max_skipped: Number of consecutive skipped steps that is an error. In float16 it is an error
             only if the loss is not finite or its scale is already 1.
-        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`. An NNX module draws
+            from its own `nnx.Rngs`: its dropout depends on their seed.
         hardware: The machine whose rates the schedule and `plan` use, a `Hardware` or a card's name
             such as "H100"; None for this machine, or an H200 without a GPU.
         mesh: The devices to train on; None for all GPUs that JAX sees, or else its first device. It
@@ -102,6 +107,7 @@ class Options:
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
     trainable: Trainable = None
+    eval_loss_fn: Callable[..., Any] | None = None
     on_nonfinite: OnNonfinite = "raise"
     max_skipped: int = 10
     seed: int = 0
@@ -150,6 +156,8 @@ class Options:
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
         )
+        if self.eval_loss_fn is not None:
+            check_loss(self.eval_loss_fn, "eval_loss_fn")
         _check_waves(self.waves, self.microbatches)
         _check_on_nonfinite(self.on_nonfinite)
         check_products(self.dtypes, self.machine)
@@ -223,7 +231,8 @@ class LoopOptions:
         eval_data: Evaluation batches, iterated anew each time, or a function that returns them. The
             first batch is checked before the first step; a function is called for that, and its
             result serves the first evaluation.
-        eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
+        eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
+            of `epochs`, or only at the end. If there is `eval_data`,
             the end of the run is always evaluated, even for a finished run that was not.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
@@ -278,6 +287,26 @@ class LoopOptions:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
         elif self.keep != LoopOptions.keep:
             raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
+
+    def check_evaluated(self, *, at_end: bool) -> None:
+        """Checks that callbacks that decide by an evaluation's metric will see some.
+
+        Args:
+            at_end: Whether one evaluation at the end is enough, since the caller may go on.
+
+        Raises:
+            ValueError: If a callback would see none.
+        """
+        for i, callback in enumerate(self.callbacks):
+            metric = getattr(callback, "metric", None)
+            if not isinstance(metric, str) or not metric.startswith(EVAL_PREFIX):
+                continue
+            if self.eval_data is None or self.eval_every is None and not at_end:
+                lacking = "`eval_data`" if self.eval_data is None else "`eval_every` or `epochs`"
+                raise ValueError(
+                    f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of "
+                    f"evaluations, and there will be none during training: pass {lacking}"
+                )
 
     @property
     def agreed_options(self) -> dict[str, Any]:

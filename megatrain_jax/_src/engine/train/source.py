@@ -151,6 +151,8 @@ def length_of(data: Any) -> int | None:
 def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
     """The data repeated for `epochs`, and the options with the number of steps instead.
 
+    Without `eval_every`, evaluation data is evaluated after each epoch.
+
     Args:
         data: The user's data.
         options: The options, unchanged if they have no `epochs`.
@@ -170,7 +172,9 @@ def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
         )
     if not length:
         raise ValueError(EMPTY)
-    return _Epochs(data, epochs), replace(options, epochs=None, steps=epochs * length)
+    every = length if options.eval_data is not None else None
+    changes = {"steps": epochs * length, "eval_every": options.eval_every or every}
+    return _Epochs(data, epochs), replace(options, epochs=None, **changes)
 
 
 class _Epochs:

@@ -1,0 +1,159 @@
+"""Training and inference: what a model does only in training stays out of evaluations."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import megatrain_jax as mt
+from megatrain_jax import callbacks
+from messages import refuses
+
+FP32 = mt.Precision(compute=jnp.float32)
+RNG = np.random.default_rng(0)
+DATA = [
+    (RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 3)).astype(np.float32))
+    for _ in range(3)
+]
+
+
+class Net(linen.Module):
+    dropout: float = 0.0
+    norm: bool = False
+
+    @linen.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        for _ in range(2):
+            x = linen.Dense(4)(x)
+            x = linen.BatchNorm(use_running_average=not train)(x) if self.norm else x
+            x = linen.Dropout(self.dropout, deterministic=not train)(jnp.tanh(x))
+        return linen.Dense(3)(x)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def eval_loss_fn(model: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    return jnp.mean((model(x, train=False) - y) ** 2)
+
+
+def fitted(model: Any, **options: Any) -> mt.FitResult:
+    given: dict[str, Any] = {"eval_data": DATA[:1], "precision": FP32, "progress": False}
+    return mt.fit(model, loss_fn, DATA, optax.sgd(0.1), **given | options)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("norm", [False, True])
+def test_linen_is_evaluated_as_the_user_applies_it(dropout: float, norm: bool):
+    result = fitted(Net(dropout, norm), eval_loss_fn=eval_loss_fn)
+    trainer = result.trainer
+    variables: dict[str, Any] = {"params": trainer.params}
+    for path, value in trainer.variables.items():
+        collection, layer, name = path.split("/")
+        variables.setdefault(collection, {}).setdefault(layer, {})[name] = value
+
+    def applied(variables: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        return jnp.mean((Net(dropout, norm).apply(variables, x, train=False) - y) ** 2)
+
+    assert result.history[-1]["eval_loss"] == float(jax.jit(applied)(variables, DATA[0]))
+    assert trainer.evaluate(DATA[:1]) == trainer.evaluate(DATA[:1], eval_loss_fn)
+    assert "eval_loss" not in result.history[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_evaluation_that_trains_is_told_once(dropout: float, norm: bool, by_hand: bool):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fitted(Net(dropout, norm), **({"eval_data": None} if by_hand else {})).trainer
+        trainer.evaluate(DATA)
+        trainer.evaluate(DATA[:1])
+    told = [str(w.message) for w in caught if "eval_loss_fn" in str(w.message)]
+    assert len(told) == (dropout > 0 or norm)
+    for text in told:
+        assert ("dropout" in text, "BatchNorm" in text) == (dropout > 0, norm)
+
+
+def test_nothing_is_told_where_the_loss_of_evaluations_was_chosen():
+    fitted(Net(0.5, True), eval_loss_fn=loss_fn)  # warnings are errors in tests
+    fitted(Net(0.5, True), eval_data=None).trainer.evaluate(DATA, eval_loss_fn)
+
+
+class Layers(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+def state_after_training(change: Any) -> Any:
+    model = Layers()
+    change(model)
+    trainer = fitted(model, eval_data=None).trainer
+    # Keys are no numbers.
+    return trainer.params, {n: x for n, x in trainer.variables.items() if not n.endswith("key")}
+
+
+def test_a_model_left_in_evaluation_mode_trains():
+    expected = state_after_training(lambda model: None)
+    jax.tree.map(np.testing.assert_array_equal, state_after_training(nnx.Module.eval), expected)
+
+
+def test_a_module_in_evaluation_mode_stays_so_among_others():
+    expected, found = (
+        state_after_training(change)[1] for change in (lambda m: None, lambda m: m.norm.eval())
+    )
+    assert not found["norm/mean"].any() and expected["norm/mean"].any()
+    assert found["dropout/rngs/count"] == expected["dropout/rngs/count"] > 0
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [3, 6]), (2, [2, 4, 6])])
+def test_epochs_are_evaluated_at_their_ends(every: int | None, steps: list[int]):
+    net = Net()
+    seen = callbacks.EarlyStopping(patience=9)
+    result = fitted(net, epochs=2, eval_every=every, callbacks=[seen])
+    assert [record["step"] for record in result.history if "eval_loss" in record] == steps
+
+
+@pytest.mark.parametrize("make", [lambda path: callbacks.KeepBest(path), callbacks.EarlyStopping])
+@pytest.mark.parametrize("data", [None, DATA[:1]])
+def test_a_callback_that_would_see_no_evaluation_is_refused(make: Any, data: Any, tmp_path: Path):
+    callback = make(tmp_path / "best") if make is not callbacks.EarlyStopping else make()
+    lacking = "`eval_data`" if data is None else "`eval_every`"
+    with refuses(ValueError, "callbacks[1]", type(callback).__name__, "eval_loss", lacking):
+        fitted(Net(), eval_data=data, callbacks=[print, callback])
+    if data is None:  # with data, `train` evaluates at the end of every call
+        trainer = fitted(Net()).trainer
+        with refuses(ValueError, "callbacks[0]", lacking):
+            mt.train(trainer, DATA, callbacks=[callback], progress=False)
+
+
+def test_a_training_metric_needs_no_evaluation():
+    stop = callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)
+    assert fitted(Net(), eval_data=None, callbacks=[stop]).ended == "stopped"
+
+
+def test_train_by_hand_evaluates_at_the_end_of_each_call():
+    stop = callbacks.EarlyStopping(patience=1, min_delta=100.0)
+    result = fitted(Net())
+    ended = [
+        mt.train(result.trainer, DATA, eval_data=DATA[:1], callbacks=[stop], progress=False).ended
+        for _ in range(2)
+    ]
+    assert ended[-1] == "stopped"
