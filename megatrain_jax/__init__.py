@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.engine.comparing import compare_plans
     from megatrain_jax._src.engine.fit import fit, train
     from megatrain_jax._src.engine.history import History
+    from megatrain_jax._src.engine.load import load
     from megatrain_jax._src.engine.options.precision import Precision
     from megatrain_jax._src.engine.planning import plan
     from megatrain_jax._src.engine.program.trace_target import TraceTarget, trace_target
@@ -62,6 +63,7 @@ __all__ = [
     "card",
     "compare_plans",
     "fit",
+    "load",
     "plan",
     "this_machine",
     "trace_target",
@@ -77,6 +79,7 @@ _NAMES = {
         "train",
     ),
     "engine.history": ("History",),
+    "engine.load": ("load",),
     "engine.planning": ("plan",),
     "engine.program.trace_target": ("TraceTarget", "trace_target"),
     "engine.report.comparison": (

@@ -16,6 +16,7 @@ from megatrain_jax._src.common.other_libraries import (
     SENTENCES,
     TAKERS,
 )
+from megatrain_jax._src.common.user_tracebacks import to_users_code
 
 _T = TypeVar("_T")
 
@@ -138,7 +139,11 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"{function.__qualname__}() takes {most} positional arguments but {len(args)} were "
                 f"given; options after `{positional[-1]}` need their names{hint}"
             )
-        return function(*args, **given)
+        try:
+            return function(*args, **given)
+        except Exception as error:
+            error.__traceback__ = to_users_code(error.__traceback__)
+            raise
 
     called._explained = True  # type: ignore[attr-defined]
     return called

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.progress import tell_phase
+from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
@@ -31,6 +31,7 @@ from megatrain_jax._src.engine.options.options import (
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
+from megatrain_jax._src.engine.report.run_warnings import products_line
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
 from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
@@ -177,6 +178,8 @@ class Trainer(ExplainedAttributes):
         # The run keeps only what it needs: the caller may have dropped its own reference too.
         del model
         spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+        if progress and (line := products_line(spec)):
+            tqdm.write(line)
         if params is not None:
             initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
             del params

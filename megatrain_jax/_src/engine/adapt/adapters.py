@@ -121,6 +121,11 @@ def adapt(
             return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key), seed)
 
         return _adapt_traced(split_linen, (key, sample_batch))
+    return adapt_alone(model)
+
+
+def adapt_alone(model: Any) -> tuple[AdaptedModel, InitialValues]:
+    """Turns a model other than a Linen module, which needs a batch, into the internal form."""
     if is_pytree_model(model):
         return _adapt_values(model)
     adapted, initial = _adapt_traced(lambda: _built_parts(model), ())

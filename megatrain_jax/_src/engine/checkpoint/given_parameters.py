@@ -101,25 +101,31 @@ class SavedCodes:
         return array if dtype is None else array.astype(dtype)
 
 
-def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | SavedCodes]:
+def saved_arrays(
+    folder: str | PathLike[str], argument: str = "params"
+) -> dict[TreePath, SavedArray | SavedCodes]:
     """The arrays of a checkpoint by path; nothing is loaded yet.
+
+    Args:
+        folder: The checkpoint.
+        argument: The user's argument, for errors.
 
     Raises:
         CheckpointError: If there is no checkpoint that Orbax can read, or it is a damaged one of
             this library.
     """
-    where = local_path(folder, "params")
+    where = local_path(folder, argument)
     if not where.is_dir():
-        raise CheckpointError(f"`params`: there is no folder {where}")
+        raise CheckpointError(f"`{argument}`: there is no folder {where}")
     if not has_manifest(where) and (found := _checkpoints_in(where)):
         raise CheckpointError(
-            f"`params`={where} holds the checkpoints of a run; choose one: "
+            f"`{argument}`={where} holds the checkpoints of a run; choose one: "
             f"{'..., ' if len(found) > 3 else ''}{', '.join(map(str, found[-3:]))}"
         )
     if not has_manifest(where) and orbax.has_our_arrays(where):
         raise CheckpointError(
-            f"`params`={where} is damaged: it is a checkpoint of megatrain_jax without its "
-            f"{MANIFEST}, so its arrays can't be compared with their checksums. `params` must be a "
+            f"`{argument}`={where} is damaged: it is a checkpoint of megatrain_jax without its "
+            f"{MANIFEST}, so its arrays can't be compared with their checksums. It must be a "
             "tree of arrays, a whole checkpoint of megatrain_jax, or any checkpoint that Orbax "
             "can read."
         )
@@ -134,7 +140,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             dtype=jnp.dtype(found.dtype),
             checksums=checksums,
         )
-        for path, found in _metadata(where).items()
+        for path, found in _metadata(where, argument).items()
         if hasattr(found, "shape")  # Python numbers have no shape
     }
     # A parameter may be named "codes" too: only codes listed in the manifest are codes.
@@ -168,7 +174,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(rows)]
 
 
-def _metadata(folder: Path) -> dict[TreePath, Any]:
+def _metadata(folder: Path, argument: str) -> dict[TreePath, Any]:
     """The shapes and dtypes of a checkpoint's arrays; errors name the user's argument."""
     try:
         return orbax.metadata(folder)
@@ -178,7 +184,7 @@ def _metadata(folder: Path) -> dict[TreePath, Any]:
         hint = "It must be a tree of arrays or the folder of a checkpoint."
         if (folder / "config.json").is_file():
             hint = "`models.load_pretrained` reads checkpoints of Hugging Face Transformers."
-        raise CheckpointError(f"`params`={error}. {hint}") from error
+        raise CheckpointError(f"`{argument}`={error}. {hint}") from error
 
 
 # ---- given parameters

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import jax
 
@@ -11,6 +12,7 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.kernels.bound_stage import Tiling
 from megatrain_jax._src.engine.kernels.stage_kernels import residual_kernel_names
+from megatrain_jax._src.engine.options.batch_checks import batch_size
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.engine.program.loss.block_parts import num_groups, whole_block
@@ -55,6 +57,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     # As the clock counts them.
     no_dispatch = WAITS | {Op.RELEASE}
     dispatches = sum(row.op not in no_dispatch for row in schedule.steady)
+    shapes: Any = step.key
+    size, unit = batch_size([jax.ShapeDtypeStruct(*x) for x in shapes[0][1]])
     plan = Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -85,6 +89,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_loops=step.microbatches * (loops or 0.0),
         seconds_per_step=hardware and schedule.seconds,
         is_measured=spec.is_measured,
+        batch_size=size,
+        batch_unit=unit,
         microbatches=step.microbatches,
         waves=step.waves,
         update_mode="deferred" if workload.deferred else "immediate",

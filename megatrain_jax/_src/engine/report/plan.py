@@ -121,6 +121,8 @@ class Plan:
             scheduled; `None` without hardware.
         is_measured: Whether that estimate comes from the measured times of the step's compiled
             functions on this GPU, instead of their operations and bytes.
+        batch_size: Size of a batch, in `batch_unit`.
+        batch_unit: "tokens" if the batch has an array of token ids, else "examples" or "batches".
         microbatches: Microbatches per step.
         waves: Equal parts of them that go through the stages one after another.
         update_mode: Whether parameters are updated in the stage's own backward.
@@ -169,6 +171,8 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    batch_size: int = 1
+    batch_unit: str = "batches"
     is_measured: bool = False
     waves: int = 1
     num_parts: int = 1

@@ -110,7 +110,52 @@ def as_text(plan: "Plan") -> str:
     blocks = [aligned(group_cells(plan)), aligned(total_cells(plan))]
     if plan.warnings:
         blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
-    return f"{title(plan)}\n\n" + "\n\n".join(blocks)
+    return "\n".join([*summary(plan), "", title(plan), ""]) + "\n" + "\n\n".join(blocks)
+
+
+def summary(plan: "Plan") -> list[str]:
+    """Whether the run fits, how fast it is, and what bounds it or would help, one line each."""
+    size = _sizes(plan)
+    device, host = size(plan.device_bytes), size(plan.host_process_bytes or plan.host_peak_bytes)
+    if plan.fits is False:
+        lines, needs, helps = [], [], []
+        if plan.fits_device is False:
+            needs.append(f"{device} of GPU memory")
+            helps.append('`microbatches`="auto", smaller examples or `device_budget`="minimum"')
+        if plan.fits_host is False:
+            needs.append(f"{host} of host memory")
+            helps.append('`precision`="compact", or fewer `trainable` parameters')
+        lines.append(f"Does not fit: needs {' and '.join(needs)}, more than there is.")
+    else:
+        memory = f"{device} of GPU memory, {host} of host memory"
+        known = "Fits" if plan.fits else "Needs" if plan.hardware is None else "May fit"
+        lines, helps = [f"{known}: {memory}."], [_help(plan)]
+    if plan.seconds_per_step:
+        rate = plan.batch_size / plan.seconds_per_step
+        each = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        took = seconds(plan.seconds_per_step)
+        lines.append(f"A step takes {took}: {each} {plan.batch_unit} per second.")
+    if plan.hardware is None:
+        lines.append('With `hardware`, such as "H100", a plan says whether it fits and how fast.')
+    else:
+        lines.append(f"Bound by {BOUNDS[plan.bound]}. What would help: {'; '.join(helps)}.")
+    return lines
+
+
+def _help(plan: "Plan") -> str:
+    """What would make a step faster per example, for the resource that bounds it."""
+    coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
+    dispatched = "larger batches or layers: this model is too small to keep a GPU busy"
+    return {
+        "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
+        "host": "larger batches",
+        "arithmetic": f"a faster GPU{coded}",
+        "memory": "larger layers, or fewer elementwise operations",
+        "collectives": "larger batches",
+        "loops": "the extra `kernels`, or larger batches",
+        "dispatch": dispatched,
+        "neither": "larger batches, if the link is one of the two",
+    }[plan.bound]
 
 
 def title(plan: "Plan") -> str:
@@ -396,7 +441,8 @@ def as_html(plan: "Plan") -> str:
     tables = html_table(group_cells(plan), header=True) + html_table(total_cells(plan))
     bars = "".join(map(_bar, fills(plan)))
     warnings = "".join(f"<p>{html_red(f'warning: {text}')}</p>" for text in plan.warnings)
-    heading = f"<p>{html.escape(title(plan))}</p>"
+    lines = (f"<div><strong>{html.escape(line)}</strong></div>" for line in summary(plan))
+    heading = f"{''.join(lines)}<p>{html.escape(title(plan))}</p>"
     return html_box(heading, warnings, html_beside(tables, bars))
 
 

@@ -102,28 +102,44 @@ def _one_stage(spec: RunSpec) -> list[str]:
     ]
 
 
-def _wide_products(spec: RunSpec) -> list[str]:
-    """Warns of much computation outside the compute dtype, which users rarely intend."""
-    given, name = spec.options.precision, np.dtype(spec.precision.compute).name
+def products_line(spec: RunSpec) -> str:
+    """The dtype of matrix products, and how to change it; "" without products, or if warned of."""
     wide, every = _wide_flops(spec)
+    if not every or _wide_products(spec):
+        return ""
+    if found := _much_is_wide(spec, wide, every):
+        return f"{found[0].upper()}{found[1:]}."
+    coded = "float8 and " if spec.first.program.in_float8 else ""
+    return f"Matrix products are computed in {coded}{np.dtype(spec.precision.compute).name}."
+
+
+def _much_is_wide(spec: RunSpec, wide: int, every: int) -> str:
+    """The share of products wider than the compute dtype, its reason and a remedy, or ""."""
+    name = np.dtype(spec.precision.compute).name
     # A router or a loss in fp32 is intended, and takes only a few percent of the operations.
     if wide <= every / 10:
-        return []
-    # Who asks for a dtype learns that most products are not in it, even if they take little time.
-    is_asked = not isinstance(given, str) and given.compute is not None
-    is_asked = is_asked or spec.precision.asks_for_float8
-    # Forward, its recomputation, and backward.
-    costs_time = 4 * spec.microbatches * wide >= _WORTH_NARROWING
-    if not costs_time and not (is_asked and wide > every / 2):
-        return []
+        return ""
     beside = ", and none of these can be in float8" if spec.precision.asks_for_float8 else ""
-    return [
+    return (
         f"{wide / every:.0%} of the matrix products have operands wider than {name}, the compute "
         f"dtype{beside}{_widened_by(spec)}. A layer that fixes its dtype when it is built "
         "(nnx.Embed does), a wide array in the batch, or a cast in the loss widens all that "
         f"follow: give it the compute dtype, as in nnx.Embed(..., dtype=jnp.{name}), or ask for "
         'the wider one, as in precision="float32"'
-    ]
+    )
+
+
+def _wide_products(spec: RunSpec) -> list[str]:
+    """Warns of much computation outside the compute dtype, which users rarely intend."""
+    given = spec.options.precision
+    wide, every = _wide_flops(spec)
+    # Who asks for a dtype learns that most products are not in it, even if they take little time.
+    is_asked = not isinstance(given, str) and given.compute is not None
+    is_asked = is_asked or spec.precision.asks_for_float8
+    # Forward, its recomputation, and backward.
+    costs_time = 4 * spec.microbatches * wide >= _WORTH_NARROWING
+    is_told = costs_time or is_asked and wide > every / 2
+    return [text] if is_told and (text := _much_is_wide(spec, wide, every)) else []
 
 
 def _wide_flops(spec: RunSpec) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.common.checks import is_number
-from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.sizes import counted, sized
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.engine.program import jaxpr as jx
 
@@ -210,14 +210,16 @@ def trainer_cells(
 ) -> list[list[str]]:
     """The table of a trainer: its model, its progress, and its device budget."""
     parameters = sum(map(jx.num_elements, spec.leaves))
-    groups = len(spec.layouts)
+    trained = sum(jx.num_elements(leaf) for leaf in spec.leaves if leaf.is_trainable)
+    groups = counted(len(spec.layouts), "group")
+    of = f"{short(trained)} of them trained, " if trained < parameters else ""
     budget, schedule = spec.budget_bytes, spec.first.schedule
     within = "the minimum" if budget is None else f"of a budget of {sized(budget)}"
     last = records[-1] if records else {}
     losses = (f"{n} {_spelled(n, last[n])}" for n in ("loss", EVAL_PREFIX + "loss") if n in last)
     names = ", ".join(str(device) for device in devices)
     return [
-        ["parameters", short(parameters), f"in {groups} group{'' if groups == 1 else 's'}"],
+        ["parameters", short(parameters), f"{of}in {groups}"],
         ["loss function", getattr(spec.loss_fn, "__name__", type(spec.loss_fn).__name__), ""],
         ["step", f"{num_steps}", ", ".join(losses)],
         ["device memory, state and activations", sized(schedule.peak_bytes), within],

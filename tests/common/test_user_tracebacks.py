@@ -1,0 +1,77 @@
+"""An error in the user's own code shows that code, and not the way to it."""
+
+import traceback
+from typing import Any
+
+import flax.linen
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+
+X = np.ones((4, 3), np.float32)
+
+
+class Net(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x: Any) -> Any:
+        return flax.linen.Dense(2)(x)
+
+
+def inner(x: Any) -> Any:
+    return x @ jnp.ones((5, 5))
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return jnp.mean(inner(model(batch)) ** 2)
+
+
+def fails_late(trainer: Any, record: Any) -> None:
+    raise RuntimeError("mine")
+
+
+def good_loss(model: Any, batch: Any) -> Any:
+    return jnp.mean(model(batch) ** 2)
+
+
+CALLS = {
+    "loss": lambda: mt.fit(Net(), loss_fn, [X], optax.sgd(0.1), progress=False),
+    "plan": lambda: mt.plan(Net(), loss_fn, optax.sgd(0.1), X),
+    "callback": lambda: mt.fit(
+        Net(), good_loss, [X], optax.sgd(0.1), callbacks=[fails_late], progress=False
+    ),
+    "trainer": lambda: mt.Trainer(Net(), good_loss, optax.sgd(0.1), X, progress=False).evaluate(
+        [X], loss_fn
+    ),
+}
+
+
+def frames(call: Any) -> list[str]:
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        call()
+    found = traceback.extract_tb(caught.value.__traceback__)
+    return [
+        frame.name
+        for frame in found
+        if frame.filename == __file__ or "megatrain_jax/_src" in frame.filename
+    ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_frames_are_the_users(name: str):
+    own = ["fails_late"] if name == "callback" else ["loss_fn", "inner"]
+    assert [f for f in frames(CALLS[name]) if f not in ("frames", "<lambda>")] == own
+
+
+def test_all_frames_are_shown_where_jax_shows_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "off")
+    assert len(frames(CALLS["loss"])) > 8
+
+
+def test_an_error_of_the_library_keeps_its_frames():
+    with pytest.raises(TypeError) as caught:
+        mt.fit(Net(), good_loss, 3, optax.sgd(0.1))  # type: ignore[arg-type]
+    found = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "check_data" in found
