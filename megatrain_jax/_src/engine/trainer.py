@@ -1,5 +1,6 @@
 """`Trainer`: one run, which initialises its state, steps, evaluates, and returns the model."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
@@ -179,7 +180,7 @@ class Trainer(ExplainedAttributes):
         del model
         spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
         if progress and (line := products_line(spec)):
-            tqdm.write(line)
+            tqdm.write(line, file=sys.stderr)
         if params is not None:
             initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
             del params

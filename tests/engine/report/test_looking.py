@@ -66,13 +66,13 @@ def trained(steps: int = 2, **options: Any) -> mt.FitResult:
 def test_a_plan_is_its_table_at_a_prompt():
     plan = big_plan()
     assert repr(plan) == str(plan)
-    assert has_row(repr(plan).splitlines()[0], [10.2e9, 38, 38, 3])
+    assert has_row(repr(plan).splitlines()[4], [10.2e9, 38, 38, 3])
 
 
 def test_a_plan_in_a_notebook_has_its_table_and_bars():
     shown = in_notebook(big_plan())
     cells = [" ".join(row).split() for row in shown.rows]
-    for line in str(big_plan()).splitlines()[1:]:
+    for line in str(big_plan()).splitlines()[5:]:
         if line and not any(warning in line for warning in big_plan().warnings):
             assert line.split() in cells
     assert [one.removeprefix("warning: ") for one in shown.red] == [*big_plan().warnings]
@@ -159,6 +159,10 @@ def test_a_trainer_shows_model_step_and_budget():
     assert [" ".join(row).split() for row in shown.rows] == [
         line.split() for line in repr(trainer).splitlines()[1:]
     ]
+
+
+def test_a_trainer_shows_how_many_parameters_are_trained():
+    assert has_row(repr(small.trainer(trainable="^0/w")), [2 * 64**2, 64**2, 2])
 
 
 def test_what_a_trainer_tells_is_read_only():

@@ -21,10 +21,10 @@ from quantities import has_row
 def test_table_of_text():
     text = str(big_plan())
     lines = text.splitlines()
-    assert 15 <= len(lines) <= 30
+    assert 15 <= len(lines) <= 34
     assert max(map(len, lines)) <= 100
     assert all(line == line.rstrip() for line in lines)
-    assert has_row(lines[0], [10.2e9, 38, 38, 3])
+    assert has_row(lines[4], [10.2e9, 38, 38, 3])
     layer = next(line for line in lines if line.startswith("layers/0 … layers/35"))
     assert layer.split()[3:] == ["36", "268M", "3.00", "GiB", "108.00", "GiB", "1"]
     # Columns line up: every cell of a right-aligned column ends where its heading does.
@@ -45,6 +45,35 @@ def test_table_of_text():
     ):
         assert has_row(text, figures)
     assert BOUNDS["neither"] in text and all(warning in text for warning in big_plan().warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "last"),
+    [
+        ({}, ("17.00 GiB", "116.90 GiB"), ("neither",)),
+        (
+            {"device_state_bytes": 900 * GIB},
+            ("not", "GPU", "905.00 GiB"),
+            ("microbatches", "device_budget"),
+        ),
+        ({"host_process_bytes": 900 * GIB}, ("not", "host", "900.00 GiB"), ("compact", "trainable")),
+        ({"bytes_in": 380 * GIB}, ("17.00 GiB",), ("link", "batches")),
+        ({"flops_per_step": 588 * 10**13}, ("17.00 GiB",), ("arithmetic", "GPU", "float8")),
+        ({"seconds_dispatch": 9.0}, ("17.00 GiB",), ("Python", "batches")),
+    ],
+)
+def test_a_plan_begins_with_its_answers(changes: Any, first: Any, last: Any):
+    plan = big_plan(batch_size=32768, batch_unit="tokens", **changes)
+    says_it_fits, rate, bound = str(plan).splitlines()[:3]
+    assert tells(says_it_fits, *first) and tells(bound, *last)
+    assert says_it_fits.startswith("Fits") == (plan.fits is True)
+    assert tells(rate, "1.25", "26,214 tokens")  # 32768 / 1.25
+    assert all(text in plan._repr_html_() for text in ("26,214 tokens", first[0]))
+
+
+def test_a_plan_without_a_machine_says_what_it_lacks():
+    needs, lacks = str(big_plan(hardware=None, seconds_per_step=None)).splitlines()[:2]
+    assert tells(needs, "17.00 GiB", "116.90 GiB") and tells(lacks, "`hardware`")
 
 
 @pytest.mark.parametrize(("share", "line"), [(0.04, False), (0.06, True), (0.8, True)])
@@ -134,7 +163,7 @@ def test_many_different_groups_are_shortened():
     rows = zip(names, counts, strict=True)
     plan = big_plan(groups=tuple(row(name, i, count) for i, (name, count) in enumerate(rows)))
     text = str(plan)
-    assert len(text.splitlines()) <= 34
+    assert len(text.splitlines()) <= 38
     # Six rows are shown before it and five after it, so the ellipsis stands for 27, of which one
     # is of three groups and one of five.
     hidden = next(line for line in text.splitlines() if line.startswith("…"))

@@ -126,6 +126,35 @@ def tokens_plan(precision, dtype=None):
     return mt.plan(*given, precision=precision).warnings
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "named"),
+    [
+        ("auto", None, ("100%", "bfloat16", "`embed/embedding`", "float32")),
+        ("auto", jnp.bfloat16, ("products", "bfloat16")),
+        ("float32", None, ("products", "float32")),
+        (mt.Precision(compute="bfloat16"), None, ()),  # a warning says it
+    ],
+)
+def test_a_run_begins_with_the_dtype_of_its_products(precision, dtype, named, capsys):
+    given = lambda m, batch: m(batch["tokens"]), optax.sgd(0.1)  # noqa: E731
+    batch = {"tokens": np.zeros((4, 8), np.int32)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mt.PlanWarning)
+        for progress in (True, False):
+            mt.Trainer(
+                Tokens(nnx.Rngs(0), dtype), *given, batch, precision=precision, progress=progress
+            )
+            lines = [
+                x for x in capsys.readouterr().err.splitlines() if "matrix products" in x.lower()
+            ]
+            assert len(lines) == bool(named and progress)
+            assert (
+                not lines
+                or tells(lines[0], *named)
+                and tells(lines[0], "100%") == (named[0] == "100%")
+            )
+
+
 EVERYWHERE = mt.Precision(products={"*": "float8"})
 
 

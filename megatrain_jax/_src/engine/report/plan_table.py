@@ -136,7 +136,7 @@ def summary(plan: "Plan") -> list[str]:
         took = seconds(plan.seconds_per_step)
         lines.append(f"A step takes {took}: {each} {plan.batch_unit} per second.")
     if plan.hardware is None:
-        lines.append('With `hardware`, such as "H100", a plan says whether it fits and how fast.')
+        lines.append('`hardware`, such as "H100", adds its limits and the seconds of a step.')
     else:
         lines.append(f"Bound by {BOUNDS[plan.bound]}. What would help: {'; '.join(helps)}.")
     return lines
