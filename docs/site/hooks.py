@@ -44,6 +44,7 @@ _REMOTE = re.compile(
 # The page with the widest tables: they need the room of the table of contents.
 _WIDE = "experiments/results/README.md"
 _QUICKSTART = "<!-- quickstart -->"
+_PROGRAM = "<!-- program -->"
 _REPOSITORY = "<!-- repository -->"
 
 
@@ -136,8 +137,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _shared_code(config: MkDocsConfig) -> str:
-    """The quickstart's first program, folded."""
+    """The quickstart's program for the other pages, folded."""
     text = (Path(config.docs_dir) / "quickstart.md").read_text(encoding="utf-8")
+    text = text.partition(_PROGRAM)[2]
     code = re.findall(r"^```python\n.*?^```$", text, re.M | re.S)[0]
     title = "`Model`, `loss_fn` and `batches` of the quickstart"
     return f'??? example "{title}"\n\n' + textwrap.indent(code, "    ")

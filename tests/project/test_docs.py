@@ -1,5 +1,6 @@
 """What the documentation says: its code runs and prints what it says, its links lead somewhere."""
 
+import ast
 import doctest
 import importlib
 import json
@@ -70,7 +71,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if "<!-- quickstart -->" in page.read_text(encoding="utf-8"):
         # The site shows the quickstart's program on this page, which imports all else itself.
         program: dict[str, Any] = {"__name__": "page"}
-        execute(START, blocks(START)[0], program)
+        before, mark, _ = START.read_text(encoding="utf-8").partition("<!-- program -->")
+        line = f"{before}{mark}".count("\n")
+        execute(START, next(b for b in blocks(START) if b.line > line), program)
         shared = ("Block", "Model", "loss_fn", "batches")
         namespace |= {name: program[name] for name in shared}
     if page.name in FOR_LONG:
@@ -93,6 +96,12 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     finally:
         # JAX never forgets a class of modules, nor its methods' globals, a trainer among them.
         namespace.clear()
+
+
+def test_the_readme_has_the_program_of_the_quickstart():
+    parts = [block.code for block in blocks(START)]
+    programs = [ast.dump(ast.parse("".join(parts[:n]))) for n in range(1, len(parts))]
+    assert ast.dump(ast.parse(blocks(ROOT / "README.md")[0].code)) in programs
 
 
 MODULES = [

@@ -4,6 +4,7 @@ All hints come from the tables in `other_libraries.json`: of functions, records,
 and the command. Names in a row are separated by spaces:
 
     same        this library's arguments, options of the command and public names: names elsewhere
+    dtypes      names of dtypes, among them those of mixed precision
     takers      which functions of this library take an option that the called one doesn't have
     modules     public names of the modules, which people look for in the package and elsewhere
     ways        texts that several tables have, as `$remat`
@@ -34,6 +35,7 @@ for _row in _TABLES["same"].values():
     for _ours, _theirs in _row.items():
         for _name in _theirs.split():
             MEANT.setdefault(_name, []).append(_ours)
+DTYPES = {name: ours for ours, row in _TABLES["dtypes"].items() for name in row.split()}
 TAKERS = {
     "`Trainer` and `fit` take": RUN_OPTIONS,
     "`fit` and `train` take": LOOP_OPTIONS,

@@ -517,6 +517,35 @@ def test_every_public_function_hints_at_a_misspelt_argument():
         assert tells(said, f"'{named[-1]}z'", f"`{named[-1]}`"), name
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("class_weight", "loss_fn weights"),
+        ("shuffle", "`data`"),
+        ("initial_epoch", "`checkpoint_dir`"),
+        ("logger", "callbacks.CSVLog"),
+        ("ckpt_path", "`resume`"),
+        ("grad_accum", "`microbatches`"),
+        ("freeze", "`trainable`"),
+        ("ema", "optimizer"),
+        ("patience", "callbacks.EarlyStopping"),
+        ("early_stopping", "callbacks.EarlyStopping"),
+        ("monitor", "callbacks.EarlyStopping"),
+        ("log_dir", "callbacks.TensorBoard"),
+        ("log_every", "`history`"),
+    ],
+)
+def test_a_guessed_name_leads_to_the_way_here(name: str, hint: str):
+    said = error_of(lambda: mt.fit(**{name: 3}))
+    assert tells(said, name, *hint.split()) and "eval_every" not in said or "EarlyStopping" in said
+
+
+@pytest.mark.parametrize(("name", "ours"), [*other_libraries.DTYPES.items(), ("BF16", "bfloat16")])
+def test_a_dtype_named_as_elsewhere_is_asked_for(name: str, ours: str):
+    with refuses(ValueError, "`precision`", name, f'"{ours}"?'):
+        mt.Precision.of(name)
+
+
 def test_public_functions_can_be_pickled():
     for function in (mt.fit, data.chat, losses.dpo, models.generate):
         assert pickle.loads(pickle.dumps(function)) is function

@@ -56,7 +56,11 @@ def test_table_of_text():
             ("not", "GPU", "905.00 GiB"),
             ("microbatches", "device_budget"),
         ),
-        ({"host_process_bytes": 900 * GIB}, ("not", "host", "900.00 GiB"), ("compact", "trainable")),
+        (
+            {"host_process_bytes": 900 * GIB},
+            ("not", "host", "900.00 GiB"),
+            ("compact", "trainable"),
+        ),
         ({"bytes_in": 380 * GIB}, ("17.00 GiB",), ("link", "batches")),
         ({"flops_per_step": 588 * 10**13}, ("17.00 GiB",), ("arithmetic", "GPU", "float8")),
         ({"seconds_dispatch": 9.0}, ("17.00 GiB",), ("Python", "batches")),

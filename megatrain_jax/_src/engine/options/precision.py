@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.other_libraries import DTYPES
 from megatrain_jax._src.engine.options.precision_values import FLOAT8_HINT, FLOAT8_NAMES, canonical
 from megatrain_jax._src.engine.state.hardware import Hardware
 
@@ -168,6 +169,8 @@ class Precision:
             return getattr(cls, value)()
         if value in ("auto", "float32", "bfloat16", "float16"):
             return cls() if value == "auto" else cls(compute=value)
+        if meant := DTYPES.get(value.lower()):
+            hint = f'did you mean "{meant}"?'
         hint = FLOAT8_HINT if value.lower() in FLOAT8_NAMES else hint
         raise ValueError(refused(name, allowed, value, hint))
 

@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from megatrain_jax._src.common.other_libraries import COMMAND
+from megatrain_jax._src.common.other_libraries import COMMAND, DTYPES
 from megatrain_jax._src.common.suggestions import did_you_mean, meant_option
 from megatrain_jax._src.lm.cli.setting_rules import PrecisionName
 
-# Names of values in other libraries.
-_VALUES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_VALUES |= {"none": "null"}
+# Names of values elsewhere.
+_VALUES = {**DTYPES, "none": "null"}
 _WORDS = {
     int: "an integer",
     float: "a number",
