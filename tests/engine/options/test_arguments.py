@@ -626,7 +626,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
 @pytest.mark.parametrize(
     ("entry", "options", "message"),
     [
-        ("fit", {"precision": "bf16"}, r"Precision\(compute=jnp.bfloat16\)"),
+        ("fit", {"precision": "bf16"}, 'mean "bfloat16"'),
         ("fit", {"callbacks": Callback()}, r"`callbacks`.*\[f\]"),
         ("fit", {"callbacks": [print, 3]}, r"`callbacks\[1\]`.*\b3\b"),
         ("fit", {"steps": 5.0}, r"`steps` .*integer.* 5.0 .*int"),
