@@ -22,7 +22,7 @@ ENGINE = (
     "spec",
     "report runtime",
     "checkpoint",
-    "history",
+    "history load",
     "start",
     "run_state",
     "trainer",
