@@ -232,11 +232,10 @@ def _prepend_images(row: dict[str, Any], images: Sequence[Any]) -> Row:
     marks = _IMAGE * len(images)
     for name in _TURNS:
         for at, turn in enumerate(turns := _listed(row.get(name))):
-            asks = isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in (
-                "user",
-                "human",
-            )
-            if asks:
+            if not isinstance(turn, Mapping):
+                continue
+            # In a table of rows of several kinds, every turn has all names.
+            if (turn.get("role") or turn.get("from")) in ("user", "human"):
                 field, content = _content(turn)
                 if isinstance(content, list | tuple):
                     content = _BORDER.join(str(part.get("text", "")) for part in content)
