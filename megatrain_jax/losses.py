@@ -1,8 +1,7 @@
 """Losses of language models that never store the logits of all tokens."""
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.lm.cross_entropy import next_token, num_labels
-from megatrain_jax._src.lm.log_probabilities import log_probabilities
+from megatrain_jax._src.lm.cross_entropy import log_probabilities, next_token, num_labels
 from megatrain_jax._src.lm.objectives.distillation import distillation
 from megatrain_jax._src.lm.objectives.pair_losses import dpo, ipo, orpo, simpo
 from megatrain_jax._src.lm.objectives.policy_losses import group_advantages, grpo

@@ -14,21 +14,21 @@ from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
 from megatrain_jax._src.lm.models.causal_attention import attention
 from megatrain_jax._src.lm.models.config import DecoderConfig
-from megatrain_jax._src.lm.models.decoder import Decoder
+from megatrain_jax._src.lm.models.decoder import Decoder, neftune, next_token_loss
 from megatrain_jax._src.lm.models.export import save_pretrained
 from megatrain_jax._src.lm.models.generation.generate import Completion, Generator, generate
-from megatrain_jax._src.lm.models.generation.generation_plan import GenerationPlan
+from megatrain_jax._src.lm.models.generation.generation_memory import GenerationPlan
 from megatrain_jax._src.lm.models.lora import Lora, lora, merge_lora, without_lora
-from megatrain_jax._src.lm.models.loss import next_token_loss
-from megatrain_jax._src.lm.models.merged_folder import merge_adapter
 from megatrain_jax._src.lm.models.moe import Experts
-from megatrain_jax._src.lm.models.neftune import neftune
-from megatrain_jax._src.lm.models.peft import save_lora
-from megatrain_jax._src.lm.models.peft_reading import load_lora
-from megatrain_jax._src.lm.models.pretrained import Pretrained, load_pretrained
-from megatrain_jax._src.lm.models.resized import resize_vocabulary
+from megatrain_jax._src.lm.models.peft import load_lora, merge_adapter, save_lora
+from megatrain_jax._src.lm.models.pretrained import (
+    Pretrained,
+    conversation_scores,
+    load_pretrained,
+    resize_vocabulary,
+    reward_model,
+)
 from megatrain_jax._src.lm.models.rotary import Rope
-from megatrain_jax._src.lm.models.score_head import conversation_scores, reward_model
 
 __all__ = [
     "Completion",

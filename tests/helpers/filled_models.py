@@ -9,7 +9,7 @@ import numpy as np
 import safetensors.numpy as safetensors_numpy
 from flax import nnx
 
-from megatrain_jax._src.lm.models.names import parameter_tensors
+from megatrain_jax._src.lm.models.pretrained import parameter_tensors
 from megatrain_jax.models import Decoder, Pretrained
 
 

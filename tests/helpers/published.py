@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
 from megatrain_jax._src.lm.models.layers import Layer
-from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
 from megatrain_jax.models import DecoderConfig
 
 

@@ -16,7 +16,7 @@ import megatrain_jax as mt
 import small
 from inside import steps_of
 from megatrain_jax import callbacks, models
-from megatrain_jax._src.lm.next_tokens import choose
+from megatrain_jax._src.lm.samples import choose
 from messages import refuses, tells
 
 VOCAB, WIDTH = 12, 16

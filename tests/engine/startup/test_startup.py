@@ -27,7 +27,7 @@ from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state import pool
 from megatrain_jax._src.engine.state.hardware import card
 from megatrain_jax._src.engine.state.placement import placed_on
-from megatrain_jax._src.lm.models.tensors import LazyArray, open_folder
+from megatrain_jax._src.lm.models.tensors import lazy_array, open_folder
 from messages import tells
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_spec
@@ -69,7 +69,7 @@ def test_files_are_read_ahead_in_their_order_as_far_as_there_is_room(tmp_path, m
 
 def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
     save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "model.safetensors")
-    array = LazyArray((open_folder(tmp_path)["w"],), stacked=False)
+    array = lazy_array((open_folder(tmp_path)["w"],), stacked=False)
     model, batch = {"w": jnp.zeros((4, 4))}, np.ones((2, 4), np.float32)
     adapted, initial = adapt(model, lambda model, x: jnp.mean(x @ model["w"]), batch, 0)
     found = with_given_parameters({"w": array}, initial, adapted, [None])

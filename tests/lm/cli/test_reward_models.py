@@ -10,7 +10,7 @@ from flax import nnx
 
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli.main import main
-from megatrain_jax._src.lm.models.families.registry import FAMILIES, scorer_of
+from megatrain_jax._src.lm.models.config import FAMILIES
 from messages import refuses, tells
 from small_decoders import SMALL
 
@@ -24,7 +24,7 @@ from families import make_torch, save  # noqa: E402
 
 def test_families_have_the_classes_of_transformers():
     known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    found = {name: scorer_of(family) for name, family in FAMILIES.items()}
+    found = {name: family.scorer_class for name, family in FAMILIES.items()}
     assert found == {
         name: None if family.multimodal else known.get(name) for name, family in FAMILIES.items()
     }

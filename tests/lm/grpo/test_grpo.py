@@ -30,7 +30,7 @@ from megatrain_jax._src.lm.grpo.policy_batch import (
     policy_batch,
 )
 from megatrain_jax._src.lm.grpo.rewards import Rewards
-from megatrain_jax._src.lm.models.with_reference import with_reference
+from megatrain_jax._src.lm.models.decoder import with_reference
 from messages import refuses, tells, warns
 from places import HELPERS, ROOT
 from word_tokenizer import word_tokenizer

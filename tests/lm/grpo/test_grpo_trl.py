@@ -11,8 +11,8 @@ from flax import nnx
 from megatrain_jax import losses, models
 from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.lm.grpo.policy_batch import grpo_loss, packed_rows, policy_batch
+from megatrain_jax._src.lm.models.decoder import WithReference
 from megatrain_jax._src.lm.models.generation.generate import Completion
-from megatrain_jax._src.lm.models.with_reference import WithReference
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
 datasets, torch, transformers, trl = (

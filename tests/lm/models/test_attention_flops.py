@@ -37,7 +37,7 @@ from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.spec.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.lm.models import causal_attention
-from megatrain_jax._src.lm.models.image_attention import full_attention
+from megatrain_jax._src.lm.models.causal_attention import full_attention
 
 GIB = 2**30
 ROWS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 16

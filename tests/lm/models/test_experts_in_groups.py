@@ -25,7 +25,7 @@ from megatrain_jax._src.engine.spec.block_splits import BlockSplit
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.lm.models import expert_blocks
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import gated
+from megatrain_jax._src.lm.models.moe import gated
 from megatrain_jax.models import Decoder
 from messages import refuses
 from optimizers import OPTIMIZERS

@@ -14,16 +14,16 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.models.generation import batching, caches, decoding, programs
+from megatrain_jax._src.lm.models.generation import caches, decoding
 from megatrain_jax._src.lm.models.generation import generate as generate_module
-from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
-from megatrain_jax._src.lm.models.generation.sampling import (
+from megatrain_jax._src.lm.models.generation.decoding import (
     SamplingKind,
     SamplingParams,
     choose,
     warp,
 )
-from megatrain_jax._src.lm.models.generation.stop_strings import StopStrings
+from megatrain_jax._src.lm.models.generation.generate import StopStrings
+from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
 from megatrain_jax._src.lm.models.generation.weight_source import open_source
 from messages import refuses, tells
 from word_tokenizer import word_tokenizer
@@ -108,7 +108,7 @@ def test_caches_that_travel_with_their_layers_change_no_bit(monkeypatch: pytest.
         return left[-1]
 
     monkeypatch.setattr(decoding, "as_page", as_page)
-    monkeypatch.setattr(batching, "_FIRST_SIZE", 8)  # so that pages grow
+    monkeypatch.setattr(generate_module, "_FIRST_SIZE", 8)  # so that pages grow
     options: Any = {"max_tokens": 8, "max_batch": 3, "temperature": 0.8}
     there, paged = (
         models.generate(model, PROMPTS, device_budget=budget, **options) for budget in budgets
@@ -396,7 +396,7 @@ def test_the_end_of_a_long_text_is_found_in_few_decodings():
 
     for ids in ([0] * 7 + [1, 2] + [0] * n for n in (0, 1, 300)):
         tokenizer = Letters()
-        text = batching.OpenText(prompt=0, sample=0, ids=[2, 1, *ids], start=2)
+        text = generate_module.OpenText(prompt=0, sample=0, ids=[2, 1, *ids], start=2)
         assert StopStrings(tokenizer, ["bc", "ca"]).num_kept(text) == 9
         assert tokenizer.calls <= 2 + len(ids).bit_length()
     assert StopStrings(Letters(), ["cc"]).num_kept(text) is None
@@ -454,9 +454,9 @@ def test_programs_are_compiled_for_sizes_not_for_tokens(model: models.Decoder):
             open_source(model).form,
             SamplingKind(greedy=True, top_k=None, has_top_p=False),
         )
-        return [
-            f._cache_size() for f in (programs.reading(form), programs.writing(form, sampling_kind))
-        ]
+        read = decoding.program(decoding.read_prompts, form)
+        write = decoding.program(decoding.write_tokens, form, sampling_kind, donate=(2, 3))
+        return [read._cache_size(), write._cache_size()]
 
     # The last prompt is read alone: programs for two prompts and for one, whatever ran before.
     models.generate(model, [*PROMPTS, [6]], max_tokens=30, max_batch=2)

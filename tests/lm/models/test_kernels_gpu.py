@@ -18,9 +18,9 @@ import pytest
 from megatrain_jax._src.lm.models import kernel_checks
 from megatrain_jax._src.lm.models.delta_rule import delta_rule_and_state
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import gated
-from megatrain_jax._src.lm.models.families.gpt_oss import _clamped
+from megatrain_jax._src.lm.models.families.mixtures import _clamped
 from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
+from megatrain_jax._src.lm.models.moe import gated
 
 # The kernels' library may warn of anything; the fixture looks for the warning that matters.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -26,17 +26,16 @@ from megatrain_jax._src.engine.program.flops import count_flops, count_loops
 from megatrain_jax._src.engine.program.trace_target import traced_for
 from megatrain_jax._src.engine.state import layout
 from megatrain_jax._src.lm.models import (
-    delta_kernel,
-    expert_rows,
+    delta_rule,
     grouped_products,
     kernel_checks,
     linear_attention,
 )
 from megatrain_jax._src.lm.models.delta_rule import delta_rule_and_state
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import LowRank, gated, gated_fused
-from megatrain_jax._src.lm.models.families.gpt_oss import _clamped
+from megatrain_jax._src.lm.models.families.mixtures import _clamped
 from megatrain_jax._src.lm.models.grouped_products import grouped_outer, grouped_product
+from megatrain_jax._src.lm.models.moe import LowRank, gated, gated_fused
 from messages import warns
 from places import ROOT
 from runs import make_spec
@@ -51,9 +50,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(kernel_checks, "has_delta_rule", lambda: True)
     monkeypatch.setattr(grouped_products, "DTYPES", (jnp.bfloat16, jnp.float32))
     monkeypatch.setattr(grouped_products, "LEAST_ROWS", 1)
-    monkeypatch.setattr(expert_rows, "_MOST_PADDING", np.inf)
-    monkeypatch.setattr(delta_kernel, "_DTYPES", (jnp.float32,))
-    monkeypatch.setattr(delta_kernel, "_WIDTHS", range(300))
+    monkeypatch.setattr(grouped_products, "_MOST_PADDING", np.inf)
+    monkeypatch.setattr(delta_rule, "_DTYPES", (jnp.float32,))
+    monkeypatch.setattr(delta_rule, "_WIDTHS", range(300))
 
 
 def names(function, *args):
@@ -289,7 +288,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 def test_sizes_beyond_the_kernels_are_left_to_the_loop():
     def fits(tokens=256, width=256, inside=128, num=8, dtype=jnp.bfloat16):
         weights = shape(num, inside, width, dtype=dtype), shape(num, width, inside, dtype=dtype)
-        return expert_rows.fits(shape(tokens, width), tokens, weights)
+        return grouped_products.fits(shape(tokens, width), tokens, weights)
 
     assert fits() and fits(width=2880, inside=2880) and fits(num=512)
     assert not fits(tokens=120) and not fits(num=513) and not fits(dtype=jnp.float32)
@@ -297,7 +296,7 @@ def test_sizes_beyond_the_kernels_are_left_to_the_loop():
 
     def linear(key, value, dtype=jnp.bfloat16):
         keys, values = shape(1, 64, 2, key, dtype=dtype), shape(1, 64, 4, value, dtype=dtype)
-        return delta_kernel.fits(keys, keys, values)
+        return delta_rule.fits(keys, keys, values)
 
     assert linear(128, 64) and not linear(256, 64) and not linear(64, 64, jnp.float32)
 
@@ -377,12 +376,12 @@ def test_the_gradient_of_the_delta_rule_counts_its_states(kernels):
     numbers = shape(1, 8192, 32, dtype=jnp.float32)
 
     def gradient(*args):
-        return jax.vjp(delta_kernel.delta_rule, *args, None)[1](args[2])[:5]
+        return jax.vjp(delta_rule.delta_rule, *args, None)[1](args[2])[:5]
 
     jaxpr = jax.make_jaxpr(gradient)(q, q, v, numbers, numbers)
     states = 2 * 32 * 128 * 128 * 128 * 4
     assert states < gpu_temporary_bytes(jaxpr) < 4 * states
-    forward = jax.make_jaxpr(delta_kernel.delta_rule)(q, q, v, numbers, numbers, None)
+    forward = jax.make_jaxpr(delta_rule.delta_rule)(q, q, v, numbers, numbers, None)
     chunks = 128 * 32 * (4 * 64 * 64 * 256 + 6 * 64 * 128 * 128)
     assert count_flops(forward) == chunks
 

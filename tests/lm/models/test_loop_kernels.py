@@ -14,7 +14,7 @@ from megatrain_jax._src.engine.report.plan_table import BOUNDS
 from megatrain_jax._src.engine.spec.work import Work
 from megatrain_jax._src.lm.models import expert_blocks
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import gated
+from megatrain_jax._src.lm.models.moe import gated
 from quantities import has_row
 
 ROWS, WIDTH = 4, 8

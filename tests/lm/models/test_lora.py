@@ -15,7 +15,7 @@ from device_values import state_on_device, values_on_device
 from inside import engine_of, spec_of, store_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.lm.models.low_rank import MergedMatrix, adapted_modules
+from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix
 from messages import refuses
 from oracle import train_plain
 from runs import check_close, make_trainer, train
@@ -227,7 +227,7 @@ def test_merged_matrices_are_rounded_once():
         assert (np.abs(found.astype(np.float64) - exact) <= nearest + 1e-6 * np.abs(exact)).all()
         assert (found != module.kernel[...]).mean() > 0.1
         # Files of wider numbers have all of it.
-        np.testing.assert_allclose(MergedMatrix(module), exact, rtol=2e-6, atol=2e-7)
+        np.testing.assert_allclose(merged_matrix(module), exact, rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from megatrain_jax import models
-from megatrain_jax._src.lm.models.low_rank import MergedMatrix, adapted_modules
+from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix
 from messages import refuses
 
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -89,7 +89,7 @@ def test_peft_scales_and_drops_as_the_settings_say(rslora, scale, chosen, tmp_pa
     layers = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
     for module, layer in zip(modules, layers, strict=True):
         assert layer.scaling == {"default": scale} and layer.lora_dropout["default"].p == 0.25
-        change = MergedMatrix(module) - np.asarray(module.weight[...])
+        change = np.asarray(merged_matrix(module)) - np.asarray(module.weight[...])
         np.testing.assert_allclose(layer.get_delta_weight("default").detach(), change, atol=1e-6)
     whole, half = (
         load_file(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax._src.lm.models.names import parameter_tensors
+from megatrain_jax._src.lm.models.pretrained import parameter_tensors
 from megatrain_jax.models import Decoder, Pretrained, load_pretrained, next_token_loss
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')

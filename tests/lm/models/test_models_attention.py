@@ -13,14 +13,12 @@ from jax.extend import core as jex
 
 from attention_by_definition import defined
 from megatrain_jax._src.lm.models import expert_blocks
-from megatrain_jax._src.lm.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.lm.models.causal_attention import mark
+from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import gated
-from megatrain_jax._src.lm.models.families.glm4_moe import BiasedMixture, GroupedRouting
+from megatrain_jax._src.lm.models.families.deepseek import BiasedMixture, GroupedRouting
 from megatrain_jax._src.lm.models.layers import MixtureOfExperts
-from megatrain_jax._src.lm.models.moe import balancing_loss, route, tally
-from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
+from megatrain_jax._src.lm.models.moe import balancing_loss, gated, route, tally
 from megatrain_jax.models import Experts, attention
 from small_decoders import SMALL
 

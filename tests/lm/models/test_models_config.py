@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax._src.lm.models.families.registry import FAMILIES
+from megatrain_jax._src.lm.models.config import FAMILIES
+from megatrain_jax._src.lm.models.decoder_options import ParameterMaker
 from megatrain_jax._src.lm.models.layers import RMSNorm
-from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.lm.models.rotary import cos_sin_tables
 from megatrain_jax.models import DecoderConfig, Rope
 from messages import refuses, warns

@@ -14,7 +14,7 @@ import transformers
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax._src.lm.models.names import leaves, parameter_tensors
+from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
 from messages import refuses, tells
 

@@ -17,7 +17,7 @@ from flax import nnx
 import killed_writers
 import small
 from megatrain_jax._src.common import unfinished
-from megatrain_jax._src.lm.models import export, folders
+from megatrain_jax._src.lm.models import export
 from megatrain_jax.models import Decoder, DecoderConfig, lora, save_lora, save_pretrained
 from messages import refuses
 
@@ -82,7 +82,7 @@ def put_a_file(folder: Path) -> None:
 
 def forget_the_list(folder: Path) -> None:
     """As a checkpoint that was downloaded, which has the same names."""
-    (folder / folders.MARKER).unlink()
+    (folder / export.MARKER).unlink()
 
 
 def change_a_file(folder: Path) -> None:
@@ -121,7 +121,7 @@ def be_a_link(folder: Path) -> None:
     [
         (put_a_file, "holds notes/mine.txt"),
         (put_an_empty_folder, "holds notes"),
-        (forget_the_list, folders.MARKER),
+        (forget_the_list, export.MARKER),
         (change_a_file, "config.json"),
         (edit_by_hand, "config.json"),
         (train_on, "model.safetensors"),
@@ -156,8 +156,8 @@ def test_an_export_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch, 
 
     where = {
         "writing": (export, "write_config"),
-        "syncing": (folders, "sync_tree"),
-        "renaming": (folders, "_exchange"),
+        "syncing": (export, "sync_tree"),
+        "renaming": (export, "_exchange"),
     }
     monkeypatch.setattr(*where[moment], cut_off)
     with pytest.raises(KeyboardInterrupt):
@@ -310,9 +310,9 @@ def test_an_export_that_another_writer_finished_meanwhile(overwrite, tmp_path):
     folder = tmp_path / "mine"
 
     def write() -> None:
-        with folders.atomic_folder(folder, overwrite=overwrite) as at:
+        with export.atomic_folder(folder, overwrite=overwrite) as at:
             (at / "own").write_text("late")
-            with folders.atomic_folder(folder) as other:
+            with export.atomic_folder(folder) as other:
                 (other / "own").write_text("early")
 
     if overwrite:

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.models.image_attention import ImageRows, full_attention
-from megatrain_jax._src.lm.models.names import leaves, parameter_tensors
+from megatrain_jax._src.lm.models.causal_attention import ImageRows, full_attention
+from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
 from messages import refuses
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
-from megatrain_jax._src.lm.models.names import parameter_tensors
-from megatrain_jax._src.lm.models.quantised import open_weights
-from megatrain_jax._src.lm.models.quantised_tensors import CHUNK, scaled
+from megatrain_jax._src.lm.models.pretrained import parameter_tensors
+from megatrain_jax._src.lm.models.quantised import CHUNK, open_weights, scaled
 from megatrain_jax.models import DecoderConfig, load_pretrained, save_pretrained
 from messages import refuses
 

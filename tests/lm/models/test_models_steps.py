@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax._src.lm.models.names import leaves, parameter_tensors
+from megatrain_jax._src.lm.models.pretrained import leaves, parameter_tensors
 from megatrain_jax.models import load_pretrained, next_token_loss
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')

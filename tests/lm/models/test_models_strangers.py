@@ -13,7 +13,7 @@ import pytest
 import transformers
 from flax import nnx
 
-from megatrain_jax._src.lm.models.names import parameter_tensors
+from megatrain_jax._src.lm.models.pretrained import parameter_tensors
 from megatrain_jax.models import Decoder, load_pretrained, save_pretrained
 from messages import refuses
 

@@ -11,7 +11,7 @@ import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.lm.models.resized import ResizedArray
+from megatrain_jax._src.lm.models.pretrained import resized_array
 from messages import refuses
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -25,7 +25,7 @@ def test_new_rows_have_the_mean_and_the_covariance_of_the_old_ones():
     rng = np.random.default_rng(0)
     old = rng.normal(0.5, 1, (6000, 4)).astype(np.float32) @ rng.normal(size=(4, 4))
     old = old.astype(np.float32)
-    grown = ResizedArray(old, 10_000, np.random.SeedSequence([3, 0]))
+    grown = resized_array(old, 10_000, np.random.SeedSequence([3, 0]))
     whole = np.asarray(grown)
     assert whole.shape == grown.shape == (10_000, 4) and whole.dtype == np.float32
     np.testing.assert_array_equal(whole[:6000], old)
@@ -35,7 +35,7 @@ def test_new_rows_have_the_mean_and_the_covariance_of_the_old_ones():
     np.testing.assert_allclose(
         np.cov(apart.T), np.cov(old.T), atol=0.06 * np.abs(np.cov(old.T)).max()
     )
-    other = np.asarray(ResizedArray(old, 10_000, np.random.SeedSequence([4, 0])))
+    other = np.asarray(resized_array(old, 10_000, np.random.SeedSequence([4, 0])))
     assert (other[6000:] != whole[6000:]).any()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.generation.sampling import check_restriction
+from megatrain_jax._src.lm.models.generation.decoding import check_restriction
 from megatrain_jax._src.lm.objectives.policy_losses import LossType, ScaleRewards
 
 

@@ -14,9 +14,8 @@ from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.lm.grpo.policy_batch import batch_shapes, grpo_loss
 from megatrain_jax._src.lm.grpo.rewards import RewardFunction, Rewards
 from megatrain_jax._src.lm.grpo.rollouts import Prompts, RolloutMetrics, Rollouts
-from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.low_rank import adapted_modules
-from megatrain_jax._src.lm.models.with_reference import with_reference
+from megatrain_jax._src.lm.models.decoder import Decoder, with_reference
+from megatrain_jax._src.lm.models.lora import adapted_modules
 
 
 def train_grpo(

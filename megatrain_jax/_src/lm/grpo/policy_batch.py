@@ -12,10 +12,9 @@ from jaxtyping import Array
 from megatrain_jax import losses
 from megatrain_jax._src.lm.data.packing import pack, spread
 from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.lm.models.decoder import Decoder
+from megatrain_jax._src.lm.models.decoder import Decoder, WithReference, policy_of
 from megatrain_jax._src.lm.models.generation.generate import Completion
 from megatrain_jax._src.lm.models.lora import without_lora
-from megatrain_jax._src.lm.models.with_reference import WithReference, policy_of
 from megatrain_jax._src.lm.objectives.policy_losses import policy_tokens
 
 Batch = Mapping[str, Any]

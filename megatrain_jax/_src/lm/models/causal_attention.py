@@ -8,6 +8,7 @@ and capped logits, are computed here, a piece of the queries at a time.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ _MARK = 64
 # The minimum drop of a score for every bit in which two documents differ: exp(-2048) is 0 in fp32,
 # even if one document's scores differ by a thousand.
 _APART = 2048.0
-
 Queries = Float[Array, "rows length heads head_dim"]
 Keys = Float[Array, "rows length kv_heads head_dim"]
 Segments = Integer[Array, "rows length"]
@@ -74,14 +74,19 @@ def attention(
         ValueError: If shapes don't match, or a number is out of bounds.
     """
     if isinstance(segments, Past):
-        options = {"softcap": softcap, "scale": scale, "sinks": sinks}
-        return segments.attend(q, k, v, window=window, chunk=chunk, **options)
+        options = {"window": window, "chunk": chunk, "softcap": softcap, "scale": scale}
+        return segments.attend(q, k, v, sinks=sinks, **options)
     _check(q, k, v, segments)
     if sinks is not None:
         check_array("sinks", sinks, "(heads,)", num_axes=1)
         if sinks.shape != q.shape[2:3]:
             raise ValueError(f"`sinks` has shape {sinks.shape}, not {q.shape[2:3]} of `q`")
-    _check_options(window=window, chunk=chunk, piece=piece, softcap=softcap, scale=scale)
+    for name, value in (("window", window), ("chunk", chunk), ("piece", piece)):
+        if value is not None:
+            checks.integer(name, value, other=", or None")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            checks.number(name, value, above=0)
     if chunk is not None:
         segments = _in_chunks(segments, q.shape[:2], chunk)
     length, head_dim = q.shape[1], q.shape[3]
@@ -174,15 +179,6 @@ def _check(q: Queries, k: Keys, v: Keys, segments: Segments | None) -> None:
         check_array("segments", segments, "(rows, length)", num_axes=2, of_integers=True)
         if segments.shape != (rows, length):
             raise ValueError(f"`segments` has shape {segments.shape}, not {(rows, length)} of `q`")
-
-
-def _check_options(*, window, chunk, piece, softcap, scale) -> None:
-    for name, value in (("window", window), ("chunk", chunk), ("piece", piece)):
-        if value is not None:
-            checks.integer(name, value, other=", or None")
-    for name, value in (("softcap", softcap), ("scale", scale)):
-        if value is not None:
-            checks.number(name, value, above=0)
 
 
 def mark(
@@ -334,3 +330,70 @@ def _seen(own, others, offset, num_queries, num_keys, window) -> Array:
     if segments is not None:
         seen = seen & (segments[:, :, None] == key_segments[:, None, :])
     return seen[:, None, None] if seen.ndim == 3 else seen
+
+
+Heads = Float[Array, "rows length heads head_dim"]
+
+
+def full_attention(q: Heads, k: Heads, v: Heads) -> Heads:
+    """Lets each token attend to all tokens of its row.
+
+    Args:
+        q: Queries.
+        k: Keys, with as many heads.
+        v: Values, as `k`.
+
+    Returns:
+        An array with the shape and dtype of `q`; softmax is computed in fp32.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    if fits_cudnn(q, packed=False):
+        if trace_target().card is not None:
+            return attention_kernel.attend(q, k, v, None, causal=False)
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")
+    piece = piece_of(q.shape)
+    # All tokens are one image.
+    images = jax.numpy.ones(q.shape[:2], jax.numpy.int32)
+    spans = ((0, q.shape[1]),)
+    return in_spans(q, k, v, None, None, spans, piece, None, None, scale, images, q.shape[1])
+
+
+class ImageRows(Past):
+    """Rows of text and images: layers get it in place of `segments` in training.
+
+    Tokens attend to earlier tokens, and the tokens of an image also to the later ones of the
+    same image. In layers with a window, no token attends further back than the window.
+    """
+
+    def __init__(
+        self,
+        segments: Integer[Array, "rows length"] | None,
+        images: Integer[Array, "rows length"],
+        most: int,
+    ):
+        """Keeps the numbers of tokens.
+
+        Args:
+            segments: The document of each token, 0 for padding; None for one per row.
+            images: The image of each token, counted from 1 in each row; 0 for text.
+            most: The maximum number of tokens of an image.
+        """
+        self.segments, self.images, self.most = segments, images, most
+        self.kind = "ImageRows"
+
+    def positions(self, length: int) -> Integer[Array, "rows length"]:
+        """Returns positions that count from 0 in every document."""
+        return positions_in(length, self.segments)
+
+    def attend(self, q: Heads, k: Heads, v: Heads, **options: Any) -> Heads:
+        """Computes `attention` within rows."""
+        if options["chunk"] is not None or options["sinks"] is not None:
+            self.refuse()
+        length, scale = q.shape[1], options["scale"]
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        piece = piece_of(q.shape)
+        spans = tuple(spans_of(length, piece))
+        window = options["window"]
+        window = None if window is not None and window >= length else window
+        numbers = self.segments, None, spans, piece, window, options["softcap"], scale
+        return in_spans(q, k, v, *numbers, self.images, self.most)

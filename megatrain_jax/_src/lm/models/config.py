@@ -1,48 +1,131 @@
-"""`DecoderConfig`: sizes and options of a decoder; `from_hf` reads a Hugging Face configuration."""
+"""`DecoderConfig`: a decoder's sizes and options, read from a Hugging Face configuration.
+
+All families are known here by their `model_type`.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from os.path import commonprefix
+from typing import Any
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import too_deep
 from megatrain_jax._src.lm.common.hf_folder import end_tokens_of
-from megatrain_jax._src.lm.models.activation_functions import ACTIVATIONS
-from megatrain_jax._src.lm.models.families.registry import read_config, read_vision
-from megatrain_jax._src.lm.models.hf_fields import as_ignored
-from megatrain_jax._src.lm.models.moe import Experts
-from megatrain_jax._src.lm.models.rotary import Rope
-from megatrain_jax._src.lm.models.vision import VisionConfig
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
+from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, VisionConfig
+from megatrain_jax._src.lm.models.families import (
+    deepseek,
+    dense,
+    gemma,
+    gemma4,
+    hybrids,
+    mixtures,
 )
+from megatrain_jax._src.lm.models.family import Family
+from megatrain_jax._src.lm.models.hf_common import Fields, as_ignored, shown
+from megatrain_jax._src.lm.models.tensors import some
+
+_FILES = (deepseek, dense, gemma, gemma4, hybrids, mixtures)
+_FOUND = [x for file in _FILES for x in vars(file).values() if isinstance(x, Family)]
+# Every `Family` in these files, in the order of names.
+FAMILIES = {family.model_type: family for family in sorted(_FOUND, key=lambda x: x.model_type)}
+# The arguments of `DecoderConfig` that a class for sequence classification has in place of the
+# model's own.
+AS_SCORES: dict[str, Any] = {
+    "scores": True,
+    "logit_scale": 1.0,
+    "head_bias": False,
+    "final_softcap": None,
+}
+
+
+def read_vision(config: Mapping[str, Any]) -> VisionConfig:
+    """Returns the vision part of a Hugging Face configuration.
+
+    Raises:
+        TypeError: If a field has a wrong type.
+        ValueError: If the family can't be trained with images, or a field has a value that isn't
+            supported.
+    """
+    family = FAMILIES[config["model_type"]]
+    if family.vision is None:
+        known = [name for name, other in FAMILIES.items() if other.vision is not None]
+        raise ValueError(
+            f"`model_type` = {family.model_type} isn't trained with images; {some(known)} is"
+        )
+    return family.vision(config)
+
+
+def _nearest_family(config: Mapping[str, Any], ignore: frozenset[str]) -> Family | None:
+    """The family that knows all fields of a configuration of another type, if there is one.
+
+    Among several, it is the one whose name begins alike, or else the plainest, `llama`.
+    """
+    given, has_experts = (
+        str(config.get("model_type")),
+        any("expert" in str(name) for name in config),
+    )
+    fitting = []
+    for family in FAMILIES.values():
+        fields = Fields({**config, "model_type": family.model_type, "architectures": None}, ignore)
+        try:
+            arguments = family.read(fields)
+        except Exception:  # of any kind, because the configuration is of another family
+            continue
+        if not family.multimodal and (has_experts or arguments.get("experts") is None):
+            fitting.append(family)
+
+    def nearness(family: Family) -> tuple[int, bool, int]:
+        name = family.model_type
+        alike = len(commonprefix((given, name)))
+        return alike if alike > 2 else 0, name == "llama", -len(name)
+
+    return max(fitting, key=nearness, default=None)
+
+
+def read_config(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` for a Hugging Face configuration.
+
+    Every field is either read, known not to affect results, or refused by name: a checkpoint never
+    loads with an option silently dropped.
+
+    Raises:
+        ValueError: See `DecoderConfig.from_hf`.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        advice = ""
+        if near := _nearest_family(config, ignore):
+            advice = (
+                f" The nearest one, {near.model_type}, knows all fields of this configuration. If "
+                f"the layers compute the same, too, set `model_type` to {near.model_type!r} and "
+                f"`architectures` to [{near.architecture!r}], and compare the logits with "
+                "Transformers' before training."
+            )
+        raise ValueError(
+            f"`model_type` = {shown(name)} has no family here; docs/models.md lists them.{advice} "
+            "Any Flax module can be trained without a family: docs/your_model.md"
+        )
+    family = FAMILIES[name]
+    fields = Fields(config, ignore)
+    names = fields.listed("architectures", str, "names") or []
+    # A classifier on the same body has a different head, and no logits of tokens.
+    scores = names == [family.scorer_class] and len(config.get("id2label", ())) == 1
+    others = [n for n in names if n != family.architecture and not scores]
+    if others:
+        raise ValueError(
+            f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
+        )
+    arguments = family.read(fields)
+    return arguments | AS_SCORES if scores else arguments
+
+
 # Where a configuration of several parts may have its decoder's, in Transformers' order.
 _DECODERS = ("decoder", "generator", "text_config")
-_FLAGS = (
-    "norm_in_fp32",
-    "norm_bias",
-    "sandwich_norms",
-    "qk_norm",
-    "qkv_bias",
-    "out_bias",
-    "mlp_bias",
-    "fused",
-    "head_bias",
-    "tie_embeddings",
-    "scores",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(DecoderOptions):
     """The sizes and options of a `Decoder`.
 
     Attributes:
@@ -101,44 +184,6 @@ class DecoderConfig:
         end_tokens: Ids of the tokens that end a text, as the checkpoint says.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    local_rope: Rope | None = None
-    unrotated: tuple[int, ...] = ()
-    windows: tuple[int | None, ...] = ()
-    activation: str = "silu"
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    norm_in_fp32: bool = False
-    norm_bias: bool = True
-    sandwich_norms: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    fused: bool = False
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
-    final_softcap: float | None = None
-    scale_embedding: bool | float = False
-    logit_scale: float = 1.0
-    tie_embeddings: bool = False
-    head_bias: bool = False
-    scores: bool = False
-    experts: Experts | None = None
-    layer: Callable[..., Any] | None = None
-    memory: Callable[..., Any] | None = None
-    unread: tuple[str, ...] = ()
-    vision: VisionConfig | None = None
-    options: Any = None
-    init_std: float = 0.02
     # Decoders of equal sizes are equal, no matter which files they came from.
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
@@ -146,60 +191,6 @@ class DecoderConfig:
     saved_stacked: bool = field(default=False, compare=False)
     original: str | None = field(default=None, compare=False, repr=False)
     end_tokens: tuple[int, ...] = field(default=(), compare=False, repr=False)
-
-    def __post_init__(self):
-        """Checks each field, and that the fields are consistent."""
-        self._check_types()
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"`num_kv_heads` must divide `num_heads`, {self.num_heads}, "
-                f"but is {self.num_kv_heads}"
-            )
-        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
-            if rope and rope.dim > self.head_dim:
-                raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
-        # The numbers ascend, so the last is the largest.
-        sparse = self.experts.layers if self.experts else ()
-        for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
-            if layers and layers[-1] >= self.num_layers:
-                raise ValueError(
-                    f"`{name}` must be below `num_layers`, {self.num_layers}, but are {layers}"
-                )
-        if self.fused and (self.qkv_bias or self.mlp_bias):
-            raise ValueError("`fused` products have no bias")
-        if self.head_bias and self.tie_embeddings:
-            raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
-
-    def _check_types(self) -> None:
-        for name in _SIZES:
-            checks.integer(name, getattr(self, name))
-        for name in _FLAGS:
-            checks.boolean(name, getattr(self, name))
-        for name in ("norm_eps", "norm_offset", "init_std"):
-            checks.number(name, getattr(self, name), least=0)
-        for name in ("attention_scale", "attention_softcap", "final_softcap"):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), above=0)
-        checks.number("logit_scale", self.logit_scale, above=0)
-        if not isinstance(self.scale_embedding, bool):
-            checks.number("scale_embedding", self.scale_embedding, above=0)
-        if self.norm not in ("rms", "layer"):
-            raise ValueError(checks.refused("norm", '"rms" or "layer"', self.norm))
-        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
-            allowed = f"one of {', '.join(ACTIVATIONS)}"
-            raise ValueError(checks.refused("activation", allowed, self.activation))
-        if not isinstance(self.windows, tuple):
-            raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
-        for window in self.windows:
-            if window is not None:
-                checks.integer("windows", window)
-        checks.ascending("unrotated", self.unrotated)
-        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name == "rope"):
-                raise TypeError(checks.refused(name, f"of models.{kind.__name__}", value))
 
     @classmethod
     def from_hf(
@@ -240,17 +231,6 @@ class DecoderConfig:
     def family(self) -> str | None:
         """The `model_type` this was read as, or None."""
         return None if self.original is None else json.loads(self.original)["model_type"]
-
-    def window(self, layer: int) -> int | None:
-        """Returns the layer's window: the number of tokens each token attends to; None for all."""
-        return self.windows[layer] if self.windows else None
-
-    def rope_of(self, layer: int) -> Rope | None:
-        """Returns the layer's rotary embedding; None if it has none."""
-        if layer in self.unrotated:
-            return None
-        local = self.local_rope is not None and self.window(layer) is not None
-        return self.local_rope if local and self.local_rope else self.rope
 
 
 def config_end_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:

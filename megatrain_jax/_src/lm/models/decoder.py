@@ -1,11 +1,15 @@
-"""The decoder shared by all families of open-weights language models.
+"""The decoder shared by all families of open-weights language models, and additions to one.
 
 Parameters have the names and layout of Hugging Face checkpoints, so reading and writing one only
-moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
+moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in). For training, NEFTune adds
+noise to embeddings (https://arxiv.org/abs/2310.05914), and a frozen copy is the reference of
+reinforcement learning.
 """
 
-from collections.abc import Callable
-from typing import Any
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +17,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from megatrain_jax import losses
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.arrays import check_array, check_floating
+from megatrain_jax._src.lm.models.arrays import check_array, check_counts, check_floating, check_ids
+from megatrain_jax._src.lm.models.causal_attention import ImageRows
 from megatrain_jax._src.lm.models.config import DecoderConfig
-from megatrain_jax._src.lm.models.ids import check_counts, check_ids
-from megatrain_jax._src.lm.models.image_attention import ImageRows
+from megatrain_jax._src.lm.models.decoder_options import (
+    PIXELS,
+    ParameterMaker,
+    Pixels,
+    VisionConfig,
+)
 from megatrain_jax._src.lm.models.layers import Embedding, HiddenStates, Layer, Linear, make_norm
 from megatrain_jax._src.lm.models.moe import balancing_loss
-from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
 from megatrain_jax._src.lm.models.rotary import positions_in, rotation
-from megatrain_jax._src.lm.models.vision import (
-    Pixels,
-    check_pixels,
-    image_numbers,
-    with_images,
-)
 
 Integers = Integer[Array | np.ndarray, "rows length"]
 
@@ -266,3 +269,259 @@ def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers
             raise ValueError(
                 f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
             )
+
+
+def check_pixels(pixels: Any, tokens: Any, vision: VisionConfig) -> None:
+    """Checks the shape of a batch's images.
+
+    Raises:
+        TypeError: If `pixels` is not an array.
+        ValueError: If its shape is not that of the rows' images.
+    """
+    check_array("pixel_values", pixels, PIXELS, num_axes=5)
+    if pixels.shape[0] != tokens.shape[0] or pixels.shape[2:] != vision.pixels:
+        raise ValueError(
+            f"`pixel_values` must have the shape {PIXELS} with {tokens.shape[0]} rows and images "
+            f"of {vision.pixels}, but has {pixels.shape}"
+        )
+
+
+def image_numbers(
+    tokens: Integer[Array | np.ndarray, "rows length"], token: int
+) -> Integer[Array, "rows length"]:
+    """Returns the image of each token, counted from 1 in each row; 0 for text.
+
+    Neighbouring placeholders belong to the same image, as in Transformers.
+
+    For example, with the placeholder 9, tokens [9, 9, 5, 9, 6] give [1, 1, 0, 2, 0].
+    """
+    inside = jnp.asarray(tokens) == token
+    starts = inside & ~jnp.pad(inside[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(inside, jnp.cumsum(starts, axis=1, dtype=jnp.int32), 0)
+
+
+def with_images(
+    x: Float[Array, "rows length width"],
+    tokens: Integer[Array | np.ndarray, "rows length"],
+    vectors: Float[Array, "rows images vectors width"],
+    token: int,
+) -> Float[Array, "rows length width"]:
+    """Returns embeddings with the images' vectors in place of the placeholders'.
+
+    Args:
+        x: The tokens' embeddings.
+        tokens: The tokens.
+        vectors: The vectors of each row's images, in order. Vectors without a placeholder are not
+            used; a placeholder without a vector becomes NaN.
+        token: The placeholder.
+    """
+    inside = (jnp.asarray(tokens) == token)[..., None]
+    places = jnp.cumsum(inside, axis=1, dtype=jnp.int32) - 1
+    flat = vectors.reshape(x.shape[0], -1, x.shape[-1]).astype(x.dtype)
+    taken = jnp.take_along_axis(flat, jnp.maximum(places, 0), axis=1, mode="fill")
+    return jnp.where(inside, taken, x)
+
+
+class EmbeddingNoise(nnx.Module):
+    """Uniform noise within alpha / sqrt(length * width); `.eval()` turns it off.
+
+    Attributes:
+        alpha: Bound of the noise before the division by sqrt(length * width).
+        deterministic: Whether the noise is off.
+    """
+
+    def __init__(self, alpha: float, rngs: nnx.Rngs):
+        """Keeps the options."""
+        self.alpha, self.rngs = alpha, rngs
+        self.deterministic = False
+
+    def __call__(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length width"]:
+        """Adds fresh noise, drawn in fp32, in the dtype of the embeddings."""
+        if self.deterministic:
+            return x
+        most = self.alpha / (x.shape[1] * x.shape[2]) ** 0.5
+        noise = jax.random.uniform(self.rngs.noise(), x.shape, jnp.float32, -most, most)
+        return x + noise.astype(x.dtype)
+
+
+@overload
+def neftune(model: Decoder, *, alpha: float = ..., seed: int = ...) -> Decoder: ...
+
+
+@overload
+def neftune(
+    model: Callable[[], nnx.Module], *, alpha: float = ..., seed: int = ...
+) -> Callable[[], Decoder]: ...
+
+
+def neftune(model: Any, *, alpha: float = 5.0, seed: int = 0) -> Any:
+    """Adds noise to a decoder's embeddings in training (NEFTune), as Transformers does.
+
+    In each step, each number of the embeddings gets noise that is uniform within
+    `alpha / sqrt(length * hidden_size)`, where `length` is the length of the batch's rows with
+    padding, also if documents are packed. Each microbatch draws its own noise. There is none in
+    evaluations, in generation, and in a model after `.eval()`.
+
+    Args:
+        model: A `Decoder`, also one with adapters; it is not modified. Or a function that builds
+            one.
+        alpha: Size of the noise, such as 5, 10 or 15.
+        seed: Seed of the noise. Checkpoints save its place, so a resumed run draws the same.
+
+    Returns:
+        The decoder, or a function that builds it. Its parameters keep their paths.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If a number is out of range, or the model has noise already.
+    """
+    alpha = checks.number("alpha", alpha, above=0)
+    seed = checks.integer("seed", seed, least=0)
+
+    def noisy(made: Any) -> Decoder:
+        if not isinstance(made, Decoder):
+            raise TypeError(checks.refused("model", "a models.Decoder", made))
+        if made.noise is not None:
+            raise ValueError("`model` has noise on its embeddings already")
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"neftune"))
+        made.noise = EmbeddingNoise(alpha, nnx.Rngs(noise=key))
+        return made
+
+    if isinstance(model, nnx.Module):
+        return noisy(nnx.merge(*nnx.split(model), copy=True))
+    if not callable(model) or isinstance(model, type):
+        allowed = "a models.Decoder or a function that builds one"
+        raise TypeError(checks.refused("model", allowed, model))
+    return lambda: noisy(model())
+
+
+_POLICY, _REFERENCE = "policy", "reference"
+
+
+class WithReference(nnx.Module):
+    """Two decoders of one run: the policy is trained, and the reference stays as it is.
+
+    Attributes:
+        policy: The decoder that is trained, and that generates completions.
+        reference: The decoder as it was before training.
+    """
+
+    def __init__(self, policy: Decoder, reference: Decoder):
+        """Holds both decoders, which share nothing."""
+        self.policy = policy
+        self.reference = reference
+
+
+def with_reference(
+    model: Decoder | Callable[[], Decoder], params: Any, trainable: Any
+) -> tuple[Callable[[], WithReference], Any, Callable[[str], bool]]:
+    """A decoder with a frozen copy of itself, as arguments of a run.
+
+    Args:
+        model: The decoder, or a function that builds one; each call has to build the same.
+        params: Its parameters; None for the ones that it is built with.
+        trainable: Paths of its trained parameters, as `fit` takes them.
+
+    Returns:
+        A function that builds both; their parameters, the same arrays for each; and a predicate of
+        the paths of trained parameters.
+    """
+
+    def built() -> WithReference:
+        if isinstance(model, Decoder):
+            return WithReference(nnx.clone(model), nnx.clone(model))
+        return WithReference(model(), model())
+
+    def is_trained(path: str) -> bool:
+        whose, _, rest = path.partition("/")
+        if whose != _POLICY or trainable is None:
+            return whose == _POLICY
+        if callable(trainable):
+            return bool(trainable(rest))
+        patterns: Sequence[str] = [trainable] if isinstance(trainable, str) else trainable
+        return any(re.search(pattern, rest) for pattern in patterns)
+
+    both = (
+        None
+        if params is None
+        else {_POLICY: params, _REFERENCE: jax.tree.map(lambda leaf: leaf, params)}
+    )
+    return built, both, is_trained
+
+
+def policy_of(model: Any) -> Any:
+    """The decoder that is trained."""
+    return model.policy if isinstance(model, WithReference) else model
+
+
+def next_token_loss(
+    model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Mean cross-entropy of the next tokens, plus the experts' balancing loss if it has a weight.
+
+    A `loss_fn` for `megatrain_jax.fit`; set options with `functools.partial`.
+
+    Args:
+        model: The decoder.
+        batch: `tokens` and `labels`, integers (rows, length); optionally `mask`, `positions` and
+            `segments` of the same shape and `learned_per_row` (rows,), as made by
+            `megatrain_jax.data`. The last has the same number in all rows: the batch's counted
+            labels divided by its number of rows. With it, microbatches are weighted by their
+            counted labels; without it, each microbatch's loss is the mean over its own labels.
+            `pixel_values`: the images of each row; see `Decoder.hidden`.
+        z_loss: See `losses.next_token`.
+        chunk: See `losses.next_token`.
+
+    Returns:
+        The loss in fp32, and the metric `weight`: the number of labels in its mean. An evaluation
+            weighs batches by it, so its loss is the mean over all labels.
+
+    Raises:
+        TypeError: If `model` is not a decoder, `batch` not a mapping or an option not a number.
+        ValueError: If `batch` lacks `tokens` or `labels`, shapes don't match, or the model has a
+            score head.
+    """
+    check_arguments(model, batch, ("tokens", "labels"))
+    checks.number("z_loss", z_loss, least=0)
+    checks.integer("chunk", chunk)
+    images = {} if "pixel_values" not in batch else {"pixel_values": batch["pixel_values"]}
+    hidden, balance = model.hidden(
+        batch["tokens"], batch.get("positions"), batch.get("segments"), **images
+    )
+    labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
+    # Summed over a microbatch's rows, `learned_per_row` is that part's fraction of the whole
+    # batch's labels, so parts with few labels don't count for more.
+    count = losses.num_labels(labels, mask) if per_row is None else per_row.sum()
+    loss = losses.next_token(
+        hidden,
+        model.head_weight(),
+        labels,
+        mask=mask,
+        count=count,
+        z_loss=z_loss,
+        softcap=model.config.final_softcap,
+        chunk=chunk,
+    )
+    experts = model.config.experts
+    loss = loss if experts is None else loss + experts.balance_weight * balance
+    return loss, {"weight": count}
+
+
+def check_arguments(
+    model: Decoder, batch: Mapping[str, Any], names: tuple[str, ...], *, scores: bool = False
+) -> None:
+    """Checks the arguments of a loss: a decoder, and a batch that has the columns `names`.
+
+    Raises:
+        TypeError: If `model` is not a decoder, or `batch` not a mapping.
+        ValueError: If `batch` lacks one of them, or the model has a score head, unless `scores`.
+    """
+    if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
+        raise TypeError(checks.refused("model", "a models.Decoder", model))
+    if not scores and getattr(getattr(model, "config", None), "scores", False):
+        raise ValueError("`model` is a reward model, whose head has no logits of next tokens")
+    if not isinstance(batch, Mapping):
+        raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"`batch` has no {' and no '.join(map(repr, missing))}, but {list(batch)}")

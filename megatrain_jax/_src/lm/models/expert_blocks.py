@@ -1,29 +1,336 @@
 """A mixture of gated MLPs: each token passes through a few of many experts.
 
-With the extra `kernels` a Hopper GPU computes grouped products (`expert_rows.py`). Elsewhere
+With the extra `kernels` a Hopper GPU computes grouped products (`grouped_products.py`). Elsewhere
 `jax.lax.ragged_dot` may become a masked product with every expert, so tokens are sorted by expert
 into blocks of one expert each, and a loop runs over the blocks, several per turn. So only the
 chosen experts are computed, however many there are, in few large products.
+
+A turn computes several blocks with copies of their experts' weights, and adds their gradients to
+the sums of their experts.
+
+A mixture of experts in groups of experts: each group reads its own part of the weights.
+
+A run divides experts where those of one layer don't fit on its device (`TraceTarget`). Rows
+are sorted by expert, so a group computes only the turns with blocks of its experts, and leaves the
+rows of all remaining experts zero. Sums over groups add zeros, without rounding. Turns are
+smaller, so that they take less memory beside a group's weights. So products have other sizes, which
+may round differently, and the terms of an expert's gradients are added in another order.
+
+Example: four experts in two groups, turns of three blocks, and the expert of each block::
+
+    turn            0          1          2
+    experts         0, 0, 1    1, 1, 2    3, 3, none
+    group 0 (0, 1)  computes   2 of 3     zeros
+    group 1 (2, 3)  zeros      1 of 3     computes
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax import trace_target
 from megatrain_jax._src.common.kernel_primitives import float0_cotangents
-from megatrain_jax._src.lm.models import expert_rows, kernel_checks
-from megatrain_jax._src.lm.models.expert_functions import Expert, Weights
-from megatrain_jax._src.lm.models.expert_groups import mixed_in_groups
-from megatrain_jax._src.lm.models.expert_turns import (
-    BlockAssignments,
-    add_by_expert,
-    vmapped_expert,
-    weights_of,
+from megatrain_jax._src.lm.models import grouped_products, kernel_checks
+from megatrain_jax._src.lm.models.moe import (
+    Expert,
+    LowRank,
+    Matrix,
+    Weights,
+    with_low_rank,
 )
+
+
+class BlockAssignments(NamedTuple):
+    """The places of tokens' assignments to experts, in blocks.
+
+    Attributes:
+        slots: The row of each assignment.
+        assignments: The assignment of each row; a number past the end if it has none.
+        experts: The expert of each block of rows, ascending.
+    """
+
+    slots: Int[Array, " assignments"]
+    assignments: Int[Array, " rows"]
+    experts: Int[Array, "turns blocks"]
+
+    def blocks(self, values: Float[Array, "..."], each: int) -> Float[Array, "turns blocks ..."]:
+        """Gives each row of the blocks its token's value; a token has `each` assignments.
+
+        Rows without an assignment get zeros.
+        """
+        rows = values.at[self.assignments // each].get(mode="fill", fill_value=0)
+        return rows.reshape(*self.experts.shape, -1, *values.shape[1:])
+
+    def collected(self, blocks: Float[Array, "turns blocks ..."], each: int) -> Float[Array, "..."]:
+        """Gives each token the values of its `each` assignments."""
+        rows = blocks.reshape(-1, *blocks.shape[3:])
+        return rows[self.slots].reshape(-1, each, *rows.shape[1:])
+
+
+def vmapped_expert(expert: Expert) -> Callable[..., Float[Array, "blocks rows width"]]:
+    """Returns the function of blocks of rows, each with its own matrices."""
+    return jax.vmap(lambda rows, weights: expert(rows, weights, _product).by(_product))
+
+
+def _product(
+    x: Float[Array, "rows in"], matrix: Matrix, bias: Array | None = None, *, out_first: bool = True
+) -> Float[Array, "rows out"]:
+    if isinstance(matrix, LowRank):
+        return with_low_rank(x, matrix, _product)
+    y = x @ (matrix.T if out_first else matrix)
+    return y if bias is None else y + bias
+
+
+def weights_of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
+    """Copies the weights of each block's expert."""
+
+    def one(array):
+        # A model's parameters may be NumPy arrays outside a run.
+        return jnp.asarray(array).at[numbers].get(mode="promise_in_bounds")
+
+    return jax.tree.map(one, weights)
+
+
+def add_by_expert(
+    numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
+) -> Float[Array, "num ..."]:
+    """Adds each block's term to its expert's sum, in a deterministic order.
+
+    A scatter of terms with equal numbers would add them in any order on a GPU. So an expert's terms
+    are first summed by a product with zeros and ones, in the place of the first of them. For
+    numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1]. A term that
+    is not finite turns all sums of its turn into NaN. Numbers out of bounds are not added.
+    """
+    place, first = jnp.arange(numbers.size), jnp.searchsorted(numbers, numbers)
+    of_first = (first == place[:, None]).astype(terms.dtype)
+    totals = jax.lax.dot_general(
+        of_first,
+        terms,
+        (((1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=sums.dtype,
+    )
+    # All later places point past the last expert, so nothing is added there.
+    num = sums.shape[0]
+    at = jnp.where((first == place) & (0 <= numbers) & (numbers < num), numbers, num + place)
+    return sums.at[at].add(totals, mode="drop", unique_indices=True)
+
+
+_Carry = TypeVar("_Carry")
+
+
+def mixed_in_groups(
+    expert: Expert,
+    x: Float[Array, "tokens width"],
+    shares: Float[Array, "tokens per_token"],
+    weights: Weights,
+    places: BlockAssignments,
+    num_groups: int,
+) -> Float[Array, "tokens width"]:
+    """Passes tokens through their experts, group by group, and adds the results.
+
+    Args:
+        expert: The function of one expert.
+        x: The tokens.
+        shares: Factor of each expert's result.
+        weights: The weights of all experts; the number of groups divides their number.
+        places: The places of tokens' assignments; unused blocks have an expert past the last one.
+        num_groups: Number of groups.
+    """
+    each = shares.shape[1]
+    size = jax.tree.leaves(weights)[0].shape[0] // num_groups
+    rows, rows_shares = _spread(each, x, places), _spread(1, shares.reshape(-1), places)
+    out = None
+    for start in range(0, num_groups * size, size):
+        own = jax.tree.map(
+            lambda w, start=start: jax.lax.slice_in_dim(jnp.asarray(w), start, start + size),
+            weights,
+        )
+        given = rows, rows_shares, own, places.experts - start
+        of_group: Any = _of_group(expert, num_groups, *given)
+        # Each row belongs to one group, and is zero in all remaining groups.
+        out = of_group if out is None else out + of_group
+    return _weighted(x.dtype, out, shares, places)
+
+
+# JAX's own derivatives of gathered rows would scatter.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(
+    each: int, values: Float[Array, "..."], places: BlockAssignments
+) -> Float[Array, "turns blocks ..."]:
+    """Gives each row of the blocks its token's value; see `BlockAssignments.blocks`."""
+    return places.blocks(values, each)
+
+
+def _spread_forward(each, values, places):
+    # The array without elements keeps the dtype.
+    return _spread(each, values, places), (values[:0], places)
+
+
+def _spread_backward(each, saved, cotangent):
+    like, places = saved
+    dvalues = places.collected(cotangent, each).sum(1, dtype=jnp.float32)
+    return dvalues.astype(like.dtype), float0_cotangents(places)
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted(
+    dtype: Any,
+    out: Float[Array, "turns blocks rows width"],
+    shares: Float[Array, "tokens per_token"],
+    places: BlockAssignments,
+) -> Float[Array, "tokens width"]:
+    """Adds the experts' results of each token, weighted by shares.
+
+    Its backward returns the cotangents of rows without their shares, and zeros for the shares: a
+    group multiplies them, because it has the results that the shares' gradients need.
+    """
+    results = places.collected(out, shares.shape[1]).astype(jnp.float32)
+    return (results * shares[..., None]).sum(1).astype(dtype)
+
+
+def _weighted_forward(dtype, out, shares, places):
+    return _weighted(dtype, out, shares, places), (out[:0], shares, places)
+
+
+def _weighted_backward(dtype, saved, cotangents):
+    like, shares, places = saved
+    dout = places.blocks(cotangents, shares.shape[1]).astype(like.dtype)
+    return dout, jnp.zeros_like(shares), float0_cotangents(places)
+
+
+_weighted.defvjp(_weighted_forward, _weighted_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_group(
+    expert: Expert,
+    num_groups: int,
+    rows: Float[Array, "turns blocks rows width"],
+    rows_shares: Float[Array, "turns blocks rows"],
+    weights: Weights,
+    experts: Int[Array, "turns blocks"],
+) -> Float[Array, "turns blocks rows width"]:
+    """Passes a group's rows through their experts; all remaining rows are zero.
+
+    Args:
+        expert: The function of one expert.
+        num_groups: Number of groups.
+        rows: The rows of all groups.
+        rows_shares: Factor of each row's result, which only backward uses; see `_weighted`.
+        weights: The weights of the group's experts.
+        experts: The expert of each block, ascending; out of bounds if it is not of the group.
+    """
+    del rows_shares
+    own, numbers = _own(weights, experts)
+    blocks = vmapped_expert(expert)
+
+    def turn(t, out):
+        found = blocks(_own_rows(rows, t, own), weights_of(weights, _at(numbers, t)))
+        return _set(out, t, _where(_at(own, t), found))
+
+    like = jax.eval_shape(blocks, rows[0], weights_of(weights, numbers[0]))
+    zeros = jnp.zeros((len(rows), *like.shape), like.dtype)
+    return _in_turns(own, num_groups, turn, zeros)
+
+
+def _of_group_forward(expert, num_groups, rows, rows_shares, weights, experts):
+    out = _of_group(expert, num_groups, rows, rows_shares, weights, experts)
+    return out, (rows, rows_shares, weights, experts)
+
+
+def _of_group_backward(expert, num_groups, saved, cotangents):
+    rows, rows_shares, weights, experts = saved
+    own, numbers = _own(weights, experts)
+    blocks = vmapped_expert(expert)
+
+    def turn(t, carry):
+        sums, drows, dshares = carry
+        copied = weights_of(weights, _at(numbers, t))
+        out, transposed = jax.vjp(blocks, _own_rows(rows, t, own), copied)
+        cotangent = _own_rows(cotangents, t, own).astype(jnp.float32)
+        found = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
+        of_rows, dweights = transposed(
+            (cotangent * _at(rows_shares, t)[..., None]).astype(out.dtype)
+        )
+        sums = jax.tree.map(partial(add_by_expert, _at(experts, t)), sums, dweights)
+        return sums, _set(drows, t, of_rows), _set(dshares, t, found)
+
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    start = sums, jnp.zeros_like(rows), jnp.zeros(rows.shape[:3], jnp.float32)
+    sums, drows, dshares = _in_turns(own, num_groups, turn, start)
+    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
+    return drows, dshares.astype(rows_shares.dtype), dweights, float0_cotangents(experts)
+
+
+_of_group.defvjp(_of_group_forward, _of_group_backward)
+
+
+def _own(
+    weights: Weights, experts: Int[Array, "turns blocks"]
+) -> tuple[Bool[Array, "turns blocks"], Int[Array, "turns blocks"]]:
+    """Whether each block belongs to the group, and its expert's number within it, clipped."""
+    size = jax.tree.leaves(weights)[0].shape[0]
+    return (0 <= experts) & (experts < size), jnp.clip(experts, 0, size - 1)
+
+
+def _at(values: Array, t: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(values, t, keepdims=False)
+
+
+def _set(values: Array, t: Int[Array, ""], new: Array) -> Array:
+    # In place within a loop, as a scatter may not be.
+    return jax.lax.dynamic_update_index_in_dim(values, new, t, 0)
+
+
+def _own_rows(
+    values: Float[Array, "turns blocks rows width"],
+    t: Int[Array, ""],
+    own: Bool[Array, "turns blocks"],
+) -> Float[Array, "blocks rows width"]:
+    """The group's rows of one turn; all remaining ones are zero."""
+    return _where(_at(own, t), _at(values, t))
+
+
+def _where(
+    own: Bool[Array, " blocks"], values: Float[Array, "blocks rows width"]
+) -> Float[Array, "blocks rows width"]:
+    return jnp.where(own[:, None, None], values, jnp.zeros((), values.dtype))
+
+
+def _in_turns(
+    own: Bool[Array, "turns blocks"],
+    num_groups: int,
+    turn: Callable[[Int[Array, ""], _Carry], _Carry],
+    start: _Carry,
+) -> _Carry:
+    """Carries a value through the turns with blocks of the group.
+
+    Their number depends on the routing, and no more than a loop's shape is known before a run. So
+    the outer loop has the turns of an even load, which are counted in estimates, and each of its
+    trips has an equal part of the turns that there are.
+    """
+    num_turns = len(own)
+    has_own = own.any(1)
+    begin, count = jnp.argmax(has_own).astype(jnp.int32), has_own.sum(dtype=jnp.int32)
+    num_trips = -(-num_turns // num_groups)
+    of_trip = -(-count // num_trips)
+
+    def trip(carry, number):
+        first = jnp.minimum(number * of_trip, count)
+        last = jnp.minimum(first + of_trip, count)
+        return jax.lax.fori_loop(begin + first, begin + last, turn, carry), None
+
+    return jax.lax.scan(trip, start, jnp.arange(num_trips, dtype=jnp.int32))[0]
+
 
 _MAX_BLOCK = 1024
 # Bytes of fp32 gradient sums that one turn makes for its blocks. In bf16, the copied expert weights
@@ -60,11 +367,13 @@ def mix(
     is_whole = num_groups == 1  # the kernels need the rows of all experts
     if (
         is_whole
-        and expert_rows.fits(x, chosen.size, weights)
+        and grouped_products.fits(x, chosen.size, weights)
         and kernel_checks.has_grouped_products()
     ):
         weights = jax.tree.map(jnp.asarray, weights)
-        return expert_rows.mixed(expert, x, shares, weights, expert_rows.sort(chosen, num))
+        return grouped_products.mixed(
+            expert, x, shares, weights, grouped_products.sort(chosen, num)
+        )
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)

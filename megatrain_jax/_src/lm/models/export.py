@@ -1,17 +1,37 @@
-"""Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
+"""Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time.
 
+An export is written beside its folder and renamed when it is complete, so an interrupted one leaves
+the earlier export intact:
+
+    mine.unfinished-x7/    is written
+    mine/                  exchanges names with it, in one system call
+    mine.unfinished-x7/    is now the earlier export, and is deleted
+
+What a killed process leaves is removed by a later export beside it (`common/unfinished.py`).
+Each export lists its own files and their checksums in `megatrain_export.json`. A folder is only
+replaced if it contains exactly these files, unchanged.
+"""
+
+import ctypes
+import errno
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 from megatrain_jax._src.lm.common.hf_folder import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -23,11 +43,9 @@ from megatrain_jax._src.lm.common.hf_folder import (
 )
 from megatrain_jax._src.lm.common.prompts import check_template
 from megatrain_jax._src.lm.models.config import DecoderConfig, config_end_tokens
-from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.expert_tensors import stack_experts
-from megatrain_jax._src.lm.models.folders import atomic_folder, new_folder
-from megatrain_jax._src.lm.models.low_rank import MergedMatrix, adapted_modules
-from megatrain_jax._src.lm.models.names import (
+from megatrain_jax._src.lm.models.decoder import Decoder, policy_of
+from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix, name_of
+from megatrain_jax._src.lm.models.pretrained import (
     ParameterPath,
     ParameterTensors,
     family_of,
@@ -36,11 +54,144 @@ from megatrain_jax._src.lm.models.names import (
     parameter_tensors,
 )
 from megatrain_jax._src.lm.models.quantised import check_decoded, open_weights
-from megatrain_jax._src.lm.models.tensor_files import NamedTensor, write_tensors
-from megatrain_jax._src.lm.models.tensors import DTYPES, ITEM_BYTES, some
-from megatrain_jax._src.lm.models.with_reference import policy_of
+from megatrain_jax._src.lm.models.tensors import (
+    CODES,
+    ITEM_BYTES,
+    ComputedArray,
+    NamedTensor,
+    listed,
+    some,
+    stack_experts,
+    write_tensors,
+)
 
-_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+MARKER = "megatrain_export.json"
+# Flags of Linux's renameat2: relative to the current folder; exchange names.
+_CURRENT_FOLDER, _EXCHANGE = -100, 2
+
+
+def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
+    """Returns the path of a folder to be written.
+
+    Args:
+        folder: The user's argument `folder`.
+        overwrite: Whether an earlier export may be there.
+
+    Raises:
+        TypeError: If it is not a path, or `overwrite` is not a Boolean.
+        FileExistsError: If it is not empty; with `overwrite`, if it is not an unchanged export.
+    """
+    path = Path(checks.path("folder", folder)).expanduser()
+    overwrite = checks.boolean("overwrite", overwrite)
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if not os.path.lexists(path) or (is_empty and not path.is_symlink()):
+        return path
+    if not overwrite:
+        # The checksums are not compared here: that would read all weights.
+        is_export = (path / MARKER).is_file()
+        hint = ", or pass `overwrite=True` to replace an unchanged export" if is_export else ""
+        raise FileExistsError(f"there is something at {path} already: choose a new `folder`{hint}")
+    if (stranger := _why_not_export(path)) is not None:
+        raise FileExistsError(
+            "`overwrite=True` replaces only the output of save_pretrained or save_lora, "
+            f"and {path} {stranger}: move it, or choose another `folder`"
+        )
+    return path
+
+
+def _why_not_export(path: Path) -> str | None:
+    """The reason why a folder is not an unchanged export, as a sentence's end; None if it is."""
+    if path.is_symlink() or not path.is_dir():
+        return "is no folder of its own"
+    try:
+        known = read_json(path / MARKER).get("files")
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
+        return f"has no {MARKER} that lists its files"
+    for name in _names(path):
+        if name not in known:
+            return f"also holds {name}"
+        if known[name] != _checksum(path / name):
+            return f"holds another {name} than was exported"
+    return None
+
+
+def _names(path: Path) -> list[str]:
+    """The files, links and empty folders in a folder, except the list of them."""
+    found = [
+        Path(folder, name).relative_to(path)
+        for folder, folders, files in os.walk(path)
+        for name in [*files, *folders]
+        # Folders with something in them are not listed themselves.
+        if not (at := Path(folder, name)).is_dir() or at.is_symlink() or not any(at.iterdir())
+    ]
+    return sorted(str(name) for name in found if str(name) != MARKER)
+
+
+def _checksum(path: Path) -> str | None:
+    """The checksum of a file's bytes; None if it is not a regular file.
+
+    Size or time are not enough: weights that were trained further have the same size, and a copied
+    folder has new times.
+    """
+    if path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+@contextmanager
+def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a folder to write to; it gets its final name if the body succeeds, or is deleted.
+
+    Args:
+        folder: The final folder, as returned by `new_folder`.
+        overwrite: Whether an export there is replaced.
+
+    Raises:
+        FileExistsError: If the final folder has been filled meanwhile.
+    """
+    unfinished = UnfinishedFolder(folder)
+    at = unfinished.path
+    try:
+        with naming_file(at):
+            yield at
+            known = {name: _checksum(at / name) for name in _names(at)}
+            (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
+        # Hours may have passed since the first check.
+        if new_folder(folder, overwrite=overwrite).is_dir() and any(folder.iterdir()):
+            sync_tree(at)
+            _exchange(at, folder)
+        else:
+            at.replace(folder)  # replaces an empty folder
+    finally:
+        # The unfinished folder, or the export that was replaced.
+        unfinished.discard()
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Exchanges the names of two folders, atomically if the file system can."""
+    paths = (os.fsencode(path.absolute()) for path in (a, b))
+    arguments = [part for path in paths for part in (_CURRENT_FOLDER, path)]
+    system = ctypes.CDLL(None, use_errno=True)
+    if hasattr(system, "renameat2"):
+        if system.renameat2(*arguments, _EXCHANGE) == 0:
+            return
+        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), str(b))
+    # Some network file systems can't. If the process dies between these lines, both folders are
+    # complete, the earlier one as `mine.replaced-...`.
+    aside = Path(tempfile.mkdtemp(prefix=f"{b.name}.replaced-", dir=b.parent))
+    b.replace(aside)
+    try:
+        a.replace(b)
+    except BaseException:
+        aside.replace(b)
+        raise
+    aside.replace(a)
+
+
 # What Transformers reads of a config.json that has no generation_config.json beside it.
 _GENERATION_FIELDS = (
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "do_sample", "temperature"),
@@ -94,8 +245,8 @@ def save_pretrained(
             this function or `save_lora` has not written.
         FileNotFoundError: If there is no folder `source`.
     """
-    if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
-        raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in CODES):
+        raise ValueError(checks.refused("dtype", f"None or one of {', '.join(CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
     check_chat_template(chat_template)
     folder = new_folder(folder, overwrite=overwrite)
@@ -111,14 +262,15 @@ def save_pretrained(
     arrays = _arrays(model)
     apart = config.saved_apart if dtype is None else {}
     dtype = dtype or config.saved_dtype or np.dtype(next(iter(arrays.values())).dtype).name
-    if dtype not in _CODES:
-        raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
-    codes = {n: _CODES[of] for n, of in apart.items()}
-    codes |= {n: _CODES[arrays[n].dtype.name] for n in _buffers(config)}
+    if dtype not in CODES:
+        raise ValueError(f"pass `dtype`, one of {', '.join(CODES)}: parameters have {dtype}")
+    codes = {n: CODES[of] for n, of in apart.items()}
+    buffers = [n for e in parameter_tensors(config) if not e.trained for n in e.names]
+    codes |= {n: CODES[arrays[n].dtype.name] for n in buffers}
     if config.saved_stacked if config.source else family_of(config).joined_experts:
         arrays = stack_experts(arrays)
     tensors = [
-        NamedTensor(name=n, array=a, code=codes.get(n, _CODES[dtype])) for n, a in arrays.items()
+        NamedTensor(name=n, array=a, code=codes.get(n, CODES[dtype])) for n, a in arrays.items()
     ]
     tensors += _kept(config, source)
     copied = companions(source or config.source)
@@ -170,7 +322,7 @@ def decoder_of(trainer: Trainer | Decoder) -> Decoder:
     return model
 
 
-def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
+def _arrays(model: Decoder) -> dict[str, np.ndarray | ComputedArray]:
     """Returns the tensors of the decoder by name, as views of the parameters.
 
     Raises:
@@ -186,15 +338,14 @@ def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
     _check_family(model, arrays, wanted)
     tensors = {}
     for parameter in wanted:
-        module = adapted.get(parameter.path)
-        array = arrays[parameter.path] if module is None else MergedMatrix(module)
-        parts = list(array) if parameter.stacked else [array]
+        if (module := adapted.get(parameter.path)) is None:
+            array = arrays[parameter.path]
+            parts = list(array) if parameter.stacked else [array]
+        else:
+            each = range(parameter.shape[0]) if parameter.stacked else [None]
+            parts = [merged_matrix(module, i) for i in each]
         tensors |= dict(zip(parameter.names, parts, strict=True))
     return tensors
-
-
-def _buffers(config: DecoderConfig) -> list[str]:
-    return [n for e in parameter_tensors(config) if not e.trained for n in e.names]
 
 
 def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
@@ -254,15 +405,11 @@ def _check_family(
             path for path, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)
         ],
     }
-    found = [
-        f"{what}: {some(['/'.join(map(str, path)) for path in paths])}"
-        for what, paths in wrong.items()
-        if paths
-    ]
-    if found:
+    named = {what: [name_of(path) for path in paths] for what, paths in wrong.items()}
+    if found := listed(named):
         raise ValueError(
             f"the decoder can't be saved as a {model.config.family}: its parameters differ: "
-            f"{'; '.join(found)}. Merge additions to a weight into it first, unless models.lora "
+            f"{found}. Merge additions to a weight into it first, unless models.lora "
             "made them; `trainer.save` saves any model"
         )
 

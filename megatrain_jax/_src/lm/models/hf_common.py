@@ -1,22 +1,344 @@
-"""Readers of configuration fields that several families share.
+"""The fields of a Hugging Face configuration, read with type checks by readers for all families.
 
-Each returns arguments of `DecoderConfig`, or a part of one. Defaults are Transformers'; a default
-that differs between families is an argument here.
+The file is untrusted: a string instead of a number, a null, or a size that no machine can hold is
+refused under the field's name, before anything is built from it.
+
+A reader returns arguments of `DecoderConfig`, or a part of one. Defaults are Transformers'; a
+default that differs between families is an argument here. Rotary embeddings have an older and a
+newer form.
 """
 
-from collections.abc import Mapping
+import math
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.hf_fields import Fields, shown
-from megatrain_jax._src.lm.models.hf_rope import KINDS, read_rope
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.lm.models.moe import Experts
 from megatrain_jax._src.lm.models.quantised import check_quantisation
 from megatrain_jax._src.lm.models.rotary import Rope
 from megatrain_jax._src.lm.models.tensors import some
 
-Windows = tuple[int | None, ...]
+# Fields that affect neither parameters nor logits.
+_IGNORED = frozenset(
+    """
+    architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
+    eos_token_id finetuning_task id2label initializer_range is_llama_config label2id max_length
+    max_window_layers max_sequence_length min_length model_type name_or_path num_labels
+    num_return_sequences output_attentions original_max_position_embeddings output_hidden_states
+    output_router_logits pad_token_id prefix problem_type return_dict return_dict_in_generate
+    sep_token_id sliding_window_size task_specific_params temperature tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_cache
+    attn_implementation max_position_embeddings
+    """.split()
+)
+_REQUIRED = object()
+# Bounds far above any real model; all further integers may be up to 2^31 - 1.
+_MOST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+    "vocab_size": 2**24,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+}
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 60
 
+
+class Fields:
+    """A configuration that tracks which of its fields have been read."""
+
+    def __init__(self, values: Mapping[str, Any], ignore: frozenset[str] = frozenset()):
+        """Keeps the values, and the names of fields that the user wants ignored."""
+        self.values, self.ignore = values, ignore
+        self._read: set[str] = set(_IGNORED)
+        self.family = str(values.get("model_type"))
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Returns a field, or the default if it is missing.
+
+        Raises:
+            ValueError: If it is missing and has no default.
+        """
+        self._read.add(name)
+        if default is _REQUIRED and self.values.get(name) is None:
+            raise ValueError(f"the configuration of this {self.family} has no `{name}`")
+        return self.values.get(name, default)
+
+    def integer(
+        self, name: str, default: Any = _REQUIRED, *, least: int = 1, null: bool = False
+    ) -> Any:
+        """Returns an integer, or None if the field is null and null is allowed.
+
+        Raises:
+            TypeError: If it is not an integer.
+            ValueError: If it is out of bounds.
+        """
+        value = self.take(name, default)
+        if value is None and (null or default is None):
+            return None
+        return checks.integer(name, value, least=least, most=_MOST.get(name, 2**31 - 1))
+
+    def number(
+        self,
+        name: str,
+        default: Any = _REQUIRED,
+        *,
+        above: float | None = None,
+        least: float | None = None,
+        null: bool = False,
+    ) -> Any:
+        """Returns a finite float, or None if the field is null and null is allowed.
+
+        Raises:
+            TypeError: If it is not a number.
+            ValueError: If it is not finite or out of bounds.
+        """
+        value = self.take(name, default)
+        if value is None and (null or default is None):
+            return None
+        return checks.number(name, value, above=above, least=least)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Returns true or false.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        return checks.boolean(name, self.take(name, default))
+
+    def listed(self, name: str, kind: type, what: str) -> list[Any] | None:
+        """Returns a list of values of one type, or None if it is missing.
+
+        Raises:
+            TypeError: If it is not a list, or has values of a different type.
+        """
+        values = self.take(name, None)
+        if values is not None and not (
+            isinstance(values, list | tuple) and all(type(v) is kind for v in values)
+        ):
+            raise TypeError(checks.refused(name, f"a list of {what}", values))
+        return None if values is None else list(values)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Returns an object's fields, {} if it is missing.
+
+        Raises:
+            TypeError: If it is not an object.
+        """
+        values = self.take(name, None)
+        values = {} if values is None else values
+        if not isinstance(values, Mapping):
+            raise TypeError(checks.refused(name, "an object", values))
+        return dict(values)
+
+    def neutral(self, **expected: Any) -> None:
+        """Refuses fields with any value but the one that has no effect."""
+        for name, value in expected.items():
+            found = self.take(name, value)
+            if found != value and found is not None and name not in self.ignore:
+                raise ValueError(
+                    f"`{name}` = {shown(found)} in a {self.family} isn't supported; only "
+                    f"{value!r} is"
+                )
+
+    def finish(self) -> None:
+        """Refuses fields that have not been read, unless they are empty or off."""
+        unknown = {
+            name: value
+            for name, value in self.values.items()
+            # An unknown option that is empty or off has no effect; names with `_` are the writer's
+            # notes.
+            if name not in self._read | self.ignore and not name.startswith("_") and value
+        }
+        if unknown:
+            found = [f"`{name}` = {shown(value)}" for name, value in unknown.items()]
+            raise ValueError(
+                f"a {self.family} isn't known to have these fields, which may change what it "
+                f"computes: {some(found)}. Name fields without an effect in `ignore`."
+            )
+
+
+def as_ignored(ignore: Sequence[str]) -> frozenset[str]:
+    """Returns the names of fields to ignore.
+
+    Raises:
+        TypeError: If they are not names, or only one name.
+    """
+    names = ignore if isinstance(ignore, list | tuple | set | frozenset) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(checks.refused("ignore", "a list of names of fields", ignore))
+    return frozenset(map(str, names))
+
+
+def shown(value: Any) -> str:
+    """Returns a value as text of bounded length, however long or deep it is."""
+    return _shown.repr(value)
+
+
+_OPTIONS = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor",
+    "proportional": "factor",
+    "yarn": "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate "
+    "original_max_position_embeddings",
+    "longrope": "factor attention_factor short_factor long_factor short_mscale long_mscale "
+    "original_max_position_embeddings",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+}
+KINDS = {kind: kind for kind in _OPTIONS if kind != "proportional"}
+_COMMON = "rope_type type rope_theta partial_rotary_factor"
+# Found in released checkpoints, but not read by Transformers: some programs take this as the scale
+# of attention, where Transformers uses `attention_factor`.
+_NOT_READ = {"yarn": {"attn_factor"}}
+
+
+def read_rope(
+    fields: Fields,
+    values: Mapping[str, Any],
+    head_dim: int,
+    *,
+    max_length: int,
+    original_length: int | None = None,
+    kinds: Mapping[str, str] = KINDS,
+    partial: bool = False,
+    interleaved: bool = False,
+) -> Rope:
+    """Returns a rotary embedding.
+
+    Args:
+        fields: The configuration.
+        values: `rope_parameters`, or `rope_scaling` with `rope_theta`.
+        head_dim: Width of a head.
+        max_length: Default of `max_position_embeddings`.
+        original_length: `original_max_position_embeddings` of the configuration itself.
+        kinds: The supported values of `rope_type`, and the kind that each selects.
+        partial: Whether the family may rotate a part of each head.
+        interleaved: See `Rope`.
+
+    Raises:
+        TypeError: If an option has a wrong type.
+        ValueError: If a kind or an option isn't supported. The message names it.
+    """
+    max_length = fields.integer("max_position_embeddings", max_length, least=min(max_length, 1))
+    # Older files call it `type`.
+    kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {fields.family}")
+    kind = kinds[kind]
+    _check_options(values, kind, fields.ignore)
+    share = _number(values, "partial_rotary_factor", 1.0)
+    whole = kind == "proportional"  # all dimensions, but only some of them turn
+    if share != 1.0 and not (partial or whole):
+        raise ValueError(f"`partial_rotary_factor` = {share} isn't supported in a {fields.family}")
+    if share > 1 or int(head_dim * share) % 2 or not int(head_dim * share):
+        raise ValueError(
+            f"`partial_rotary_factor` = {share} of `head_dim` = {head_dim} must be an even number "
+            "of dimensions, at most all of them"
+        )
+    inner = values.get("original_max_position_embeddings")
+    if inner is not None:
+        inner = checks.integer("original_max_position_embeddings", inner)
+    # Phi-3 keeps it outside the embedding's options, most families inside.
+    original = original_length or inner or max_length
+    shape: dict[str, Any] = {
+        "dim": head_dim if whole else int(head_dim * share),
+        "base": _number(values, "rope_theta"),
+        "kind": kind,
+        "interleaved": interleaved,
+    }
+    if kind == "proportional":
+        shape["factor"] = _number(values, "factor", 1.0)
+        shape["turning"] = int(share * head_dim // 2)
+    elif kind in ("linear", "dynamic", "llama3"):
+        shape["factor"] = _number(values, "factor")
+    elif kind != "default":
+        shape |= _stretching(values, kind, original, max_length)
+    if kind == "dynamic":
+        shape["max_length"] = max_length
+    if kind == "llama3":
+        shape["original_length"] = original
+        for name in ("low_freq_factor", "high_freq_factor"):
+            shape[name] = _number(values, name)
+    return Rope(**shape)
+
+
+def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]) -> None:
+    """Refuses options that nothing reads, except those that Transformers does not read either."""
+    known = {*_OPTIONS[kind].split(), *_COMMON.split(), *ignore}
+    unknown = {name for name, value in values.items() if value is not None} - known
+    if not_read := unknown & _NOT_READ.get(kind, set()):
+        warn_user(
+            f"{some(sorted(not_read))} of rotary embeddings of type {kind!r} is not read, as by "
+            "Transformers",
+        )
+        unknown -= not_read
+    if unknown:
+        raise ValueError(
+            f"rotary embeddings of type {kind!r} aren't known to have "
+            f"{some(sorted(unknown))}: name fields without an effect in `ignore`"
+        )
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = values.get(name)
+    if value is None and default is None:
+        raise ValueError(f"these rotary embeddings need a number `{name}`")
+    return checks.number(name, default if value is None else value, above=0)
+
+
+def _stretching(
+    values: Mapping[str, Any], kind: str, original: int, max_length: int
+) -> dict[str, Any]:
+    """Returns the arguments of a `Rope` of the kind "yarn" or "longrope"."""
+    if kind == "yarn" and "factor" not in values:  # null means the ratio of the lengths
+        raise ValueError("rotary embeddings of type 'yarn' need a number `factor`")
+    for name in ("short_mscale", "long_mscale"):
+        if kind == "longrope" and values.get(name) not in (None, 1.0):
+            raise ValueError(f"`{name}` = {shown(values[name])} of a longrope isn't supported")
+    if original < 2:
+        raise ValueError(
+            "`original_max_position_embeddings`, or `max_position_embeddings` where it is missing, "
+            f"must be at least 2, but is {original}"
+        )
+    factor = _number(values, "factor", max_length / original or None)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention = values.get("attention_factor")
+    if attention is None and kind == "yarn":
+        attention = magnitude(1.0)
+        if values.get("mscale") and values.get("mscale_all_dim"):
+            one, all_dims = (_number(values, name) for name in ("mscale", "mscale_all_dim"))
+            attention = magnitude(one) / magnitude(all_dims)
+    elif attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    found: dict[str, Any] = {"original_length": original}
+    found["attention_factor"] = checks.number("attention_factor", attention, above=0)
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            given = values.get(name)
+            if not isinstance(given, list | tuple):
+                raise TypeError(checks.refused(name, "a list of numbers", given))
+            found[f"{name}s"] = tuple(checks.number(name, value, above=0) for value in given)
+        return found
+    return found | {
+        "factor": factor,
+        "beta_fast": _number(values, "beta_fast", 32.0),
+        "beta_slow": _number(values, "beta_slow", 1.0),
+        "truncate": checks.boolean("truncate", values.get("truncate", True)),
+    }
+
+
+Windows = tuple[int | None, ...]
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -45,9 +367,15 @@ def sizes(
     *,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    head_dim_null: bool = False,
+    head_dim_fixed: bool = False,
     eps: float = 1e-6,
     eps_name: str = "rms_norm_eps",
     tied: bool = False,
+    std: float = 0.02,
+    hidden_act: str = "silu",
+    act_name: str = "hidden_act",
+    act_null: bool = False,
     activation: str | None = None,
     inside: int | None = None,
     **others: int,
@@ -58,10 +386,16 @@ def sizes(
         fields: The configuration.
         kv_heads: Default of `num_key_value_heads`; None for the number of heads.
         head_dim: Default of `head_dim`; None for the width divided by the heads.
+        head_dim_null: Whether a null in place of `head_dim` means this quotient, not the default.
+        head_dim_fixed: Whether `head_dim` can't be anything else than this quotient.
         eps: Default of the number that norms add to the mean square.
         eps_name: The field with that number.
         tied: Default of `tie_word_embeddings`.
-        activation: The MLPs' activation, from `read_activation`; None to read `hidden_act`.
+        std: Default of `initializer_range`.
+        hidden_act: Default of the field with the MLPs' activation.
+        act_name: The name of that field.
+        act_null: Whether a null in it means the default.
+        activation: The MLPs' activation under its name in `DecoderConfig`; None to read the field.
         inside: The width inside an MLP; None to read `intermediate_size`.
         **others: Defaults of further sizes, in a family with configurations that may omit them.
     """
@@ -70,7 +404,9 @@ def sizes(
         return fields.integer(name, others[name]) if name in others else fields.integer(name)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    return {
+    if head_dim_null and fields.take("head_dim", head_dim) is None:
+        head_dim = None
+    found = {
         "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": inside or size("intermediate_size"),
@@ -79,16 +415,14 @@ def sizes(
         # Null means as many as there are heads.
         "num_kv_heads": fields.integer("num_key_value_heads", kv_heads, null=True) or heads,
         "head_dim": _head_dim(fields, hidden, heads, head_dim),
-        "activation": activation or read_activation(fields, "hidden_act", "silu"),
+        "activation": activation or read_activation(fields, act_name, hidden_act, null=act_null),
         "norm_eps": fields.number(eps_name, eps, least=0),
         "tie_embeddings": fields.flag("tie_word_embeddings", tied),
-        "init_std": fields.number("initializer_range", 0.02, least=0),
+        "init_std": fields.number("initializer_range", std, least=0),
     }
-
-
-def head_dim(fields: Fields, default: int) -> int | None:
-    """Returns the default of `head_dim` where null means the width divided by the heads."""
-    return default if fields.take("head_dim", default) is not None else None
+    if head_dim_fixed:
+        fields.neutral(head_dim=hidden // heads)
+    return found
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
@@ -117,12 +451,6 @@ def read_activation(fields: Fields, name: str, default: str, *, null: bool = Fal
     return _ACTIVATIONS[value]
 
 
-def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:
-    """Returns whether all four products of attention have a bias."""
-    bias = fields.flag("attention_bias", default)
-    return {"qkv_bias": bias, "out_bias": bias}
-
-
 def rope(
     fields: Fields,
     head_dim: int,
@@ -132,6 +460,8 @@ def rope(
     kinds: Mapping[str, str] = KINDS,
     share: float | None = None,
     interleaved: bool = False,
+    default: Mapping[str, Any] | None = None,
+    images: bool = False,
     parameters: dict[str, Any] | None = None,
 ) -> Rope:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_scaling` and `rope_theta`.
@@ -144,44 +474,43 @@ def rope(
         kinds: See `read_rope`.
         share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
         interleaved: See `Rope`.
+        default: The parameters if both fields are missing.
+        images: Whether the model also has positions within images. Such a position has three
+            numbers, all equal in text, so their arrangement has no effect.
         parameters: Replaces both fields if the family has already read them.
     """
-    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    values = values if parameters is None else parameters
+    values = rope_parameters(fields, default) if parameters is None else parameters
+    if images:
+        for name in ("mrope_section", "mrope_interleaved"):
+            values.pop(name, None)
+        for name in ("rope_type", "type"):
+            if values.get(name) == "mrope":
+                values[name] = "default"
     # Taken even if `rope_scaling` is also there, because fields that nothing takes are refused.
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
     given = fields.take("partial_rotary_factor", None)
     given = share if given is None else given
+    values = {"rope_theta": theta} | values
+    if given is not None:
+        values = {"partial_rotary_factor": given} | values
+    length = fields.integer("original_max_position_embeddings", original_length, null=True)
     return read_rope(
-        {"rope_theta": theta}
-        | ({} if given is None else {"partial_rotary_factor": given})
-        | values,
-        family=fields.family,
-        head_dim=head_dim,
-        max_length=fields.integer("max_position_embeddings", 0, least=0),
-        original_length=fields.integer(
-            "original_max_position_embeddings", original_length, null=True
-        ),
+        fields,
+        values,
+        head_dim,
+        max_length=0,
+        original_length=length,
         kinds=kinds,
         partial=share is not None,
         interleaved=interleaved,
-        ignore=fields.ignore,
     )
 
 
-def rope_parameters_of_text(fields: Fields) -> dict[str, Any]:
-    """Returns the parameters of `rope` in models that also have positions within images.
-
-    Such a position has three numbers, all equal in text, so their arrangement has no effect.
-    """
-    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
-    for name in ("mrope_section", "mrope_interleaved"):
-        values.pop(name, None)
-    for name in ("rope_type", "type"):
-        if values.get(name) == "mrope":
-            values[name] = "default"
-    return values
+def rope_parameters(fields: Fields, default: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the parameters of rotary embeddings under either name, or their default."""
+    given = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    return given or dict(default or {})
 
 
 def two_ropes(
@@ -209,15 +538,10 @@ def two_ropes(
         raise ValueError(f"`rope_parameters` has {some(sorted(extra))}, which isn't supported")
     full = full | (both.get("full_attention") or {}) | fields.mapping("rope_scaling")
     local = local | (both.get("sliding_attention") or {})
-    shared = {
-        "family": fields.family,
-        "head_dim": head_dim,
-        "max_length": fields.integer("max_position_embeddings", max_length),
-        # Each embedding has its own among its parameters.
-        "original_length": None,
-        "ignore": fields.ignore,
+    return {
+        "rope": read_rope(fields, full, head_dim, max_length=max_length),
+        "local_rope": read_rope(fields, local, head_dim, max_length=max_length),
     }
-    return {"rope": read_rope(full, **shared), "local_rope": read_rope(local, **shared)}
 
 
 def window(fields: Fields, default: int | None = 4096) -> int | None:
@@ -229,6 +553,13 @@ def windows_everywhere(fields: Fields, default: int | None) -> Windows:
     """Returns the same window for all layers."""
     size = window(fields, default)
     return (size,) * fields.integer("num_hidden_layers") if size else ()
+
+
+def windows_by_step(fields: Fields, step: int, size: int | None) -> Windows:
+    """Returns windows of this size for all but every `step`-th layer, or by `layer_types`."""
+    kinds = ("sliding_attention", "full_attention")
+    layers = range(fields.integer("num_hidden_layers"))
+    return windows_by_type(fields, [kinds[(i + 1) % step == 0] for i in layers], size)
 
 
 def windows_by_type(fields: Fields, types: list[str], size: int | None) -> Windows:
@@ -298,9 +629,91 @@ def experts(
     )
 
 
-def sparse_layers(fields: Fields) -> tuple[int, ...]:
-    """Returns the layers with experts: every `decoder_sparse_step`-th not in `mlp_only_layers`."""
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = set(fields.listed("mlp_only_layers", int, "integers") or ())
-    layers = range(fields.integer("num_hidden_layers"))
-    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+def usual_experts(
+    fields: Fields,
+    sizes: Mapping[str, Any],
+    *,
+    num: int,
+    per_token: int,
+    names: tuple[str, str] = ("num_experts", "num_local_experts"),
+    inside: int | None = None,
+    shared: int | None = None,
+    normalize: bool | None = None,
+    norm_topk_prob: bool = False,
+    sparse: bool = False,
+    balance: float = 0.001,
+) -> Experts | None:
+    """Returns experts that are read from the usual fields.
+
+    Args:
+        fields: The configuration.
+        sizes: The arguments of `DecoderConfig` so far.
+        num: See `experts`.
+        per_token: See `experts`.
+        names: See `experts`.
+        inside: Default of `moe_intermediate_size`; None if experts are as wide as MLPs.
+        shared: Default of `shared_expert_intermediate_size`; None if no expert is shared.
+        normalize: See `experts`; None to read `norm_topk_prob`.
+        norm_topk_prob: Default of this field.
+        sparse: Whether layers are chosen by `decoder_sparse_step` and `mlp_only_layers`, instead of
+            all.
+        balance: Default of `router_aux_loss_coef`.
+    """
+    layers = tuple(range(sizes["num_layers"]))
+    if sparse:
+        step = fields.integer("decoder_sparse_step", 1)
+        dense = set(fields.listed("mlp_only_layers", int, "integers") or ())
+        layers = tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+    if inside is not None:
+        inside = fields.integer("moe_intermediate_size", inside)
+    if shared is not None:
+        shared = fields.integer("shared_expert_intermediate_size", shared)
+    if normalize is None:
+        normalize = fields.flag("norm_topk_prob", norm_topk_prob)
+    return experts(
+        fields,
+        names,
+        num=num,
+        per_token=per_token,
+        intermediate_size=inside or sizes["intermediate_size"],
+        normalize=normalize,
+        layers=layers,
+        shared_size=shared,
+        balance=fields.number("router_aux_loss_coef", balance, least=0),
+    )
+
+
+def rotated_layers(fields: Fields, given: list[int] | None, num_layers: int) -> list[bool]:
+    """Returns for each layer whether it rotates: by `no_rope_layers`, despite the field's name.
+
+    Args:
+        fields: The configuration.
+        given: The value of that field; None for all layers but every
+            `no_rope_layer_interval`-th.
+        num_layers: Number of layers.
+    """
+    step = fields.integer("no_rope_layer_interval", 4)
+    if given is None:
+        return [(i + 1) % step != 0 for i in range(num_layers)]
+    if len(given) != num_layers:
+        allowed = f"a list of {num_layers} integers, one a layer"
+        raise ValueError(checks.refused("no_rope_layers", allowed, given))
+    return [bool(rotates) for rotates in given]
+
+
+def layers_of_kind(
+    name: str, given: list[str], kinds: Mapping[str, bool], num_layers: int
+) -> tuple[int, ...]:
+    """Returns the numbers of the layers whose kind is mapped to True.
+
+    Args:
+        name: The field.
+        given: The kind of each layer.
+        kinds: The kinds that there are.
+        num_layers: Number of layers.
+    """
+    if len(given) != num_layers or set(given) - set(kinds):
+        allowed = f"one of {', '.join(kinds)} for each of {num_layers} layers"
+        hint = f"it has {len(given)} entries"
+        raise ValueError(checks.refused(name, allowed, given, hint))
+    return tuple(i for i, kind in enumerate(given) if kinds[kind])

@@ -24,8 +24,7 @@ import numpy as np
 from megatrain_jax import trace_target
 from megatrain_jax._src.common.capability import capability_here
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.lm.models import delta_kernel
-from megatrain_jax._src.lm.models.delta_rule import one_token
+from megatrain_jax._src.lm.models.delta_rule import delta_rule, one_token
 from megatrain_jax._src.lm.models.grouped_products import grouped_outer, grouped_product
 
 # The version that the extra installs: the one that measurements and tests on a GPU used.
@@ -162,7 +161,7 @@ def _delta_rules() -> tuple[Sequence[Any], Sequence[Any]]:
         return jax.jit(all_of)
 
     operands = q, k, v, -numbers, rate
-    found = gradients(delta_kernel.delta_rule)(*operands)
+    found = gradients(delta_rule)(*operands)
     return found, gradients(_by_token)(*(array.astype(np.float32) for array in operands))
 
 

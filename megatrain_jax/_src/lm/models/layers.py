@@ -4,7 +4,7 @@ Nothing here fixes a dtype: everything computes in the dtype of its parameters. 
 different computations derives a class from one of these in its own file.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,21 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from megatrain_jax._src.lm.models.activation_functions import ACTIVATIONS
 from megatrain_jax._src.lm.models.causal_attention import attention
+from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
 from megatrain_jax._src.lm.models.expert_blocks import mix
-from megatrain_jax._src.lm.models.expert_functions import Matrix, Weights, gated
-from megatrain_jax._src.lm.models.moe import Experts, Routed, route, tally
-from megatrain_jax._src.lm.models.parameter_maker import ParameterMaker
+from megatrain_jax._src.lm.models.moe import (
+    Experts,
+    Matrix,
+    Routed,
+    Tally,
+    Weights,
+    gated,
+    route,
+    tally,
+)
 from megatrain_jax._src.lm.models.past import Past
 from megatrain_jax._src.lm.models.rotary import Rotation, rotate
-
-if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use layers
-    from megatrain_jax._src.lm.models.config import DecoderConfig
-    from megatrain_jax._src.lm.models.siglip import SiglipConfig
 
 HiddenStates = Float[Array, "rows length width"]
 """Hidden states of rows of tokens."""
@@ -72,10 +75,16 @@ class Embedding(nnx.Module):
         return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
+def rms_normalized(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
+    """Divides the last axis by its root mean square, in fp32, without a weight."""
+    y = x.astype(jnp.float32)
+    return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
+    def __init__(self, dim: int, config: DecoderOptions, make: ParameterMaker):
         """Makes the weight; a fresh norm only normalises."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.in_fp32 = bool(config.norm_offset) or config.norm_in_fp32
@@ -83,9 +92,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
         """Normalises the last axis; keeps the dtype."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...]
+        y, weight = rms_normalized(x, self.eps), self.weight[...]
         if self.in_fp32:  # such checkpoints were trained with the product in fp32
             return (y * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * weight
@@ -94,7 +101,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: "DecoderConfig", make: ParameterMaker):
+    def __init__(self, dim: int, config: DecoderOptions, make: ParameterMaker):
         """Makes the weight, and the bias if there is one; a fresh norm only normalises."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = make.constant(1.0 - config.norm_offset, dim)
@@ -109,7 +116,7 @@ class LayerNorm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def make_norm(dim: int, config: "DecoderConfig", make: ParameterMaker) -> RMSNorm | LayerNorm:
+def make_norm(dim: int, config: DecoderOptions, make: ParameterMaker) -> RMSNorm | LayerNorm:
     """Returns a norm of the configured kind."""
     return (RMSNorm if config.norm == "rms" else LayerNorm)(dim, config, make)
 
@@ -117,11 +124,12 @@ def make_norm(dim: int, config: "DecoderConfig", make: ParameterMaker) -> RMSNor
 class Attention(nnx.Module):
     """Causal attention with grouped queries and rotary embeddings."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer's attention."""
         self.head_dim, self.window = config.head_dim, config.window(layer)
         self.interleaved = config.rope.interleaved
         self.softcap, self.scale = config.attention_softcap, config.attention_scale
+        self.chunk: int | None = None
         self.query_size = config.num_heads * config.head_dim
         self.key_size = config.num_kv_heads * config.head_dim
         wide = config.hidden_size
@@ -149,17 +157,11 @@ class Attention(nnx.Module):
         mixed = self.attend(q, k, v, segments)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
-    def attend(self, q: Heads, k: Heads, v: Heads, segments: Segments) -> Heads:
+    def attend(self, q: Heads, k: Heads, v: Heads, segments: Segments, **options: Any) -> Heads:
         """Returns for each query the mean of values, weighted by the match of their keys."""
-        return attention(
-            q,
-            k,
-            v,
-            segments=segments,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-        )
+        options |= {"window": self.window, "chunk": self.chunk}
+        options |= {"softcap": self.softcap, "scale": self.scale}
+        return attention(q, k, v, segments=segments, **options)
 
     def rotate(self, q: Heads, k: Heads, rotation: Rotation) -> tuple[Heads, Heads]:
         """Returns queries and keys rotated to their positions."""
@@ -180,7 +182,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: "DecoderConfig", make: ParameterMaker, inside: int | None = None):
+    def __init__(self, config: DecoderOptions, make: ParameterMaker, inside: int | None = None):
         """Makes the parameters; `inside` is the hidden width, by default the configuration's."""
         wide, bias = config.hidden_size, config.mlp_bias
         inside = inside or config.intermediate_size
@@ -197,7 +199,7 @@ class MLP(nnx.Module):
 class PlainMLP(nnx.Module):
     """Two products with an activation between them."""
 
-    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
         wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = ACTIVATIONS[config.activation]
@@ -212,7 +214,7 @@ class PlainMLP(nnx.Module):
 class BiasedMLP(nnx.Module):
     """Two products with biases and an activation between them, `fc1` and `fc2` in files."""
 
-    def __init__(self, config: "DecoderConfig | SiglipConfig", make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
         self.activation = ACTIVATIONS[config.activation]
         self.fc1 = Linear(config.hidden_size, config.intermediate_size, make, bias=True)
@@ -226,7 +228,7 @@ class BiasedMLP(nnx.Module):
 class FusedMLP(nnx.Module):
     """A gated MLP with gate and up matrices joined in one."""
 
-    def __init__(self, config: "DecoderConfig", make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
         """Makes the parameters."""
         wide, inside = config.hidden_size, config.intermediate_size
         self.activation = ACTIVATIONS[config.activation]
@@ -272,16 +274,14 @@ class MixtureOfExperts(nnx.Module):
 
     biased: ClassVar[bool] = False
 
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
         """Makes the parameters."""
         self.settings = experts
         self.expert = gated(ACTIVATIONS[config.activation])
         self.gate = Linear(config.hidden_size, experts.num, make)
         self.experts = ExpertMatrices(experts, config.hidden_size, make)
 
-    def __call__(
-        self, x: HiddenStates, segments: Segments
-    ) -> tuple[HiddenStates, Float[Array, "3 num"]]:
+    def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, Tally]:
         """Returns the experts' result for x, and a tally of their load (see `moe.tally`).
 
         Tokens in segment 0 are padding and don't count in the tally.
@@ -294,7 +294,12 @@ class MixtureOfExperts(nnx.Module):
             counted = segments.reshape(-1) != 0
         if self.biased:
             _, chosen = jax.lax.top_k(probabilities, self.settings.per_token)
-        return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
+        load = tally(chosen, probabilities, counted)
+        return self.with_shared(mixed.reshape(x.shape), x), load
+
+    def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
+        """Adds the result of an expert that all tokens share, if there is one."""
+        return mixed
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
         """Returns each token's experts, their shares, and the probabilities of all experts."""
@@ -319,7 +324,7 @@ class Layer(nnx.Module):
     dense: ClassVar[type[Any]] = MLP
     mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
 
         def norm() -> RMSNorm | LayerNorm:
@@ -329,7 +334,7 @@ class Layer(nnx.Module):
         self.sparse = bool(experts and layer in experts.layers)
         self.sandwich = config.sandwich_norms
         self.input_layernorm = norm()
-        self.self_attn = self.attention(config, layer, make)
+        self.make_mixer(config, layer, make)
         self.post_attention_layernorm = norm()
         if config.sandwich_norms:
             self.pre_feedforward_layernorm = norm()
@@ -341,21 +346,34 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x: HiddenStates, rotation: Rotation | None, segments: Segments
-    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
+    ) -> tuple[HiddenStates, Tally | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.self_attn(self.input_layernorm(x), rotation, segments)
+        y = self.mix(self.input_layernorm(x), rotation, segments)
         if self.sandwich:
             x = x + self.post_attention_layernorm(y)
             y = self.pre_feedforward_layernorm(x)
         else:
-            x = x + y
+            x = x + self.added(y)
             y = self.post_attention_layernorm(x)
         y, tally = self.feed_forward(y, segments)
-        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
+        y = self.post_feedforward_layernorm(y) if self.sandwich else self.added(y)
+        return x + y, tally
+
+    def make_mixer(self, config: DecoderOptions, layer: int, make: ParameterMaker) -> None:
+        """Makes the part that mixes tokens."""
+        self.self_attn = self.attention(config, layer, make)
+
+    def mix(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> HiddenStates:
+        """Returns the result of that part."""
+        return self.self_attn(x, rotation, segments)
+
+    def added(self, y: HiddenStates) -> HiddenStates:
+        """Returns the term that a part's result adds to the hidden states."""
+        return y
 
     def feed_forward(
         self, x: HiddenStates, segments: Segments
-    ) -> tuple[HiddenStates, Float[Array, "3 num"] | None]:
+    ) -> tuple[HiddenStates, Tally | None]:
         """Returns the result of the MLP or the experts, and the tally of the experts' load."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
@@ -365,7 +383,7 @@ class Layer(nnx.Module):
 class ParallelLayer(Layer):
     """Attention and an MLP on the same normalised input, both added to the residual."""
 
-    def __init__(self, config: "DecoderConfig", layer: int, make: ParameterMaker):
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
         """Makes the parameters of one layer."""
         # `Layer`'s own constructor is not called: one norm serves both parts.
         self.input_layernorm = make_norm(config.hidden_size, config, make)

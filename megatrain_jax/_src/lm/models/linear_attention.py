@@ -1,13 +1,15 @@
 """The gated delta rule: by a kernel where there is one, else in chunks of JAX's operations."""
 
-from megatrain_jax._src.lm.models import delta_kernel, kernel_checks
+from megatrain_jax._src.lm.models import kernel_checks
 from megatrain_jax._src.lm.models.delta_rule import (
     SPAN_BYTES,
     Keys,
     Numbers,
     Segments,
     Values,
+    delta_rule,
     delta_rule_and_state,
+    fits,
 )
 from megatrain_jax._src.lm.models.past import Past
 
@@ -43,6 +45,6 @@ def gated_delta_rule(
     """
     if isinstance(segments, Past):
         return segments.delta_rule(q, k, v, log_decay, rate)
-    if rate is not None and delta_kernel.fits(q, k, v) and kernel_checks.has_delta_rule():
-        return delta_kernel.delta_rule(q, k, v, log_decay, rate, segments)
+    if rate is not None and fits(q, k, v) and kernel_checks.has_delta_rule():
+        return delta_rule(q, k, v, log_decay, rate, segments)
     return delta_rule_and_state(q, k, v, log_decay, rate, segments, span_bytes=span_bytes)[0]

@@ -1,37 +1,309 @@
-"""LoRA for any Flax NNX model: trains a few small matrices beside frozen ones.
+"""LoRA (https://arxiv.org/abs/2106.09685) for any Flax NNX model, and its merging.
 
 To the library, adapters are ordinary parameters, selected by `trainable`. All remaining parameters
 are frozen: no gradient, no optimizer state, and transfers in one direction only.
+
+A module with adapters keeps its parameters under their paths, so checkpoints of the model still
+fit; its class is replaced by one that computes one more term. `nnx.Linear(3, 5)` with rank 2:
+
+    kernel  (3, 5)    unchanged
+    lora_A  (2, 3)    uniform within 1 / sqrt(3)
+    lora_B  (5, 2)    zeros
+    y = x @ kernel + bias + scale * (dropout(x) @ lora_A.T) @ lora_B.T
+
+Stacked matrices, such as experts', have stacked adapters: (experts, 2, 3), (experts, 5, 2).
 """
 
+import functools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.layers import ExpertMatrix
-from megatrain_jax._src.lm.models.low_rank import (
-    KNOWN,
-    Matrix,
-    MergedMatrix,
-    ModulePath,
-    Settings,
-    adapted_modules,
-    add_adapters,
-    matrix_of,
-    modules_of,
-    name_of,
-    remove_adapters,
-)
-from megatrain_jax._src.lm.models.saved_modules import saved_modules
-from megatrain_jax._src.lm.models.tensors import some
+from megatrain_jax._src.lm.models.layers import ExpertMatrix, Linear
+from megatrain_jax._src.lm.models.moe import LowRank
+from megatrain_jax._src.lm.models.tensors import ComputedArray, some
+
+ModulePath = tuple[str | int, ...]
+_PLAIN = "plain_class"  # attribute of an adapted class that holds the original class
+KNOWN = "nnx.Linear, nnx.LinearGeneral and the layers of models.Decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of all adapters of a model.
+
+    Attributes:
+        rank: Rows of `lora_A`.
+        alpha: The scale is alpha / rank, or alpha / sqrt(rank).
+        dropout: Fraction of a module's inputs hidden from its adapter.
+        rslora: Whether the scale is alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
+        seed: Seed of `lora_A` and of dropout.
+        saved: Paths of modules that are trained whole and saved with the adapters.
+        dora: Whether each row of a merged matrix has a trained norm
+            (https://arxiv.org/abs/2402.09353).
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    seed: int
+    saved: tuple[str, ...] = ()
+    dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def initial_a(self, path: ModulePath, shape: tuple[int, ...]) -> Float[Array, "*num rank in"]:
+        """Returns a fresh `lora_A` of a module, distributed like PEFT's (Kaiming, a = sqrt(5))."""
+        bound = shape[-1] ** -0.5
+        return jax.random.uniform(self._key(path), shape, jnp.float32, -bound, bound)
+
+    def dropout_rngs(self, path: ModulePath) -> nnx.Rngs:
+        """Returns the random keys of a module's dropout."""
+        return nnx.Rngs(dropout=jax.random.fold_in(self._key(path), 1))
+
+    def _key(self, path: ModulePath) -> Array:
+        # Derived from the path alone, so a layer's numbers don't depend on the remaining targets.
+        return jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(name_of(path).encode()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The name and the layout of a module's matrix.
+
+    Attributes:
+        name: The parameter's name.
+        num_in: Number of its axes that are contracted with the input.
+        num_out: Number of its axes that appear in the output.
+        out_first: Whether the output's axes come before the input's.
+    """
+
+    name: str
+    num_in: int = 1
+    num_out: int = 1
+    out_first: bool = False
+
+    def shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of both adapters for a matrix with this shape."""
+        stack = shape[: len(shape) - self.num_in - self.num_out]
+        axes = shape[len(stack) :]
+        first = self.num_out if self.out_first else self.num_in
+        sizes = math.prod(axes[:first]), math.prod(axes[first:])
+        size_out, size_in = sizes if self.out_first else sizes[::-1]
+        return (*stack, rank, size_in), (*stack, size_out, rank)
+
+    def rows(self, weight: Any) -> Any:
+        """Returns a matrix as (out, in), with each side's axes flattened to one."""
+        if self.out_first:
+            return weight.reshape(math.prod(weight.shape[: self.num_out]), -1)
+        return weight.reshape(math.prod(weight.shape[: self.num_in]), -1).T
+
+
+def matrix_of(module: Any) -> Matrix | None:
+    """Returns the matrix of a module that can have adapters, or None."""
+    if isinstance(module, Linear | ExpertMatrix):
+        return Matrix(name="weight", out_first=True)
+    if isinstance(module, nnx.Linear):
+        return Matrix(name="kernel")
+    if isinstance(module, nnx.LinearGeneral) and not module.batch_axis:
+        return Matrix(
+            name="kernel", num_in=len(module.in_features), num_out=len(module.out_features)
+        )
+    return None
+
+
+def name_of(path: ModulePath) -> str:
+    """Returns a path as written in checkpoints and patterns, such as "layers/0/mlp"."""
+    return "/".join(map(str, path))
+
+
+def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`__call__` of an adapted module: the original product, plus the adapters' product."""
+    # The original may have its own biases, precision and options.
+    y = self.plain_class.__call__(self, x, *args, **kwargs)
+    axes = getattr(self, "axis", (-1,))
+    x = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    # The contracted axes are flattened to one, as in both adapters.
+    x = x.reshape(*x.shape[: x.ndim - len(axes)], -1)
+    if self.lora_settings.dropout:
+        x = self.lora_dropout(x)
+    a, b = self.lora_A[...], self.lora_B[...]
+    added = self.lora_settings.scale * ((x.astype(a.dtype) @ a.T) @ b.T)
+    if self.lora_settings.dora:
+        added = _with_norms(self, x, y.reshape(added.shape), added, a, b)
+    return y + added.reshape(y.shape).astype(y.dtype)
+
+
+def _with_norms(self: Any, x: Any, y: Any, added: Any, a: Any, b: Any) -> Any:
+    """The adapters' term with DoRA, which gives the merged matrix's rows trained norms.
+
+    With the factor m of each row, the trained norm divided by that of `W + scale * B A`, it is
+    `(m - 1) W x + m scale B A x`. As in PEFT, the divisor has no gradient, and dropout hides inputs
+    of both products. A row of zeros, without a direction, stays one; in PEFT it becomes NaN.
+    """
+    matrix = matrix_of(self)
+    assert matrix is not None
+    rows = matrix.rows(getattr(self, matrix.name)[...]).astype(a.dtype)
+    norms = jnp.linalg.norm(rows + self.lora_settings.scale * (b @ a), axis=1)
+    factor = self.lora_magnitude[...] / jax.lax.stop_gradient(norms + (norms == 0))
+    if self.lora_settings.dropout:
+        plain = x.astype(a.dtype) @ rows.T
+    else:
+        bias = getattr(self, "bias", None)
+        plain = y.astype(a.dtype)
+        plain = plain if bias is None else plain - bias[...].astype(a.dtype).reshape(-1)
+    return (factor - 1) * plain + factor * added
+
+
+def _adapted_experts(self: Any) -> LowRank:
+    """`__call__` of adapted experts: all experts' matrices with their adapters."""
+    weight = self.plain_class.__call__(self)
+    # The scale is applied to an adapter, which is far smaller than the result.
+    scaled = (self.lora_settings.scale * self.lora_B[...]).astype(weight.dtype)
+    return LowRank(weight, self.lora_A[...].astype(weight.dtype), scaled)
+
+
+@functools.cache
+def _adapted_class(plain: type) -> type:
+    """The adapted subclass of a module class; one for each, because JAX compares classes.
+
+    It has one base, because only then may an object's class be changed to it.
+    """
+    call = _adapted_experts if issubclass(plain, ExpertMatrix) else _adapted_product
+    members = {"__call__": call, "__module__": __name__, _PLAIN: plain}
+    return types.new_class(
+        f"Adapted{plain.__name__}", (plain,), {}, lambda body: body.update(members)
+    )
+
+
+def is_adapted(module: Any) -> bool:
+    """Whether a module has adapters."""
+    return hasattr(type(module), _PLAIN)
+
+
+def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
+    """Adds fresh adapters to a module, in place; it must have a `matrix_of`."""
+    matrix = matrix_of(module)
+    assert matrix is not None and not is_adapted(module)
+    shapes = matrix.shapes(getattr(module, matrix.name).shape, settings.rank)
+    # Changing the class, not wrapping the module, keeps its parameters' paths.
+    module.__class__ = _adapted_class(type(module))
+    module.lora_A = nnx.Param(settings.initial_a(path, shapes[0]))
+    module.lora_B = nnx.Param(jnp.zeros(shapes[1], jnp.float32))
+    if settings.dora:
+        rows = matrix.rows(getattr(module, matrix.name)[...])
+        module.lora_magnitude = nnx.Param(jnp.linalg.norm(rows.astype(jnp.float32), axis=1))
+    module.lora_settings = settings
+    if settings.dropout:
+        module.lora_dropout = nnx.Dropout(settings.dropout, rngs=settings.dropout_rngs(path))
+
+
+def remove_adapters(module: Any) -> None:
+    """Restores a module's original class, in place."""
+    for name in [name for name in vars(module) if name.startswith("lora_")]:
+        delattr(module, name)
+    module.__class__ = module.plain_class
+
+
+def modules_of(model: nnx.Module) -> list[tuple[ModulePath, Any]]:
+    """Returns all modules of a model with their paths, in path order; shared modules once."""
+    nodes = nnx.iter_graph(model)
+    return [(tuple(p), node) for p, node in nodes if isinstance(node, nnx.Module)]  # type: ignore
+
+
+def adapted_modules(model: nnx.Module) -> Iterator[tuple[ModulePath, Any]]:
+    """Yields the modules of a model that have adapters, with their paths."""
+    return ((path, module) for path, module in modules_of(model) if is_adapted(module))
+
+
+def merged_matrix(module: Any, index: int | None = None) -> ComputedArray:
+    """Returns the effective matrix of a module with adapters, in fp32 or wider; `dtype` is its own.
+
+    Args:
+        module: The module.
+        index: The matrix's number in a stack; None for all.
+    """
+    matrix, settings = matrix_of(module), module.lora_settings
+    assert matrix is not None
+    whole = getattr(module, matrix.name)
+    at = ... if index is None else index
+
+    def numbers(dtype: Any) -> np.ndarray:
+        names = (matrix.name, "lora_A", "lora_B")
+        weight, a, b = (np.asarray(getattr(module, name)[...])[at] for name in names)
+        wide = np.promote_types(a.dtype, np.float32)
+        added = settings.scale * (b.astype(wide) @ a.astype(wide))
+        added = added if matrix.out_first else added.swapaxes(-1, -2)
+        # Added in at least fp32: an adapter's change may be smaller than a bfloat16 weight's
+        # resolution.
+        total = weight + added.reshape(weight.shape).astype(wide)
+        if settings.dora:
+            norms = np.linalg.norm(matrix.rows(total), axis=1)
+            factor = np.asarray(module.lora_magnitude[...]).astype(wide)
+            factor = factor / (norms + (norms == 0))
+            # One row of the merged matrix for each output, wherever its axes are.
+            last = total.shape[total.ndim - matrix.num_out :]
+            shape = (-1, *([1] * matrix.num_in)) if matrix.out_first else last
+            total = total * factor.reshape(shape)
+        return total
+
+    shape = tuple(whole.shape if index is None else whole.shape[1:])
+    return ComputedArray("a merged matrix", shape, whole.dtype, numbers)
+
+
+def saved_modules(model: nnx.Module, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The paths of modules with these names.
+
+    Args:
+        model: The model.
+        wanted: Paths of modules, or the ends of paths. A whole path means only its own module.
+
+    Raises:
+        ValueError: If a name has no module, or one that PEFT could not save as it is trained.
+    """
+    modules = {name_of(path): module for path, module in modules_of(model) if path}
+    found: dict[str, nnx.Module] = {}
+    for given in wanted:
+        name = given.replace(".", "/")
+        ends = [path for path in modules if path.endswith(f"/{name}")]
+        paths = [name] if name in modules else ends
+        if not paths:
+            raise ValueError(
+                f"`modules_to_save` has {given!r}, but no module has this name; there are "
+                f"{some(sorted({path.rpartition('/')[2] for path in modules}))}"
+            )
+        found |= {path: modules[path] for path in paths}
+    for path, module in found.items():
+        if isinstance(module, ExpertMatrix) or any(p.startswith(f"{path}/") for p in modules):
+            raise ValueError(
+                f"`modules_to_save` chooses {path}, which has further modules or experts: choose "
+                "single matrices, embeddings and norms"
+            )
+    tied = isinstance(model, Decoder) and model.config.tie_embeddings
+    if tied and "embed_tokens" in found:
+        raise ValueError(
+            "`modules_to_save` chooses embed_tokens, whose matrix is the head, too, and PEFT would "
+            "load two: train it by a larger pattern `trainable`, and export the merged model"
+        )
+    return tuple(sorted(found))
+
 
 TRAINABLE = r"(^|/)lora_[AB]$"
 DORA = r"(^|/)lora_([AB]|magnitude)$"
@@ -103,26 +375,35 @@ def lora(
             can't have adapters, `modules_to_save` has a name without a module or a module that
             can't be saved, or the model already has adapters.
     """
-    settings = _settings(rank, alpha, dropout, rslora, seed)
-    settings = replace(settings, dora=checks.boolean("dora", dora))
+    settings = Settings(
+        rank=checks.integer("rank", rank),
+        alpha=checks.number("alpha", alpha, above=0),
+        dropout=checks.number("dropout", dropout, least=0),
+        rslora=checks.boolean("rslora", rslora),
+        seed=checks.integer("seed", seed, least=0, most=2**32 - 1),
+        dora=checks.boolean("dora", dora),
+    )
+    if settings.dropout >= 1:
+        raise ValueError(checks.refused("dropout", "below 1", dropout))
     if isinstance(modules_to_save, str) or not all(isinstance(n, str) for n in modules_to_save):
         raise TypeError(checks.refused("modules_to_save", "a list of names", modules_to_save))
     chooses = _chooser(targets)
+
+    def adapted(made: nnx.Module) -> nnx.Module:
+        own = replace(settings, saved=saved_modules(made, modules_to_save))
+        _add(made, chooses, targets, own)
+        return made
+
     if isinstance(model, nnx.Module):
-        built = given = _copy(model)
-        settings = replace(settings, saved=saved_modules(given, modules_to_save))
-        _add(given, chooses, targets, settings)
+        built = given = adapted(_copy(model))
     elif callable(model) and not isinstance(model, type):
 
         def built() -> nnx.Module:
             made = model()
             if not isinstance(made, nnx.Module):
-                raise TypeError(
-                    checks.refused("model", "a function that builds an nnx.Module", made)
-                )
-            own = replace(settings, saved=saved_modules(made, modules_to_save))
-            _add(made, chooses, targets, own)
-            return made
+                allowed = "a function that builds an nnx.Module"
+                raise TypeError(checks.refused("model", allowed, made))
+            return adapted(made)
 
         # Shapes are enough to select matrices; the model is built when a run begins.
         given = nnx.eval_shape(built)
@@ -161,7 +442,7 @@ def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
         matrix = matrix_of(module)
         assert matrix is not None
         variable = getattr(module, matrix.name)
-        variable.set_value(np.asarray(MergedMatrix(module), variable.dtype))
+        variable.set_value(np.asarray(merged_matrix(module), variable.dtype))
         remove_adapters(module)
     return copy
 
@@ -182,19 +463,6 @@ def without_lora(model: nnx.Module) -> nnx.Module:
     for _, module in _adapted(copy):
         remove_adapters(module)
     return copy
-
-
-def _settings(rank: Any, alpha: Any, dropout: Any, rslora: Any, seed: Any) -> Settings:
-    settings = Settings(
-        rank=checks.integer("rank", rank),
-        alpha=checks.number("alpha", alpha, above=0),
-        dropout=checks.number("dropout", dropout, least=0),
-        rslora=checks.boolean("rslora", rslora),
-        seed=checks.integer("seed", seed, least=0, most=2**32 - 1),
-    )
-    if settings.dropout >= 1:
-        raise ValueError(checks.refused("dropout", "below 1", dropout))
-    return settings
 
 
 def _chooser(targets: Any) -> Callable[[str], bool]:
@@ -236,17 +504,6 @@ def _add(
         raise ValueError(
             f"`targets`={targets!r} chooses no matrix; there are {some(list(matrices))}"
         )
-    _check_chosen(model, chosen, settings)
-    both = [name_of(path) for path, _ in chosen if name_of(path) in settings.saved]
-    if both:
-        raise ValueError(f"`modules_to_save` and `targets` both choose {some(both)}")
-    for path, module in chosen:
-        add_adapters(path, module, settings)
-
-
-def _check_chosen(
-    model: nnx.Module, chosen: list[tuple[ModulePath, Any]], settings: Settings
-) -> None:
     if isinstance(model, Decoder) and ("lm_head",) in dict(chosen):
         raise ValueError(
             "`targets` chooses lm_head/weight, which losses read as it is: train it whole, with a "
@@ -259,6 +516,11 @@ def _check_chosen(
                 f"`{name}` is not for adapters of experts, such as {experts[0]}; pass {off}, or "
                 "choose `targets` without them"
             )
+    both = [name_of(path) for path, _ in chosen if name_of(path) in settings.saved]
+    if both:
+        raise ValueError(f"`modules_to_save` and `targets` both choose {some(both)}")
+    for path, module in chosen:
+        add_adapters(path, module, settings)
 
 
 def _matrix_name(path: ModulePath, module: Any) -> str:
@@ -286,34 +548,23 @@ def _adapted(model: nnx.Module) -> list[tuple[ModulePath, Any]]:
     return found
 
 
-class _Fresh:
-    """A fresh `lora_A` with shape and dtype; its numbers exist only while they are used."""
+def _norms(weight: Any, matrix: Matrix, shape: tuple[int, ...]) -> ComputedArray:
+    """The norms of a matrix's rows."""
 
-    dtype = np.dtype(np.float32)
+    def numbers(dtype: Any) -> np.ndarray:
+        rows = matrix.rows(np.asarray(weight).astype(np.float32))
+        return np.linalg.norm(rows, axis=1)
 
-    def __init__(self, path: ModulePath, shape: tuple[int, ...], settings: Settings):
-        self.shape = shape
-        self._path, self._settings = path, settings
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if copy is False:
-            raise ValueError("fresh numbers can't be had without making them")
-        return np.asarray(self._settings.initial_a(self._path, self.shape), dtype or self.dtype)
+    return ComputedArray("norms of rows", shape, np.float32, numbers)
 
 
-class _Norms:
-    """The norms of a matrix's rows, computed when they are converted to an array."""
+def _fresh(path: ModulePath, shape: tuple[int, ...], settings: Settings) -> ComputedArray:
+    """A fresh `lora_A`."""
 
-    dtype = np.dtype(np.float32)
+    def numbers(dtype: Any) -> np.ndarray:
+        return np.asarray(settings.initial_a(path, shape))
 
-    def __init__(self, weight: Any, matrix: Matrix, shape: tuple[int, ...]):
-        self._weight, self._matrix, self.shape = weight, matrix, shape
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if copy is False:
-            raise ValueError("norms can't be had without computing them")
-        rows = self._matrix.rows(np.asarray(self._weight).astype(np.float32))
-        return np.linalg.norm(rows, axis=1).astype(dtype or self.dtype)
+    return ComputedArray("a fresh adapter", shape, np.float32, numbers)
 
 
 def _with_fresh_adapters(
@@ -332,8 +583,8 @@ def _with_fresh_adapters(
         if settings.dora:
             matrix = matrix_of(module)
             assert matrix is not None
-            at["lora_magnitude"] = _Norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
-        at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
+            at["lora_magnitude"] = _norms(at.get(matrix.name), matrix, module.lora_magnitude.shape)
+        at["lora_A"] = _fresh(path, module.lora_A.shape, settings)
         # A broadcast zero takes four bytes for any shape; its elements are never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree

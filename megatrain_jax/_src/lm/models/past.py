@@ -26,14 +26,7 @@ class Past:
         self.refuse()
 
     def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        window: int | None,
-        chunk: int | None,
-        **options: Any,
+        self, q: Array, k: Array, v: Array, **options: Any
     ) -> Float[Array, "rows length heads head_dim"]:
         """Computes `attention` of new tokens to the texts so far and to themselves."""
         self.refuse()

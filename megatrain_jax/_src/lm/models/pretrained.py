@@ -1,5 +1,14 @@
-"""Opens a Hugging Face checkpoint: a decoder to build, with parameters left in their files."""
+"""Hugging Face checkpoints: a decoder to build, with parameters left in their files.
 
+Each of the model's parameters is mapped to tensors in the files. Names differ by a prefix and by a
+family's renames; experts are separate tensors in the files and one stack in the model.
+
+A checkpoint may get a larger vocabulary before it is trained, or a score head: a reward model has a
+score of each token in place of logits, and a conversation's score is that of its last token, as in
+the classes for sequence classification of Transformers, which load an exported reward model.
+"""
+
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +17,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import naming
@@ -23,18 +34,102 @@ from megatrain_jax._src.lm.common.hf_folder import (
     required_file,
 )
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
-from megatrain_jax._src.lm.models.config import DecoderConfig
+from megatrain_jax._src.lm.models.config import AS_SCORES, FAMILIES, DecoderConfig
 from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.expert_tensors import split_experts
-from megatrain_jax._src.lm.models.hf_fields import as_ignored
-from megatrain_jax._src.lm.models.names import (
-    ParameterPath,
-    ParameterTensors,
-    family_of,
-    parameter_tensors,
-)
+from megatrain_jax._src.lm.models.decoder_options import VisionConfig
+from megatrain_jax._src.lm.models.family import Family
+from megatrain_jax._src.lm.models.hf_common import as_ignored
+from megatrain_jax._src.lm.models.layers import Buffer
 from megatrain_jax._src.lm.models.quantised import open_weights, scales_of
-from megatrain_jax._src.lm.models.tensors import DTYPES, LazyArray, Tensor, same, some
+from megatrain_jax._src.lm.models.tensors import (
+    DTYPES,
+    ComputedArray,
+    Tensor,
+    lazy_array,
+    listed,
+    same,
+    split_experts,
+)
+
+ParameterPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterTensors:
+    """One parameter of a decoder, and the tensors of a checkpoint's files that hold it.
+
+    Attributes:
+        path: The parameter's path in the model.
+        shape: The parameter's shape.
+        names: The tensors in the files: one, or one for each expert.
+        stacked: Whether the tensors are stacked along a new first axis.
+        trained: Whether it is a parameter rather than a buffer.
+    """
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    stacked: bool
+    trained: bool = True
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the tensors' modules, if it is a matrix."""
+        return [name.removesuffix(".weight") for name in self.names]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        return self.shape[1:] if self.stacked else self.shape
+
+
+def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
+    """Returns the parameters and buffers of a decoder with their tensors, without any array."""
+    # Only shapes, because the model itself may not fit this machine.
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    family, buffers = family_of(config), dict(_flat(model, Buffer))
+    found = [_tensors_of(path, value.shape, family, config.vision) for path, value in leaves(model)]
+    return tuple(replace(entry, trained=entry.path not in buffers) for entry in found)
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """Returns the family that a configuration was read as; Llama for a hand-made one."""
+    return FAMILIES[config.family or "llama"]
+
+
+def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
+    """Returns paths and values of a decoder's parameters and buffers; values may be just shapes."""
+    return [*_flat(model, nnx.Param), *_flat(model, Buffer)]
+
+
+def _flat(model: Decoder, kind: type[nnx.Variable]) -> list[tuple[ParameterPath, jax.Array]]:
+    flat = nnx.to_flat_state(nnx.state(model, kind))
+    return [(tuple(path), variable.get_value()) for path, variable in flat]  # type: ignore[misc]
+
+
+def others(model: Decoder) -> list[ParameterPath]:
+    """Returns the paths of variables that are no parameters, buffers or random keys."""
+    kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Buffer, nnx.RngState, nnx.Intermediate)))
+    return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
+
+
+def _tensors_of(
+    path: ParameterPath, shape: tuple[int, ...], family: Family, vision: VisionConfig | None
+) -> ParameterTensors:
+    if vision is not None and path[0] == "vision":
+        name = vision.tensor_name(tuple(map(str, path[1:])))
+        return ParameterTensors(path=path, shape=shape, names=(name,), stacked=False)
+    parts = [name for part in map(str, path) if (name := family.renames.get(part, part))]
+    if parts[0] == "lm_head":
+        parts = [family.head, *parts[1:]]
+    elif parts[0] != "score":
+        parts = [family.body, *parts]
+    if "experts" not in parts or family.stacked:
+        return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
+    at = parts.index("experts") + 1
+    names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]
+    return ParameterTensors(path=path, shape=shape, names=tuple(names), stacked=True)
+
 
 # Two norms, attention's two matrices, and at least a router or an MLP.
 _LEAST_IN_A_LAYER = 5
@@ -82,7 +177,11 @@ def load_pretrained(
     checks.boolean("images", images)
     holds = "a checkpoint (config.json and *.safetensors)"
     folder = folder_or_download("folder", folder, holds, CHECKPOINT_FILES)
-    config = with_end_tokens(_read_config(folder, ignore, images), folder)
+    path = required_file(folder, "config.json")
+    values = read_json(path)
+    with naming(path):
+        config = DecoderConfig.from_hf(values, ignore=ignore, images=images)
+    config = with_end_tokens(config, folder)
     tensors = open_weights(folder, config.original)
     family, stacked = family_of(config), False
     if not family.stacked:
@@ -96,10 +195,10 @@ def load_pretrained(
     wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
     params: dict[str | int, Any] = {}
-    buffers: dict[ParameterPath, LazyArray] = {}
+    buffers: dict[ParameterPath, ComputedArray] = {}
     for parameter in wanted:
         parts = tuple(tensors[name] for name in parameter.names)
-        array = LazyArray(parts, stacked=parameter.stacked)
+        array = lazy_array(parts, stacked=parameter.stacked)
         if not parameter.trained:
             buffers[parameter.path] = array
             continue
@@ -108,9 +207,8 @@ def load_pretrained(
             at = at.setdefault(key, {})
         at[parameter.path[-1]] = array
     # A checkpoint may have several dtypes, such as norms in fp32; the export keeps each tensor's.
-    saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
-    most = saved.most_common(1)[0][0]
     read = [tensors[name] for parameter in wanted for name in parameter.names]
+    most = Counter(tensor.dtype for tensor in read).most_common(1)[0][0]
     config = replace(
         config,
         source=str(folder.resolve()),
@@ -134,18 +232,14 @@ def with_config(pretrained: Pretrained, config: DecoderConfig) -> Pretrained:
     return replace(pretrained, model=partial(_built, config, buffers), config=config)
 
 
-def _built(config: DecoderConfig, buffers: Mapping[ParameterPath, LazyArray]) -> Decoder:
+def _built(config: DecoderConfig, buffers: Mapping[ParameterPath, ComputedArray]) -> Decoder:
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     for path, array in buffers.items():
-        _variable(decoder, path).set_value(jnp.asarray(np.asarray(array)))
+        at: Any = decoder
+        for key in path:
+            at = at[key] if isinstance(key, int) else getattr(at, key)
+        at.set_value(jnp.asarray(np.asarray(array)))
     return decoder
-
-
-def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
-    at: Any = model
-    for key in path:
-        at = at[key] if isinstance(key, int) else getattr(at, key)
-    return at
 
 
 def with_end_tokens(config: DecoderConfig, folder: Path, *, add: bool = False) -> DecoderConfig:
@@ -163,13 +257,6 @@ def with_end_tokens(config: DecoderConfig, folder: Path, *, add: bool = False) -
         return config
     own = config.end_tokens if add else ()
     return replace(config, end_tokens=tuple(dict.fromkeys((*own, *end_tokens_of(read_json(path))))))
-
-
-def _read_config(folder: Path, ignore: Sequence[str], images: bool) -> DecoderConfig:
-    path = required_file(folder, "config.json")
-    values = read_json(path)
-    with naming(path):
-        return DecoderConfig.from_hf(values, ignore=ignore, images=images)
 
 
 def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> DecoderConfig:
@@ -226,9 +313,8 @@ def _check(
         "of another shape": misshapen,
         f"of another dtype than {', '.join(DTYPES)}": unknown,
     }
-    found = [f"{what}: {some(names)}" for what, names in wrong.items() if names]
-    if found:
-        raise ValueError(f"the tensors in {folder} don't fit its config.json. {'; '.join(found)}")
+    if found := listed(wrong):
+        raise ValueError(f"the tensors in {folder} don't fit its config.json. {found}")
 
 
 def _is_idle(name: str, config: DecoderConfig) -> bool:
@@ -237,3 +323,173 @@ def _is_idle(name: str, config: DecoderConfig) -> bool:
     tied = config.tie_embeddings and name == f"{family.head}.weight"
     kept = family.keeps(name, config.num_layers, config.unread)
     return tied or kept or name.endswith("rotary_emb.inv_freq")
+
+
+def reward_model(
+    pretrained: Pretrained, *, pad_token_id: int | None = None, seed: int = 0
+) -> Pretrained:
+    """Returns a checkpoint's decoder with a score head in place of its language-model head.
+
+    The head is a fresh matrix (1, hidden_size), the parameter `score/weight`. `save_pretrained`
+    writes a folder that Transformers' `AutoModelForSequenceClassification` loads, and
+    `load_pretrained` reads again, with its head.
+
+    Args:
+        pretrained: The checkpoint; a score head that it has already is kept.
+        pad_token_id: The padding token, without a score; None for the one in `config.json`.
+            Transformers needs one for batches of several rows.
+        seed: Seed of the fresh head.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If Transformers has no such class for the family, or the token is out of range.
+    """
+    if not isinstance(pretrained, Pretrained):
+        raise TypeError(checks.refused("pretrained", "of load_pretrained", pretrained))
+    config, seed = pretrained.config, checks.integer("seed", seed, least=0)
+    scorer = family_of(config).scorer_class
+    if scorer is None:
+        raise ValueError(
+            f"`pretrained` is a {config.family}, for which Transformers has no class for sequence "
+            "classification that would load the result"
+        )
+    original = json.loads(config.original or "{}")
+    if pad_token_id is not None:
+        most = config.vocab_size - 1
+        pad_token_id = checks.integer("pad_token_id", pad_token_id, least=0, most=most)
+        original["pad_token_id"] = pad_token_id
+    original |= {
+        "architectures": [scorer],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    params = {name: tree for name, tree in pretrained.params.items() if name != "lm_head"}
+    if not config.scores:
+        draws = np.random.default_rng(seed).normal(0, config.init_std, (1, config.hidden_size))
+        params["score"] = {"weight": draws.astype(np.float32)}
+    config = replace(config, **AS_SCORES, original=json.dumps(original))
+    return with_config(replace(pretrained, params=params), config)
+
+
+def conversation_scores(
+    model: Decoder, batch: Mapping[str, Any], *, segments: int
+) -> Float[Array, "rows segments"]:
+    """The score of each conversation in a packed batch: that of its last token.
+
+    Padding tokens at a conversation's end are skipped, as in Transformers: if the tokenizer pads
+    with the token that ends turns, the last token is the one before.
+
+    Args:
+        model: A decoder of `reward_model`.
+        batch: `tokens`, `segments` and `positions`, as made by `megatrain_jax.data`.
+        segments: Maximum number of conversations in a row.
+
+    Returns:
+        The scores in fp32. For a segment that a row doesn't have, it is a score of another token.
+
+    Raises:
+        ValueError: If the model has no score head.
+    """
+    if not model.config.scores:
+        raise ValueError("`model` has no score head; models.reward_model adds one")
+    tokens, numbers = jnp.asarray(batch["tokens"]), jnp.asarray(batch["segments"])
+    hidden, _ = model.hidden(tokens, batch["positions"], numbers)
+    pad = json.loads(model.config.original or "{}").get("pad_token_id")
+    belongs = numbers[:, :, None] == 1 + jnp.arange(segments)
+    scored = belongs if pad is None else belongs & (tokens != pad)[:, :, None]
+    places = jnp.arange(tokens.shape[1])[None, :, None]
+    # A conversation of nothing but padding tokens has the score of its first.
+    first = jnp.min(jnp.where(belongs, places, tokens.shape[1] - 1), axis=1)
+    last = jnp.maximum(jnp.max(jnp.where(scored, places, 0), axis=1), first)
+    of_last = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
+    return jax.lax.dot_general(
+        of_last,
+        model.head_weight()[0].astype(of_last.dtype),
+        (((2,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+# Variance of new rows around the mean, in units of the old rows' covariance, as in Transformers.
+_VARIANCE = 1e-9
+_ROWS = 4096
+
+
+def resize_vocabulary(pretrained: Pretrained, vocabulary: Any, *, seed: int = 0) -> Pretrained:
+    """Returns a checkpoint with more rows in its embedding and in its head, for new tokens.
+
+    The new rows are drawn around the mean of the old rows, with a billionth of their covariance, as
+    by Transformers' `resize_token_embeddings`. A tied head stays tied. `save_pretrained` writes
+    the new size into `config.json`; pass it the folder of the new tokenizer as `source`.
+
+    Args:
+        pretrained: The checkpoint.
+        vocabulary: The number of rows, at least as many as now; or a tokenizer with the new tokens,
+            for as many rows as its largest id needs, and never fewer than now.
+        seed: Seed of the new rows.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If the number is smaller than now, or the family has further embeddings.
+    """
+    if not isinstance(pretrained, Pretrained):
+        raise TypeError(checks.refused("pretrained", "from models.load_pretrained", pretrained))
+    old, seed = pretrained.config.vocab_size, checks.integer("seed", seed, least=0)
+    if hasattr(vocabulary, "get_vocab"):
+        size = max(old, 1 + max(vocabulary.get_vocab().values()))
+    else:
+        size = checks.integer("vocabulary", vocabulary, least=old, other="or a tokenizer")
+    if size == old:
+        return pretrained
+    if "embed_tokens_per_layer" in pretrained.params:
+        raise ValueError(
+            f"`pretrained` is a {pretrained.config.family}, which has more embeddings than that of "
+            "its inputs: its vocabulary can't grow"
+        )
+    params = dict(pretrained.params)
+    for name in ("embed_tokens", "lm_head"):
+        if name in params:
+            # The head gets rows of its own, not the embedding's draws.
+            draws = np.random.SeedSequence([seed, name == "lm_head"])
+            module: Mapping[str, Any] = params[name]
+            params[name] = {key: resized_array(array, size, draws) for key, array in module.items()}
+    original = pretrained.config.original
+    if original is not None:
+        values = json.loads(original)
+        values.get("text_config", values)["vocab_size"] = size
+        original = json.dumps(values)
+    config = replace(pretrained.config, vocab_size=size, original=original)
+    return with_config(replace(pretrained, params=params), config)
+
+
+def resized_array(old: Any, size: int, draws: np.random.SeedSequence) -> ComputedArray:
+    """Returns a matrix or vector with new rows after the old ones; their dtype is that of the old.
+
+    Args:
+        old: The old rows.
+        size: The number of all rows.
+        draws: The seed of the new rows.
+    """
+
+    def numbers(dtype: Any) -> np.ndarray:
+        rows = np.asarray(old)
+        new = _new_rows(rows, size - len(rows), np.random.default_rng(draws))
+        return np.concatenate([rows, new.astype(old.dtype)])
+
+    files = getattr(old, "source_files", ())
+    return ComputedArray("a resized array", (size, *old.shape[1:]), old.dtype, numbers, files)
+
+
+def _new_rows(old: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows around the mean of the old ones, (count, *axes), in fp32."""
+    starts = range(0, len(old), _ROWS)
+    total = np.zeros(old.shape[1:])
+    for at in starts:
+        total += old[at : at + _ROWS].astype(np.float32).sum(0, dtype=np.float64)
+    mean = total / len(old)
+    new = np.zeros((count, *old.shape[1:]))
+    for at in starts:
+        rows = old[at : at + _ROWS].astype(np.float32) - mean.astype(np.float32)
+        # Random combinations of centred rows have the rows' covariance; its matrix is never formed.
+        new += np.tensordot(rng.standard_normal((count, len(rows)), np.float32), rows, 1)
+    return (mean + (_VARIANCE / len(old)) ** 0.5 * new).astype(np.float32)

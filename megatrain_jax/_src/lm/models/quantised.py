@@ -20,24 +20,276 @@ weight exists beside its destination.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.bitsandbytes_weights import read_bitsandbytes
-from megatrain_jax._src.lm.models.quantised_tensors import (
-    CHUNK,
+from megatrain_jax._src.common.outside import parsed_json
+from megatrain_jax._src.lm.models.tensors import (
     CODES,
-    check_fit,
-    nibble_table,
-    scaled,
-    weight_of,
+    DTYPES,
+    ITEM_BYTES,
+    Tensor,
+    open_folder,
+    some,
 )
-from megatrain_jax._src.lm.models.tensors import ITEM_BYTES, Tensor, open_folder, some
+
+# Numbers decoded at a time.
+CHUNK = 2**18
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedTensor(Tensor):
+    """A weight that is decoded from several tensors when it is read.
+
+    Attributes:
+        parts: The tensors: codes first, then scales.
+        decode: Function from the parts' arrays, or those of one expert, to the weight's.
+    """
+
+    parts: tuple[Tensor, ...]
+    decode: Callable[..., np.ndarray]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that contain the parts."""
+        return tuple(part.path for part in self.parts)
+
+    def slice(self, index: Any) -> np.ndarray:
+        """Returns a part of the weight; see `Tensor.slice`."""
+        if isinstance(index, tuple):  # rows of one expert
+            expert, rows = index
+            return self.decode(*(part.slice(expert) for part in self.parts))[rows]
+        return self.decode(*(part.read() for part in self.parts))[index]
+
+
+def weight_of(
+    name: str,
+    parts: Sequence[Tensor],
+    shape: tuple[int, ...],
+    code: str,
+    decode: Callable[..., np.ndarray],
+) -> QuantisedTensor:
+    """A weight that is decoded when it is read.
+
+    Args:
+        name: Its name.
+        parts: The tensors: codes first, then scales.
+        shape: Its shape.
+        code: Its dtype in the notation of safetensors.
+        decode: Function from the parts' arrays and the keyword `dtype` to the weight's array.
+    """
+    first = parts[0]
+    return QuantisedTensor(
+        path=first.path,
+        file=first.file,
+        name=name,
+        shape=shape,
+        dtype=code,
+        start=first.start,
+        whole=shape,
+        parts=tuple(parts),
+        decode=partial(decode, dtype=DTYPES[code]),
+    )
+
+
+def check_fit(name: str, parts: Sequence[Tensor], fits: bool, said: str = "") -> None:
+    """Refuses tensors of one weight that don't fit each other.
+
+    Args:
+        name: The weight.
+        parts: The tensors.
+        fits: Whether they fit.
+        said: What the configuration says about them, for the message.
+
+    Raises:
+        ValueError: If they don't.
+    """
+    if not fits:
+        shapes = [f"{part.name} {part.shape} {part.dtype}" for part in parts]
+        end = f"; `quantization_config` says {said}" if said else ""
+        raise ValueError(
+            f"codes and scales of {name[:200]} don't fit each other: {some(shapes)}{end}"
+        )
+
+
+def scaled(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    *,
+    name: str,
+    tiles: tuple[int, int],
+    dtype: np.dtype,
+    factor: np.float32 | None = None,
+) -> np.ndarray:
+    """Codes times scales, and times a further factor, if any.
+
+    Args:
+        codes: Numbers of shape (..., rows, columns).
+        scales: One number for each tile, or one for all.
+        name: Name of the scales.
+        tiles: Rows and columns that share a scale.
+        dtype: dtype of the result.
+        factor: The further factor.
+    """
+    rows, columns = codes.shape[-2:]
+    tall, wide = tiles
+    by_rows, by_columns = -(-rows // tall), -(-columns // wide)
+    array = np.empty(codes.shape, dtype)
+    grids = checked_scales(name, scales.astype(np.float32)).reshape(-1, by_rows, by_columns)
+    matrices = codes.reshape(-1, rows, columns)
+    for to, own, grid in zip(array.reshape(matrices.shape), matrices, grids, strict=True):
+        step = max(1, CHUNK // columns)
+        for at in range(0, rows, step):
+            part = own[at : at + step].astype(np.float32)
+            by = grid[np.arange(at, at + len(part)) // tall]
+            part *= by if by_columns == 1 else np.repeat(by, wide, axis=1)[:, :columns]
+            if factor is not None:
+                part *= factor
+            to[at : at + step] = part
+    return array
+
+
+def checked_scales(name: str, scales: np.ndarray) -> np.ndarray:
+    """Returns scales.
+
+    Raises:
+        ValueError: If one is not a finite number from 0.
+    """
+    wrong = scales[~((scales >= 0) & (scales < np.inf))]
+    if wrong.size:
+        raise ValueError(
+            f"{name[:200]} is damaged: {wrong.size:,} of its {scales.size:,} scales are negative "
+            f"or not finite, such as {wrong.flat[0]:g}"
+        )
+    return scales
+
+
+@cache
+def nibble_table(levels: tuple[float, ...], *, high_first: bool) -> np.ndarray:
+    """The two numbers of each byte: the levels of its halves, fp32 of shape (256, 2)."""
+    table, byte = np.array(levels, np.float32), np.arange(256)
+    halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
+    return np.stack([table[half] for half in halves], axis=1)
+
+
+# The description of a bitsandbytes weight takes a few hundred bytes.
+_MOST_STATE_BYTES = 2**16
+# bitsandbytes multiplies by this number instead of dividing by 127.
+_BY_127 = np.float32(7.874015718698502e-3)
+
+
+def read_bitsandbytes(tensors: Mapping[str, Tensor], about: Any, code: str) -> dict[str, Tensor]:
+    """Replaces the codes of each weight by the weight; see `open_weights` of quantised.py."""
+    found = dict(tensors)
+    for name in tensors:
+        base, _, last = name.rpartition(".")
+        if last.startswith("bitsandbytes__") and base.endswith(".quant_state"):
+            weight = base.removesuffix(".quant_state")
+            found |= _four_bits(found, weight, found.pop(name))
+        elif last == "SCB" and (weight := f"{base}.weight") in tensors:
+            parts = tensors[weight], found.pop(name)
+            found.pop(f"{base}.weight_format", None)
+            shape = parts[0].shape
+            fits = len(shape) == 2 and math.prod(parts[1].shape) == shape[0]
+            check_fit(weight, parts, fits and [part.dtype for part in parts] == ["I8", "F32"])
+            decode = partial(scaled, name=name, tiles=(1, shape[1]), factor=_BY_127)
+            found[weight] = weight_of(weight, parts, shape, code, decode)
+    return found
+
+
+def _four_bits(found: dict[str, Tensor], name: str, state: Tensor) -> dict[str, Tensor]:
+    """The weight of this name; removes its further tensors from `found`."""
+    about = _state(state)
+    nested = "nested_blocksize" in about
+    parts = [found.get(name)]
+    for part in ("absmax", "quant_map", *(("nested_absmax", "nested_quant_map") if nested else ())):
+        parts.append(found.pop(f"{name}.{part}", None))
+    there = [part for part in parts if part is not None]
+    shape, size, code = tuple(about["shape"]), math.prod(about["shape"]), CODES[about["dtype"]]
+    blocks = -(-size // about["blocksize"])
+    fits = len(there) == len(parts)
+    if fits:
+        counts = [math.prod(part.shape) for part in there]
+        # Codes may be stored as numbers of any dtype, so only their bytes count.
+        counts[0] *= ITEM_BYTES.get(there[0].dtype, 0)
+        wanted = [-(-size // 2), blocks, 16]
+        if nested:
+            wanted += [-(-blocks // about["nested_blocksize"]), 256]
+        kinds = ["U8" if nested else "F32", *["F32"] * (len(there) - 2)]
+        fits = counts == wanted and [part.dtype for part in there[1:]] == kinds
+    check_fit(name, [*there, state], fits)
+    # Blocks may be longer than what they divide, which must not take memory.
+    block = min(about["blocksize"], size + size % 2)
+    numbers = block, min(about.get("nested_blocksize", 1), blocks), about["nested_offset"]
+    decode = partial(_from_four_bits, name=name, shape=shape, numbers=numbers)
+    return {name: weight_of(name, there, shape, code, decode)}
+
+
+def _state(tensor: Tensor) -> dict[str, Any]:
+    """The description that bitsandbytes stores beside a weight, as JSON in a tensor of bytes.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    about: Any = None
+    if tensor.dtype == "U8" and math.prod(tensor.shape) <= _MOST_STATE_BYTES:
+        with suppress(ValueError):
+            about = parsed_json(tensor.read().tobytes())
+    if isinstance(about, dict):
+        numbers = about.get("blocksize"), about.get("nested_blocksize", 1)
+        shape = about.get("shape")
+        sizes = shape if isinstance(shape, list) and shape else [None]
+        whole = all(type(x) is int and 0 < x < 2**40 for x in (*numbers, *sizes))
+        whole = whole and about["blocksize"] % 2 == 0
+        known = about.get("dtype") in [*CODES]  # it may be no text
+        with suppress(TypeError, ValueError):
+            offset = checks.number("nested_offset", about.get("nested_offset", 0.0))
+            if whole and known:
+                return about | {"nested_offset": offset}
+    raise ValueError(
+        f"{tensor.name[:200]} is damaged: it doesn't describe a weight, in {tensor.path}"
+    )
+
+
+def _from_four_bits(
+    codes: np.ndarray,
+    absmax: np.ndarray,
+    levels: np.ndarray,
+    nested: np.ndarray | None = None,
+    nested_levels: np.ndarray | None = None,
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    numbers: tuple[int, int, float],
+    dtype: np.dtype,
+) -> np.ndarray:
+    for part, table in (("quant_map", levels), ("nested_quant_map", nested_levels)):
+        if table is not None and not np.isfinite(table).all():
+            raise ValueError(f"{name[:200]}.{part} is damaged: it has numbers that are not finite")
+    size, (block, nested_block, offset) = math.prod(shape), numbers
+    scales = absmax.reshape(-1)
+    if nested is None or nested_levels is None:
+        checked_scales(f"{name}.absmax", scales)
+    else:
+        checked_scales(f"{name}.nested_absmax", nested)
+        by = np.repeat(nested.reshape(-1), nested_block)[: scales.size]
+        scales = nested_levels[scales] * by + np.float32(offset)
+    packed, step = codes.reshape(-1).view(np.uint8), max(1, CHUNK // block) * block
+    pairs = nibble_table(tuple(levels.reshape(-1).tolist()), high_first=True)
+    array = np.empty(size, dtype)
+    for at in range(0, size, step):
+        values = pairs[packed[at // 2 : (at + step + 1) // 2]].reshape(-1)[: size - at]
+        by = np.repeat(scales[at // block : -(-(at + step) // block)], block)[: values.size]
+        array[at : at + step] = values * by
+    return array.reshape(shape)
+
 
 _SCALES = {
     "fp8": "_scale_inv",
@@ -270,6 +522,8 @@ def _scaled_weights(
         codes: dtypes of the weights' codes.
         code: dtype of the decoded weights.
     """
+    sizes = [["all" if size == _WHOLE else str(size) for size in both] for both in sorted(blocks)]
+    shown = " or ".join(f"{tall} x {wide}" for tall, wide in sizes)
     # Scales of activations, and of cached keys and values, serve inference in 8 bits only.
     found = {name: x for name, x in tensors.items() if _OF_ACTIVATIONS.search(name) is None}
     for name in tensors:
@@ -279,7 +533,7 @@ def _scaled_weights(
         parts = weight, found.pop(scales.name)
         known = weight.dtype in codes and scales.dtype in ("F32", "BF16", "F16", "F8_E8M0")
         tiles = _tiles(weight.shape, scales.shape, blocks)
-        check_fit(name, parts, known and tiles is not None, f"blocks of {_shown(blocks)}")
+        check_fit(name, parts, known and tiles is not None, f"blocks of {shown}")
         assert tiles is not None
         found[name] = weight_of(
             name, parts, weight.shape, code, partial(scaled, name=scales.name, tiles=tiles)
@@ -309,13 +563,6 @@ def _tiles(
     }
     # With several, the configuration doesn't say which blocks this weight has.
     return fitting.pop() if len(fitting) == 1 else None
-
-
-def _shown(blocks: Set[tuple[int, int]]) -> str:
-    def shown(size: int) -> str:
-        return "all" if size == _WHOLE else str(size)
-
-    return " or ".join(f"{shown(tall)} x {shown(wide)}" for tall, wide in sorted(blocks))
 
 
 _Reader = Callable[[Mapping[str, Tensor], Any, str], dict[str, Tensor]]

@@ -5,8 +5,8 @@ the layers, because they are small enough to stay on the device while layers str
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,7 @@ class Rotation(NamedTuple):
     query_scale: Float[Array, "rows length"] | None
 
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-_ABOVE_ZERO = (
-    "base",
-    "factor",
-    "attention_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-)
+_KINDS = get_args(RopeKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +89,16 @@ class Rope:
         if self.kind not in _KINDS:
             raise ValueError(checks.refused("kind", f"one of {', '.join(_KINDS)}", self.kind))
         checks.integer("dim", self.dim)
-        for name in _ABOVE_ZERO:
-            checks.number(name, getattr(self, name), above=0)
+        checks.number("query_growth", self.query_growth, least=0)
+        for field in fields(self):
+            if field.type is float and field.name != "query_growth":
+                checks.number(field.name, getattr(self, field.name), above=0)
+            elif field.type is bool:
+                checks.boolean(field.name, getattr(self, field.name))
         for name in ("max_length", "original_length"):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), least=0)
         checks.integer("turning", self.turning, least=0, most=self.dim // 2)
-        checks.boolean("truncate", self.truncate)
-        checks.boolean("interleaved", self.interleaved)
-        checks.number("query_growth", self.query_growth, least=0)
         if self.query_growth and not self.original_length:
             raise ValueError("a Rope with `query_growth` needs `original_length`")
         for name in ("short_factors", "long_factors"):

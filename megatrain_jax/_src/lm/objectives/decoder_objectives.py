@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from megatrain_jax import losses, models
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.models.loss import check_arguments
+from megatrain_jax._src.lm.models.decoder import check_arguments
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, Float[Array, ""]]

@@ -1,1 +1,1 @@
-"""Families of open-weights models, one file each, listed in `registry.py`."""
+"""Families of open-weights models: each is a `Family`, found here by `config.py`."""

@@ -27,7 +27,7 @@ from megatrain_jax._src.lm.models.delta_rule import (
     one_token,
     short_convolution,
 )
-from megatrain_jax._src.lm.models.low_rank import is_adapted
+from megatrain_jax._src.lm.models.lora import is_adapted
 from megatrain_jax._src.lm.models.past import Past
 
 
@@ -90,22 +90,14 @@ class PrefillPast(_CachingPast):
         """See `Past`."""
         return jnp.arange(length, dtype=jnp.int32)[None]
 
-    def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        window: int | None,
-        chunk: int | None,
-        **options: Any,
-    ) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """See `Past`. Padding needs no mask: it comes after all tokens."""
         if not self._borrows:
-            size = min(window or k.shape[1], chunk or k.shape[1], k.shape[1])
+            size = min(options[name] or k.shape[1] for name in ("window", "chunk"))
+            size = min(size, k.shape[1])
             keys, values = (jnp.swapaxes(self._last(x, size), 1, 2) for x in (k, v))
             self._keep(keys=keys, values=values)
-        return attention(q, k, v, window=window, chunk=chunk, **options)
+        return attention(q, k, v, **options)
 
     def attend_latent(
         self, attention: Any, q: Array, q_rotated: Array, latent: Array, k_rotated: Array
@@ -170,19 +162,9 @@ class DecodePast(_CachingPast):
         """See `Past`."""
         return self._positions[:, None]
 
-    def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        window: int | None,
-        chunk: int | None,
-        softcap: float | None,
-        scale: float | None,
-        sinks: Array | None,
-    ) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """See `Past`."""
+        softcap, scale, sinks = (options[name] for name in ("softcap", "scale", "sinks"))
         keys, values = self._cache.keys, self._cache.values
         if not self._borrows:
             keys, values = (self._written(x, new[:, 0]) for x, new in ((keys, k), (values, v)))
@@ -195,7 +177,7 @@ class DecodePast(_CachingPast):
             scores = softcap * jnp.tanh(scores / softcap)
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1)
-        weights = _softmax(scores, self._seen(size, chunk)[:, None, None], sinks)
+        weights = _softmax(scores, self._seen(size, options["chunk"])[:, None, None], sinks)
         mixed = jnp.einsum("bkgj,bkjh->bkgh", weights.astype(values.dtype), values)
         return mixed.reshape(q.shape)
 

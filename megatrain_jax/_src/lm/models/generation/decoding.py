@@ -1,18 +1,425 @@
-"""The two forms of a decode: all weights on the device, or streamed through it layer by layer."""
+"""Decoding: compiled programs, and two forms of a decode that call them.
+
+The programs prefill prompts, admit them to rows and decode tokens. They are pure functions of the
+weights, the caches and the rows' numbers. A resident model, with all weights on the device, has one
+program for all of its layers; a streamed one, whose weights pass through it layer by layer, has a
+program for each kind of layer.
+
+Each next token is the most likely one, or drawn after Transformers' warpers.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Bool, Float, Int
 
-from megatrain_jax._src.lm.models.generation import programs
-from megatrain_jax._src.lm.models.generation.caches import as_page, is_page, on_device
-from megatrain_jax._src.lm.models.generation.programs import TextRows, Written
-from megatrain_jax._src.lm.models.generation.sampling import SamplingKind, SamplingParams, choose
-from megatrain_jax._src.lm.models.generation.weight_source import WeightSource
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.models.generation.caches import (
+    DecodePast,
+    PrefillPast,
+    as_page,
+    is_page,
+    on_device,
+    rows_of,
+    with_rows,
+)
+from megatrain_jax._src.lm.models.generation.weight_source import LayerForm, ModelForm, WeightSource
+from megatrain_jax._src.lm.models.rotary import Rope, Rotation, rotation
+
+
+def check_restriction(top_p: Any, top_k: Any) -> None:
+    """Checks `top_p` and `top_k`; see `models.generate`.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is out of range.
+    """
+    if checks.number("top_p", top_p, above=0) > 1:
+        raise ValueError(checks.refused("top_p", "at most 1", top_p))
+    if top_k is not None:
+        checks.integer("top_k", top_k, least=0, other=", or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingKind:
+    """The parts of sampling that are compiled in.
+
+    Attributes:
+        greedy: Whether the most likely token is taken.
+        top_k: Number of tokens that can be drawn; None for all.
+        has_top_p: Whether tokens outside the nucleus are left out.
+    """
+
+    greedy: bool
+    top_k: int | None
+    has_top_p: bool
+
+
+class SamplingParams(NamedTuple):
+    """The parts of sampling that may change without a compilation.
+
+    Attributes:
+        temperature: Divisor of the logits.
+        top_p: Probability of the nucleus.
+        key: The key of all draws.
+        stops: Ids that end a text.
+    """
+
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    key: Array
+    stops: Int[Array, " stops"] | None = None
+
+
+class SampledTokens(NamedTuple):
+    """The next token of each row (rows,), or all that a call has written (steps, rows).
+
+    Attributes:
+        tokens: The tokens.
+        log_probs: Their log-probabilities by the logits, in fp32.
+        tempered_log_probs: The same by the logits divided by the temperature.
+        drawn_log_probs: Their log-probabilities in the distribution that they are drawn from.
+    """
+
+    tokens: Int[Array, "*steps rows"]
+    log_probs: Float[Array, "*steps rows"]
+    tempered_log_probs: Float[Array, "*steps rows"]
+    drawn_log_probs: Float[Array, "*steps rows"]
+
+
+def choose(
+    logits: Float[Array, "rows vocab_size"],
+    sampling_params: SamplingParams,
+    draws: tuple[Int[Array, " rows"], ...],
+    sampling_kind: SamplingKind,
+) -> SampledTokens:
+    """Chooses the next token of each row.
+
+    Args:
+        logits: The logits.
+        sampling_params: Temperature, nucleus and key.
+        draws: For each row, the numbers that identify its draw; they are folded into the key. So a
+            draw doesn't depend on the rows beside it.
+        sampling_kind: The kind of sampling.
+    """
+    logits = logits.astype(jnp.float32)
+    plain = jax.nn.log_softmax(logits, axis=-1)
+    if sampling_kind.greedy:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        found = _at(plain, tokens)
+        return SampledTokens(tokens, found, found, found)
+    warped = jax.nn.log_softmax(warp(logits, sampling_params, sampling_kind), axis=-1)
+
+    def draw(row: Array, *numbers: Array) -> Array:
+        key = sampling_params.key
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return jax.random.categorical(key, row)
+
+    tokens = jax.vmap(draw)(warped, *draws).astype(jnp.int32)
+    tempered = jax.nn.log_softmax(logits / sampling_params.temperature, axis=-1)
+    return SampledTokens(tokens, *(_at(x, tokens) for x in (plain, tempered, warped)))
+
+
+def warp(
+    logits: Float[Array, "rows vocab_size"],
+    sampling_params: SamplingParams,
+    sampling_kind: SamplingKind,
+) -> Float[Array, "rows vocab_size"]:
+    """Returns the logits of the distribution that is drawn from: temperature, top-k, then top-p.
+
+    The order and the rules for ties are those of Transformers.
+    """
+    scores = logits / sampling_params.temperature
+    if sampling_kind.top_k is not None and sampling_kind.top_k < scores.shape[-1]:
+        least = jax.lax.top_k(scores, sampling_kind.top_k)[0][:, -1:]
+        scores = jnp.where(scores < least, -jnp.inf, scores)
+    if not sampling_kind.has_top_p:
+        return scores
+    order = jnp.argsort(scores, axis=-1)
+    ascending = jnp.take_along_axis(scores, order, axis=-1)
+    sums = jnp.cumsum(jax.nn.softmax(ascending, axis=-1), axis=-1)
+    # The most likely token always stays.
+    removed = (sums <= 1 - sampling_params.top_p).at[:, -1].set(False)
+    kept = jnp.where(removed, -jnp.inf, ascending)
+    return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def _at(values: Float[Array, "rows vocab_size"], tokens: Int[Array, " rows"]) -> Array:
+    return jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+
+
+# Maximum number of prompt tokens per prefill.
+READ_AT_ONCE = 4096
+# Maximum number of tokens of a row that one call writes before it returns to Python.
+STEPS = 16
+# Rotary embeddings that depend on the length of the text.
+LENGTHENING = ("dynamic", "longrope")
+
+
+class TextRows(NamedTuple):
+    """The texts being written, one in each row; all arrays are (rows,).
+
+    Attributes:
+        tokens: The last token; no cache holds it yet.
+        positions: Its position: the number of tokens in the caches.
+        active: Whether the row is continued.
+        written: Number of tokens written so far.
+        limits: Number of tokens to write.
+        pauses: Position at which the text has to be prefilled again.
+        stopped: Whether a token ended the text.
+        prompts: Number of the prompt.
+        samples: Number of the sample of this prompt.
+    """
+
+    tokens: Int[Array, " rows"]
+    positions: Int[Array, " rows"]
+    active: Bool[Array, " rows"]
+    written: Int[Array, " rows"]
+    limits: Int[Array, " rows"]
+    pauses: Int[Array, " rows"]
+    stopped: Bool[Array, " rows"]
+    prompts: Int[Array, " rows"]
+    samples: Int[Array, " rows"]
+
+
+def empty_rows(number: int) -> TextRows:
+    """Returns rows without texts, on the host."""
+    flags = ("active", "stopped")
+    arrays: Any = [
+        np.zeros(number, bool if name in flags else np.int32) for name in TextRows._fields
+    ]
+    return TextRows(*arrays)
+
+
+def rotations(
+    ropes: Iterable[Rope | None], positions: Int[Array, "rows length"], lengths: Int[Array, " rows"]
+) -> dict[Rope | None, Rotation | None]:
+    """Returns the rotary embedding of some positions, for each kind of layer.
+
+    Args:
+        ropes: The layers' kinds.
+        positions: The positions.
+        lengths: Length of each row's text.
+    """
+
+    def by_length(rope: Rope) -> Rotation:
+        # Each row has the wavelengths of its own length.
+        def one(row: Array, length: Array) -> Rotation:
+            extended = jnp.append(jnp.minimum(row, length - 1), length - 1)[None]
+            return jax.tree.map(lambda x: x[0, :-1], rotation(rope, extended))
+
+        return jax.vmap(one)(positions, lengths)
+
+    return {
+        rope: rope and (by_length(rope) if rope.kind in LENGTHENING else rotation(rope, positions))
+        for rope in dict.fromkeys(ropes)
+    }
+
+
+def begin(
+    form: ModelForm, ends: Any, tokens: Int[Array, "rows length"]
+) -> tuple[Float[Array, "rows length width"], list[Any]]:
+    """Returns the first layer's hidden states, and the values that layers pass on beside them."""
+    model = nnx.merge(form.ends, ends)
+    x = model.embed(tokens)
+    return x, [] if model.config.memory is None else [model.memory(tokens, x)]
+
+
+def finish(
+    form: ModelForm, ends: Any, x: Float[Array, "rows 1 width"], handed: list[Any]
+) -> Float[Array, "rows vocab_size"]:
+    """Returns the logits of one token per row, from the last layer's results."""
+    model = nnx.merge(form.ends, ends)
+    return model.logits_of(model.finish(x, *handed))[:, 0]
+
+
+def read_layer(
+    layer: LayerForm,
+    weights: Any,
+    x: Array,
+    turn: Rotation | None,
+    handed: list[Any],
+    lengths: Int[Array, " rows"],
+) -> tuple[Array, list[Any], Any]:
+    """Passes prompts through a layer; returns its result, the values passed on, and its cache."""
+    past = PrefillPast(layer.kind, lengths, borrows=layer.borrows is not None)
+    x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
+    if layer.borrows is None and not jax.tree.leaves(past.kept):
+        raise ValueError(f"generation knows no cache for layers of kind {layer.kind} yet")
+    return x, handed, past.kept
+
+
+def write_layer(
+    layer: LayerForm,
+    weights: Any,
+    x: Array,
+    turn: Rotation | None,
+    handed: list[Any],
+    cache: Any,
+    rows: TextRows,
+) -> tuple[Array, list[Any], Any]:
+    """Passes one token of each row through a layer; see `read_layer`."""
+    borrows = layer.borrows is not None
+    past = DecodePast(layer.kind, cache, rows.positions, rows.active, borrows=borrows)
+    x, _, *handed = nnx.merge(layer.graph, weights)(x, turn, past, *handed)
+    return x, handed, past.kept
+
+
+def read_prompts(
+    form: ModelForm,
+    ends: Any,
+    layers: list[Any],
+    tokens: Int[Array, "rows length"],
+    lengths: Int[Array, " rows"],
+) -> list[Any]:
+    """Returns the caches of prompts, without each one's last token.
+
+    Args:
+        form: The model's form.
+        ends: The weights outside its layers.
+        layers: The weights of its layers.
+        tokens: The prompts' tokens but the last, padded at the end.
+        lengths: Length of each prompt, the last token included.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    turns = rotations([layer.rope for layer in form.layers], positions, lengths)
+    x, handed = begin(form, ends, tokens)
+    caches = []
+    for layer, weights in zip(form.layers, layers, strict=True):
+        turn = turns[layer.rope]
+        x, handed, kept = read_layer(layer, weights, x, turn, handed, lengths - 1)
+        caches.append(kept)
+    return caches
+
+
+def write_token(
+    form: ModelForm, ends: Any, layers: list[Any], caches: list[Any], rows: TextRows
+) -> tuple[Float[Array, "rows vocab_size"], list[Any]]:
+    """Returns the logits of each row's next token, and the caches with its last one."""
+    positions = rows.positions[:, None]
+    turns = rotations([layer.rope for layer in form.layers], positions, rows.positions + 1)
+    x, handed = begin(form, ends, rows.tokens[:, None])
+    caches = list(caches)
+    for i, (layer, weights) in enumerate(zip(form.layers, layers, strict=True)):
+        cache = caches[i if layer.borrows is None else layer.borrows]
+        turn = turns[layer.rope]
+        x, handed, kept = write_layer(layer, weights, x, turn, handed, cache, rows)
+        caches[i] = kept
+    return finish(form, ends, x, handed), caches
+
+
+def chosen_tokens(
+    sampling_kind: SamplingKind, logits: Array, sampling_params: SamplingParams, rows: TextRows
+) -> tuple[TextRows, SampledTokens]:
+    """Chooses each row's next token; returns the rows with it, and the tokens."""
+    draws = rows.prompts, rows.samples, rows.written
+    chosen = choose(logits, sampling_params, draws, sampling_kind)
+    active = rows.active
+    written, positions = rows.written + active, rows.positions + active
+    ended = (chosen.tokens[:, None] == sampling_params.stops).any(-1)
+    stopped = rows.stopped | (active & ended)
+    going = ~stopped & (written < rows.limits) & (positions < rows.pauses)
+    rows = rows._replace(
+        tokens=jnp.where(active, chosen.tokens, rows.tokens),
+        positions=positions,
+        written=written,
+        stopped=stopped,
+        active=active & going,
+    )
+    return rows, chosen
+
+
+def sample(
+    form: ModelForm,
+    sampling_kind: SamplingKind,
+    ends: Any,
+    x: Float[Array, "rows 1 width"],
+    handed: list[Any],
+    sampling_params: SamplingParams,
+    rows: TextRows,
+) -> tuple[TextRows, SampledTokens]:
+    """Chooses each row's next token from the last layer's results, as one step."""
+    logits = finish(form, ends, x, handed)
+    rows, chosen = chosen_tokens(sampling_kind, logits, sampling_params, rows)
+    return rows, jax.tree.map(lambda x: x[None], chosen)
+
+
+def write_tokens(
+    form: ModelForm,
+    sampling_kind: SamplingKind,
+    ends: Any,
+    layers: list[Any],
+    caches: list[Any],
+    rows: TextRows,
+    sampling_params: SamplingParams,
+    steps: Int[Array, ""],
+) -> tuple[list[Any], TextRows, SampledTokens]:
+    """Writes up to `steps` tokens of each row, until no row is active."""
+    number = rows.tokens.shape[0]
+    floats = jnp.zeros((STEPS, number), jnp.float32)
+    written = SampledTokens(jnp.zeros((STEPS, number), jnp.int32), floats, floats, floats)
+
+    def body(carry):
+        step, caches, rows, written = carry
+        logits, caches = write_token(form, ends, layers, caches, rows)
+        rows, chosen = chosen_tokens(sampling_kind, logits, sampling_params, rows)
+        written = jax.tree.map(lambda x, new: x.at[step].set(new), written, chosen)
+        return step + 1, caches, rows, written
+
+    def going(carry):
+        return (carry[0] < steps) & carry[2].active.any()
+
+    _, caches, rows, written = jax.lax.while_loop(
+        going, body, (jnp.int32(0), caches, rows, written)
+    )
+    return caches, rows, written
+
+
+def admitted_rows(cache: Any, at: Int[Array, " new"], read: Any, source: Int[Array, " new"]) -> Any:
+    """Returns a layer's cache with some new rows; see `admitted`."""
+    return with_rows(cache, at, rows_of(read, source))
+
+
+def admitted(
+    caches: list[Any],
+    rows: TextRows,
+    at: Int[Array, " new"],
+    read: list[Any],
+    source: Int[Array, " new"],
+    new: TextRows,
+) -> tuple[list[Any], TextRows]:
+    """Returns caches and rows with some new texts.
+
+    Args:
+        caches: The caches of all rows.
+        rows: All rows.
+        at: The rows that get a new text; numbers past the end are dropped.
+        read: The caches of prompts.
+        source: The prompt of each new text, as a row of these caches.
+        new: The new texts.
+    """
+    pairs = zip(caches, read, strict=True)
+    caches = [admitted_rows(old, at, new_rows, source) for old, new_rows in pairs]
+    return caches, TextRows(*(x.at[at].set(y, mode="drop") for x, y in zip(rows, new, strict=True)))
+
+
+# Layers with equal forms share a program.
+@functools.lru_cache(maxsize=256)
+def program(function: Callable[..., Any], *forms: Any, donate: tuple[int, ...] = ()) -> Any:
+    """Returns a compiled function of the arguments after `forms`, of which some are donated."""
+    return jax.jit(functools.partial(function, *forms), donate_argnums=donate)
+
+
+admitting = jax.jit(admitted, donate_argnums=(0, 1))
+admitting_rows = jax.jit(admitted_rows, donate_argnums=0)
 
 
 class ResidentDecoding:
@@ -22,13 +429,15 @@ class ResidentDecoding:
         steps: Maximum number of tokens of a row that one call of `write` writes.
     """
 
-    steps = programs.STEPS
+    steps = STEPS
 
     def __init__(self, source: WeightSource):
         """Reads all weights onto the device, layer by layer."""
         # Looked up once: hashing a form takes as long as computing a layer.
-        self._read = programs.reading(source.form)
-        self._write = functools.cache(functools.partial(programs.writing, source.form))
+        self._read = program(read_prompts, source.form)
+        self._write = functools.cache(
+            functools.partial(program, write_tokens, source.form, donate=(2, 3))
+        )
         self._ends = source.weights(source.ends)
         self._layers = []
         for part in source.layers:
@@ -37,23 +446,15 @@ class ResidentDecoding:
             jax.block_until_ready(self._layers[-1])
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
-        """Returns the caches of prompts; see `programs.read_prompts`."""
+        """Returns the caches of prompts; see `read_prompts`."""
         return self._read(self._ends, self._layers, tokens, lengths)
 
     def write(
-        self,
-        sampling_kind: SamplingKind,
-        caches: list[Any],
-        rows: TextRows,
-        sampling_params: SamplingParams,
-        stops: Any,
-        steps: int,
-    ) -> tuple[list[Any], TextRows, Written]:
-        """Writes some tokens of each row; see `programs.write_tokens`."""
-        write = self._write(sampling_kind)
-        return write(
-            self._ends, self._layers, caches, rows, sampling_params, stops, np.int32(steps)
-        )
+        self, kind: SamplingKind, params: SamplingParams, caches: Any, rows: TextRows, steps: int
+    ) -> tuple[list[Any], TextRows, SampledTokens]:
+        """Writes some tokens of each row; see `write_tokens`."""
+        write = self._write(kind)
+        return write(self._ends, self._layers, caches, rows, params, np.int32(steps))
 
 
 class StreamedDecoding:
@@ -72,15 +473,20 @@ class StreamedDecoding:
         layers = source.form.layers
         # Looked up once: hashing a form takes as long as computing a layer.
         self._rotation_program = _rotation_program(tuple(layer.rope for layer in layers))
-        self._embedding_program = _embedding_program(source.form)
-        self._prefill_program = [_prefill_program(layer) for layer in layers]
+        self._embedding_program = program(begin, source.form)
+        self._prefill_program = [program(read_layer, layer) for layer in layers]
+        # A layer's own cache is donated.
         self._decode_program = [
-            (_decode_program if x.borrows is None else _borrowing_decode_program)(x) for x in layers
+            program(write_layer, x, donate=(4,) if x.borrows is None else ()) for x in layers
         ]
-        self._sampling_program = functools.cache(functools.partial(_sampling_program, source.form))
+        self._sampling_program = functools.cache(functools.partial(program, sample, source.form))
         self._ahead: Any = None  # the weights of the next layer
         # Weights that are not in pinned memory are copied there once, in the dtype of the device.
-        self._pinned = [] if source.bytes_at_rest else [self._rest(part) for part in source.layers]
+        self._pinned = (
+            []
+            if source.bytes_at_rest
+            else [self._put(source.weights(part), "pinned_host") for part in source.layers]
+        )
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `ResidentDecoding`."""
@@ -96,14 +502,8 @@ class StreamedDecoding:
         return caches
 
     def write(
-        self,
-        sampling_kind: SamplingKind,
-        caches: list[Any],
-        rows: TextRows,
-        sampling_params: SamplingParams,
-        stops: Any,
-        steps: int,
-    ) -> tuple[list[Any], TextRows, Written]:
+        self, kind: SamplingKind, params: SamplingParams, caches: Any, rows: TextRows, steps: int
+    ) -> tuple[list[Any], TextRows, SampledTokens]:
         """See `ResidentDecoding`; writes one token of each row."""
         turns = self._rotation_program(rows.positions[:, None], rows.positions + 1)
         x, handed = self._embedding_program(self._ends, rows.tokens[:, None])
@@ -117,16 +517,14 @@ class StreamedDecoding:
             cache, ahead = ahead, on_device(caches[i + 1])
             if layer.borrows is None:
                 is_paged, caches[i] = is_page(caches[i]), None
-                x, handed, cache = self._decode_program[i](cache, weights, x, turn, handed, rows)
+                x, handed, cache = self._decode_program[i](weights, x, turn, handed, cache, rows)
                 caches[i] = as_page(cache) if is_paged else cache
             else:
                 lent = caches[layer.borrows]
-                x, handed = self._decode_program[i](lent, weights, x, turn, handed, rows)
+                x, handed, _ = self._decode_program[i](weights, x, turn, handed, lent, rows)
             del weights, cache
         caches.pop()
-        rows, written = self._sampling_program(sampling_kind)(
-            rows, self._ends, x, handed, sampling_params, stops
-        )
+        rows, written = self._sampling_program(kind)(self._ends, x, handed, params, rows)
         return caches, rows, written
 
     def _weights(self, i: int, x: Any) -> Any:
@@ -147,19 +545,11 @@ class StreamedDecoding:
     def _fetch(self, i: int) -> Any:
         if self._source.bytes_at_rest:
             return self._source.weights(self._source.layers[i])
-        return jax.device_put(self._pinned[i], _memory(self._source.device, "device"))
+        return self._put(self._pinned[i], "device")
 
-    def _rest(self, part: Any) -> Any:
-        return jax.device_put(
-            self._source.weights(part), _memory(self._source.device, "pinned_host")
-        )
-
-
-def _memory(device: Any, kind: str) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device, memory_kind=kind)
-
-
-# Layers with equal forms share a program.
+    def _put(self, weights: Any, kind: str) -> Any:
+        to = SingleDeviceSharding(self._source.device, memory_kind=kind)
+        return jax.device_put(weights, to)
 
 
 @functools.lru_cache(maxsize=32)
@@ -169,45 +559,28 @@ def _rotation_program(ropes: tuple[Any, ...]) -> Callable[..., Any]:
 
     @jax.jit
     def turns(positions, lengths):
-        found = programs.rotations(kinds, positions, lengths)
+        found = rotations(kinds, positions, lengths)
         return [found[kind] for kind in kinds]
 
     return lambda *args: dict(zip(kinds, turns(*args), strict=True))
 
 
-@functools.lru_cache(maxsize=32)
-def _embedding_program(form: programs.ModelForm) -> Callable[..., Any]:
-    return jax.jit(functools.partial(programs.begin, form))
+def shapes_of(form: ModelForm, ends: Any, layers: Any) -> Callable[[int, int], list[Any]]:
+    """Returns a function from numbers of rows and tokens to the shapes of caches."""
+    leaves, treedef = jax.tree.flatten((ends, layers))
+    return functools.partial(_cache_shapes, form, tuple(leaves), treedef)
 
 
-@functools.lru_cache(maxsize=256)
-def _prefill_program(layer: programs.LayerForm) -> Callable[..., Any]:
-    return jax.jit(functools.partial(programs.read_layer, layer))
+# Cached: a trace of the whole model takes as long as generating many tokens.
+@functools.lru_cache(maxsize=128)
+def _cache_shapes(
+    form: ModelForm, leaves: tuple[Any, ...], treedef: Any, rows: int, size: int
+) -> list[Any]:
+    tokens = jax.ShapeDtypeStruct((rows, size), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    ends, layers = jax.tree.unflatten(treedef, leaves)
 
+    def read(ends, layers, tokens, lengths):
+        return read_prompts(form, ends, layers, tokens, lengths)
 
-@functools.lru_cache(maxsize=256)
-def _decode_program(layer: programs.LayerForm) -> Callable[..., Any]:
-    def write(cache, weights, x, turn, handed, rows):
-        return programs.write_layer(layer, weights, x, turn, handed, cache, rows)
-
-    return jax.jit(write, donate_argnums=0)
-
-
-@functools.lru_cache(maxsize=256)
-def _borrowing_decode_program(layer: programs.LayerForm) -> Callable[..., Any]:
-    def write(lent, weights, x, turn, handed, rows):
-        return programs.write_layer(layer, weights, x, turn, handed, lent, rows)[:2]
-
-    return jax.jit(write)
-
-
-@functools.lru_cache(maxsize=32)
-def _sampling_program(form: programs.ModelForm, sampling_kind: SamplingKind) -> Callable[..., Any]:
-    def one(rows, ends, x, handed, sampling_params, stops):
-        logits = programs.finish(form, ends, x, handed)
-        chosen = choose(
-            logits, sampling_params, (rows.prompts, rows.samples, rows.written), sampling_kind
-        )
-        return programs.advanced(rows, chosen, stops), Written(*(y[None] for y in chosen))
-
-    return jax.jit(one)
+    return jax.eval_shape(read, ends, layers, tokens, lengths)

@@ -1,29 +1,323 @@
-"""`generate`: continues prompts with a decoder; `Generator` keeps its weights on the device."""
+"""`generate`: continues prompts with a decoder; `Generator` keeps its weights on the device.
 
+Batching is continuous: a text that is finished makes room for the next prompt.
+"""
+
+import bisect
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax import Hardware
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.lm.common.prompts import check_prompts, prompt_ids
-from megatrain_jax._src.lm.models.generation.batching import Batch, OpenText, WritingTask, bucket
-from megatrain_jax._src.lm.models.generation.decoding import ResidentDecoding, StreamedDecoding
-from megatrain_jax._src.lm.models.generation.generation_memory import GenerationMemory
-from megatrain_jax._src.lm.models.generation.generation_plan import GenerationPlan, plan_of
-from megatrain_jax._src.lm.models.generation.sampling import (
+from megatrain_jax._src.lm.common.prompts import check_prompts, prompt_ids, shown_answer
+from megatrain_jax._src.lm.models.generation.caches import as_page, grown, on_device
+from megatrain_jax._src.lm.models.generation.decoding import (
+    LENGTHENING,
+    READ_AT_ONCE,
+    ModelForm,
+    ResidentDecoding,
+    SampledTokens,
     SamplingKind,
     SamplingParams,
+    StreamedDecoding,
+    TextRows,
+    admitting,
+    admitting_rows,
     check_restriction,
+    empty_rows,
+    shapes_of,
 )
-from megatrain_jax._src.lm.models.generation.stop_strings import StopStrings
+from megatrain_jax._src.lm.models.generation.generation_memory import (
+    GenerationMemory,
+    GenerationPlan,
+    plan_of,
+)
 from megatrain_jax._src.lm.models.generation.weight_source import WeightSource, open_source
+
+_NEVER = np.iinfo(np.int32).max
+# Minimum size of caches, in tokens, unless no text can become so long.
+_FIRST_SIZE = 128
+
+
+def bucket(number: int, least: int = 16) -> int:
+    """Returns the least size not below a number: 16, 24, 32, 48, 64, 96, ...
+
+    Programs are compiled for these sizes, so there are few of them.
+    """
+    size = least
+    while size < number:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+@dataclass(kw_only=True)
+class OpenText:
+    """A text that is being generated.
+
+    Attributes:
+        prompt: Number of the prompt.
+        sample: Number of the sample of this prompt.
+        ids: The prompt, and the tokens written so far.
+        start: Number of tokens of the prompt.
+        log_probs: The log-probabilities of each written token, in the order of `SampledTokens`.
+        finish: Reason of the end; None before it.
+        is_cut: Whether a stop text ended it, not a stop token.
+    """
+
+    prompt: int
+    sample: int
+    ids: list[int]
+    start: int
+    log_probs: list[tuple[float, ...]] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+    is_cut: bool = False
+
+    @property
+    def num_written(self) -> int:
+        """Number of tokens written so far."""
+        return len(self.ids) - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingTask:
+    """Options that all texts share.
+
+    Attributes:
+        max_tokens: Maximum number of tokens to write.
+        sampling_kind: The kind of sampling.
+        sampling_params: Its numbers.
+        check: Returns the number of a text's tokens up to the end of a stop text, or None.
+        watch: Called with each text that has new tokens.
+        num_rows: Number of texts that are written at a time.
+        pages: Numbers of the layers with caches in pinned host memory.
+        size: Number of tokens of the longest text, prompt included, rounded up.
+    """
+
+    max_tokens: int
+    sampling_kind: SamplingKind
+    sampling_params: SamplingParams
+    check: Callable[[OpenText], int | None]
+    watch: Callable[[OpenText], None]
+    num_rows: int
+    pages: frozenset[int]
+    size: int
+
+
+class Batch:
+    """Texts that are written side by side, each in a row of the caches."""
+
+    def __init__(
+        self,
+        form: ModelForm,
+        decoding: ResidentDecoding | StreamedDecoding,
+        task: WritingTask,
+        weights: Any,
+    ):
+        """Makes empty caches.
+
+        Args:
+            form: The model's form.
+            decoding: The model.
+            task: Options of all texts.
+            weights: Shapes of the weights outside and in the layers, for the shapes of caches.
+        """
+        self._form, self._decoding, self._task = form, decoding, task
+        self._shapes = shapes_of(form, *weights)
+        self._size = 0
+        self._caches: list[Any] = []
+        self._rows = empty_rows(task.num_rows)
+        self._texts: list[OpenText | None] = [None] * task.num_rows
+
+    def write(self, texts: Sequence[OpenText]) -> None:
+        """Writes all texts to their ends, in place."""
+        waiting = deque(texts)
+        while waiting or any(self._texts):
+            free = [row for row, text in enumerate(self._texts) if text is None]
+            if waiting and free:
+                self._admit([(row, waiting.popleft()) for row in free[: len(waiting)]])
+            self._make_room(self._longest() + self._decoding.steps)
+            steps = min(self._decoding.steps, self._size - self._longest() + 1)
+            sampling = self._task.sampling_kind, self._task.sampling_params
+            self._caches, self._rows, new = self._decoding.write(
+                *sampling, self._caches, self._rows, steps
+            )
+            waiting.extendleft(reversed(self._collect(new)))
+
+    def _longest(self) -> int:
+        """The number of tokens of the longest text in a row."""
+        return max((len(text.ids) for text in self._texts if text), default=1)
+
+    def _make_room(self, length: int) -> None:
+        """Enlarges the caches for texts of some length."""
+        if length <= self._size or self._size == self._task.size:
+            return
+        size = min(self._task.size, max(bucket(length), bucket(2 * self._size), _FIRST_SIZE))
+        shapes = self._shapes(self._task.num_rows, size)
+        for i, shape in enumerate(shapes):
+            # Layer by layer, so that only one layer's cache exists twice.
+            if self._size:
+                self._keep(i, grown(on_device(self._caches[i]), shape))
+            else:
+                self._caches.append(None)
+                self._keep(i, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
+        self._size = size
+
+    def _keep(self, i: int, cache: Any) -> None:
+        """Replaces a layer's cache, in pinned host memory if it is paged."""
+        self._caches[i] = as_page(cache) if i in self._task.pages else cache
+        if i in self._task.pages:
+            # At most one page is on the device.
+            jax.block_until_ready(self._caches[i])
+
+    def _admit(self, admitted: Sequence[tuple[int, OpenText]]) -> None:
+        """Starts texts in free rows: prefills their tokens so far, in groups of similar length."""
+        self._make_room(max(len(text.ids) for _, text in admitted) + self._decoding.steps)
+        groups: dict[int, list[tuple[int, OpenText]]] = {}
+        for row, text in admitted:
+            self._texts[row] = text
+            groups.setdefault(bucket(len(text.ids) - 1), []).append((row, text))
+        for length, members in groups.items():
+            # Samples of one prompt share its caches.
+            different = list(dict.fromkeys(tuple(text.ids) for _, text in members))
+            at_once = max(1, READ_AT_ONCE // length)
+            for i in range(0, len(different), at_once):
+                chosen = {ids: n for n, ids in enumerate(different[i : i + at_once])}
+                rows = [(row, text) for row, text in members if tuple(text.ids) in chosen]
+                self._read(length, list(chosen), rows, [chosen[tuple(t.ids)] for _, t in rows])
+
+    def _read(
+        self,
+        length: int,
+        prompts: Sequence[tuple[int, ...]],
+        members: Sequence[tuple[int, OpenText]],
+        source: Sequence[int],
+    ) -> None:
+        """Prefills some prompts, and copies their caches to rows."""
+        number = _power(len(prompts))
+        tokens, lengths = np.zeros((number, length), np.int32), np.ones(number, np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : len(ids) - 1], lengths[row] = ids[:-1], len(ids)
+        read = self._decoding.read(tokens, lengths)
+        count = _power(len(members))
+        # Row numbers past the end are dropped.
+        at, taken = np.full(count, self._task.num_rows, np.int32), np.zeros(count, np.int32)
+        at[: len(members)], taken[: len(members)] = [row for row, _ in members], source
+        new = self._new_rows([text for _, text in members], count)
+        # Pages one by one, and all remaining caches in one program.
+        for i in self._task.pages:
+            cache = on_device(self._caches[i])
+            self._keep(i, admitting_rows(cache, at, read[i], taken))
+        kept = [i for i in range(len(read)) if i not in self._task.pages]
+        caches, self._rows = admitting(
+            [self._caches[i] for i in kept], self._rows, at, [read[i] for i in kept], taken, new
+        )
+        for i, cache in zip(kept, caches, strict=True):
+            self._caches[i] = cache
+
+    def _new_rows(self, texts: Sequence[OpenText], count: int) -> TextRows:
+        rows = empty_rows(count)
+        ropes = [layer.rope for layer in self._form.layers if layer.rope]
+        # Positions that change the wavelengths of all tokens, also of earlier ones.
+        changes = [r.original_length or 0 for r in ropes if r.kind == LENGTHENING[1]]
+        for i, text in enumerate(texts):
+            position = len(text.ids) - 1
+            rows.tokens[i], rows.positions[i] = text.ids[-1], position
+            rows.active[i], rows.written[i] = True, text.num_written
+            rows.limits[i] = self._task.max_tokens
+            rows.pauses[i] = min((at for at in changes if at > position), default=_NEVER)
+            rows.prompts[i], rows.samples[i] = text.prompt, text.sample
+        return rows
+
+    def _collect(self, new: SampledTokens) -> list[OpenText]:
+        """Adds new tokens to their texts; returns texts that have to be prefilled again."""
+        again, ended = [], []
+        rows, new = jax.device_get((self._rows, new))
+        for row, text in enumerate(self._texts):
+            if text is None:
+                continue
+            count = int(rows.written[row]) - text.num_written
+            tokens, *log_probs = (x[:count, row].tolist() for x in new)
+            text.ids += tokens
+            text.log_probs += zip(*log_probs, strict=True)
+            kept = self._task.check(text)
+            if kept is not None:
+                del text.ids[text.start + kept :]
+                del text.log_probs[kept:]
+                text.is_cut = True
+            if kept is not None or rows.stopped[row]:
+                text.finish = "stop"
+            elif text.num_written >= self._task.max_tokens:
+                text.finish = "length"
+            elif not rows.active[row]:
+                again.append(text)
+            self._task.watch(text)
+            if not rows.active[row] or text.finish:
+                self._texts[row] = None
+                ended.append(row)
+        if any(rows.active[row] for row in ended):
+            active = rows.active.copy()
+            active[ended] = False
+            self._rows = self._rows._replace(active=active)
+        return again
+
+
+def _power(number: int) -> int:
+    """Returns the least power of two not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+class StopStrings:
+    """The stop strings of a call. They may contain special tokens; completions show none."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[str]):
+        """Stores tokenizer and strings.
+
+        Args:
+            tokenizer: The tokenizer; None if there are no stop strings.
+            ends: The stop strings.
+        """
+        self._tokenizer, self._ends = tokenizer, ends
+
+    def num_kept(self, text: OpenText) -> int | None:
+        """Returns the fewest tokens that contain a stop string; None if there is none yet."""
+        if not self._ends:
+            return None
+        ids = text.ids[text.start :]
+        if not self._has_end(ids):
+            return None
+        counts = range(1, len(ids))
+        return 1 + bisect.bisect_left(counts, True, key=lambda count: self._has_end(ids[:count]))
+
+    def words(self, text: OpenText) -> str:
+        """Returns the text written so far, without special tokens and the stop string."""
+        ids = text.ids[text.start :]
+        if not text.is_cut:
+            shown = ids[:-1] if text.finish == "stop" else ids
+            return shown_answer(shown, self._tokenizer)
+        whole = self._tokenizer.decode(ids)
+        before = min((whole.split(end)[0] for end in self._ends), key=len)
+        # The tokens before the stop string, and the beginning of the token where the string starts.
+        for count in reversed(range(len(ids))):
+            first = self._tokenizer.decode(ids[:count])
+            if before.startswith(first):
+                break
+        else:
+            count, first = 0, ""
+        return shown_answer(ids[:count], self._tokenizer) + before[len(first) :]
+
+    def _has_end(self, ids: Sequence[int]) -> bool:
+        words = self._tokenizer.decode(ids)
+        return any(end in words for end in self._ends)
+
 
 _LEAST_TEMPERATURE = 1e-30
 # What Python takes for a completion besides its tokens: an object, two lists and their numbers.
@@ -173,8 +467,7 @@ class Generator:
         task = WritingTask(
             max_tokens=max_tokens,
             sampling_kind=sampling_kind,
-            sampling_params=sampling_params,
-            stops=stops,
+            sampling_params=sampling_params._replace(stops=stops),  # type: ignore[arg-type]
             check=shown.num_kept,
             watch=lambda text: on_text and on_text(text.prompt, text.sample, shown.words(text)),
             num_rows=form.num_rows,

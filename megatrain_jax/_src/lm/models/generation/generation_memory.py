@@ -1,19 +1,21 @@
 """The memory of the device: whether weights fit beside caches, and for how many texts."""
 
+import bisect
 import copy
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax import Hardware
+from megatrain_jax import Hardware, card
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.host_memory import available_bytes
 from megatrain_jax._src.common.sizes import bytes_of, sized
-from megatrain_jax._src.lm.models.generation.batching import READ_AT_ONCE, shapes_of
+from megatrain_jax._src.lm.models.generation.decoding import READ_AT_ONCE, shapes_of
 from megatrain_jax._src.lm.models.generation.weight_source import WeightSource, WeightsPart
 
 # The share of the device's free memory that is used.
@@ -71,7 +73,12 @@ class GenerationMemory:
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         caches = shapes_of(source.form, *self.shapes)
         # Bytes of each layer's cache of one text with some number of tokens.
-        self._layer_bytes = functools.cache(lambda size: [_num_bytes(x) for x in caches(1, size)])
+        self._layer_bytes = functools.cache(
+            lambda size: [
+                sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+                for cache in caches(1, size)
+            ]
+        )
         layers = source.form.layers
         lenders = {layer.borrows for layer in layers}
         self.pageable = [
@@ -185,11 +192,7 @@ class GenerationMemory:
 
 def _most(wanted: int, fits: Callable[[int], bool]) -> int:
     """Returns the largest number, at most `wanted`, that fits; 0 if none does."""
-    low, high = 0, wanted
-    while low < high:
-        middle = -(-(low + high) // 2)
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect_left(range(1, wanted + 1), True, key=lambda number: not fits(number))
 
 
 def _free_bytes(device: Any) -> float:
@@ -201,14 +204,79 @@ def _free_bytes(device: Any) -> float:
 
 
 def _shapes(source: WeightSource, part: WeightsPart) -> Any:
-    leaves = [jax.ShapeDtypeStruct(tuple(x.shape), _dtype(source, x)) for x in part.leaves]
+    leaves = []
+    for x in part.leaves:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        dtype = source.dtype if is_float else x.dtype
+        leaves.append(jax.ShapeDtypeStruct(tuple(x.shape), dtype))
     return jax.tree.unflatten(part.treedef, leaves)
 
 
-def _dtype(source: WeightSource, leaf: Any) -> Any:
-    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return source.dtype if is_float else leaf.dtype
+@dataclass(frozen=True, kw_only=True)
+class GenerationPlan:
+    """The form of a decode, by bytes.
+
+    Attributes:
+        resident: Whether all weights stay on the device; otherwise they are streamed through it.
+        num_texts: Number of texts that are written at a time.
+        length: Number of tokens of each text, prompt included.
+        weight_bytes: Bytes of weights that are read for a token of all texts: from device memory,
+            or through the link to the host in their form there.
+        cache_bytes: Bytes of the caches of all texts.
+        paged_bytes: Bytes of the caches, among these, that are in pinned host memory. They come to
+            the device with their layers' weights for each token.
+        tokens_per_s: Tokens of all texts per second, if nothing but these bytes takes time; caches
+            count in full.
+    """
+
+    resident: bool
+    num_texts: int
+    length: int
+    weight_bytes: int
+    cache_bytes: int
+    paged_bytes: int
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        """Returns the plan as a sentence."""
+        form = "stay on the device" if self.resident else "are streamed for each token"
+        pages = f", {sized(self.paged_bytes)} of them in the host" if self.paged_bytes else ""
+        return (
+            f"weights, {sized(self.weight_bytes)}, {form}, and {self.num_texts:,} texts of "
+            f"{self.length:,} tokens, with caches of {sized(self.cache_bytes)}{pages}, are written "
+            f"at a time: at most {self.tokens_per_s:,.0f} tokens/s"
+        )
 
 
-def _num_bytes(shapes: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+def plan_of(
+    room: GenerationMemory, hardware: Hardware | str, length: int, num_texts: int
+) -> GenerationPlan:
+    """Returns the plan of a decode.
+
+    Args:
+        room: The bytes of weights and caches, and of the device.
+        hardware: The machine whose memory and rates count, or its name.
+        length: Number of tokens of each text, prompt included.
+        num_texts: Number of texts to write at a time, if they fit.
+    """
+    if not isinstance(hardware, Hardware | str):
+        allowed = 'a Hardware or the name of a card, such as "H100"'
+        raise TypeError(checks.refused("hardware", allowed, hardware))
+    machine = card(hardware) if isinstance(hardware, str) else hardware
+    room = room.on(machine)
+    form = room.choose(length, num_texts)
+    weights = room.read_bytes(resident=form.resident)
+    caches = form.num_rows * room.cache_bytes(length)
+    pages = room.link_bytes(length, form) - room.read_bytes(resident=False)
+    seconds = caches / machine.memory_bytes_per_s
+    rate = machine.memory_bytes_per_s if form.resident else machine.link_bytes_per_s
+    seconds += (weights + pages) / rate
+    return GenerationPlan(
+        resident=form.resident,
+        num_texts=form.num_rows,
+        length=length,
+        weight_bytes=weights,
+        cache_bytes=caches,
+        paged_bytes=pages,
+        tokens_per_s=form.num_rows / seconds,
+    )

@@ -12,12 +12,11 @@ from flax import nnx
 from megatrain_jax import FitResult, Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.arrays import check_floating
-from megatrain_jax._src.lm.models.decoder import Decoder
-from megatrain_jax._src.lm.models.generation.programs import LayerForm, ModelForm
+from megatrain_jax._src.lm.models.decoder import Decoder, policy_of
 from megatrain_jax._src.lm.models.lora import Lora
 from megatrain_jax._src.lm.models.pretrained import Pretrained
+from megatrain_jax._src.lm.models.rotary import Rope
 from megatrain_jax._src.lm.models.tensors import some
-from megatrain_jax._src.lm.models.with_reference import policy_of
 
 _ALLOWED = (
     "a Trainer, a result of fit, a models.Pretrained, a models.Lora, a models.Decoder, or "
@@ -25,6 +24,36 @@ _ALLOWED = (
 )
 Read = Callable[[Sequence[Any]], list[jax.Array]]
 """A function that reads parameters onto the device, given their places in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerForm:
+    """A layer without its arrays.
+
+    Attributes:
+        graph: Its modules.
+        kind: The name of its class.
+        rope: Its rotary embedding; None if it has none.
+        borrows: Number of the layer with the keys and values that it uses; None for its own.
+    """
+
+    graph: nnx.GraphDef
+    kind: str
+    rope: Rope | None
+    borrows: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelForm:
+    """A decoder without its arrays.
+
+    Attributes:
+        ends: The decoder without layers.
+        layers: Its layers.
+    """
+
+    ends: nnx.GraphDef
+    layers: tuple[LayerForm, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +258,10 @@ def _filled(model: Any, params: Any) -> Decoder:
                 f"model has {tuple(variable.shape)}"
             )
         else:
-            _set(model, path, found)
+            at: Any = model
+            for key in path[:-1]:
+                at = at[key] if isinstance(key, int) else getattr(at, str(key))
+            setattr(at, str(path[-1]), nnx.Param(found))
     if missing:
         raise ValueError(f"the parameters of `source` lack {some(missing)}")
     return model
@@ -247,9 +279,3 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
         else:
             return None
     return tree.get_value() if isinstance(tree, nnx.Variable) else tree
-
-
-def _set(model: Any, path: Sequence[Any], value: Any) -> None:
-    for key in path[:-1]:
-        model = model[key] if isinstance(key, int) else getattr(model, key)
-    setattr(model, str(path[-1]), nnx.Param(value))

@@ -1,0 +1,238 @@
+"""`DecoderOptions`: what a decoder's layers are made from, with a vision part if it has one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.models.moe import Experts
+from megatrain_jax._src.lm.models.rotary import Rope
+
+Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
+"""An elementwise function."""
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class ParameterMaker:
+    """Makes parameters; shared by all layers of a model."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, std: float):
+        """Keeps the random keys, the dtype and the standard deviation of fresh weights."""
+        self.rngs, self.dtype = rngs, dtype
+        self.normal = nnx.initializers.normal(std)
+
+    def key(self) -> jax.Array:
+        """Returns the key that `rngs.params()` would return, and advances its count.
+
+        That call looks up the sharding of its count. A traced count has none, and JAX then walks
+        all equations so far for the error message: quadratic in the number of parameters.
+        """
+        stream = self.rngs.params
+        key = jax.random.fold_in(stream.key[...], stream.count[...])
+        stream.count.set_value(stream.count[...] + 1)
+        return key
+
+    def weight(self, *shape: int) -> nnx.Param[jax.Array]:
+        """Returns a parameter with normally distributed numbers."""
+        return nnx.Param(self.normal(self.key(), shape, self.dtype))
+
+    def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
+        """Returns a parameter filled with one number."""
+        return nnx.Param(jnp.full(shape, value, self.dtype))
+
+
+PIXELS = "(rows, images, channels, height, width)"
+Pixels = Float[Array | np.ndarray, "rows images channels height width"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(ABC):
+    """The vision part of a checkpoint; each family that trains with images derives a class.
+
+    Attributes:
+        token: The placeholder of an image in `tokens`: one for each of its vectors.
+        tokens_per_image: Vectors of an image.
+        pixels: Channels, height and width of an image.
+        mutual: Whether the vectors of an image attend to each other in both directions.
+    """
+
+    token: int
+    tokens_per_image: int
+    pixels: tuple[int, int, int]
+    mutual: bool
+
+    @abstractmethod
+    def make(self, decoder: "DecoderOptions", make: ParameterMaker) -> nnx.Module:
+        """Makes a module from pixels to vectors.
+
+        Args:
+            decoder: Sizes and options of the decoder.
+            make: Makes the parameters.
+
+        Returns:
+            A module that maps pixels (images, channels, height, width) to vectors (images,
+            tokens_per_image, hidden_size).
+        """
+
+    @abstractmethod
+    def tensor_name(self, path: tuple[str, ...]) -> str:
+        """Returns the name in a checkpoint of a parameter, from its path within the module."""
+
+    def as_in(self, names: frozenset[str]) -> "VisionConfig":
+        """Returns the configuration for a checkpoint with tensors of these names."""
+        return self
+
+    def check_batch(self, batch: Any) -> None:
+        """Checks that the rows of a batch have as many images as placeholders.
+
+        Args:
+            batch: If a mapping has `tokens` and `pixel_values` as NumPy arrays, they are checked.
+
+        Raises:
+            ValueError: If a row has placeholders for more images than there are, or for a part of
+                one; or the images have another size.
+        """
+        if not isinstance(batch, Mapping):
+            return
+        tokens, pixels = batch.get("tokens"), batch.get("pixel_values")
+        if not isinstance(tokens, np.ndarray):
+            return
+        counts = (tokens == self.token).sum(axis=-1)
+        images = pixels.shape[1] if isinstance(pixels, np.ndarray) and pixels.ndim == 5 else 0
+        if isinstance(pixels, np.ndarray) and pixels.shape[2:] != self.pixels:
+            raise ValueError(
+                f"batch['pixel_values'] must have the shape {PIXELS} with images of {self.pixels}, "
+                f"but has {pixels.shape}"
+            )
+        for row, count in enumerate(counts.reshape(-1).tolist()):
+            if count % self.tokens_per_image or count > images * self.tokens_per_image:
+                raise ValueError(
+                    f"row {row} of batch['tokens'] has {count:,} placeholders of images (token "
+                    f"{self.token}), but an image takes {self.tokens_per_image:,}, and "
+                    f"batch['pixel_values'] has {images:,} images for each row"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderOptions:
+    """The sizes and options that layers read; `DecoderConfig` describes each."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    local_rope: Rope | None = None
+    unrotated: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    activation: str = "silu"
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norm_in_fp32: bool = False
+    norm_bias: bool = True
+    sandwich_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    scale_embedding: bool | float = False
+    logit_scale: float = 1.0
+    tie_embeddings: bool = False
+    head_bias: bool = False
+    scores: bool = False
+    experts: Experts | None = None
+    layer: Callable[..., Any] | None = None
+    memory: Callable[..., Any] | None = None
+    unread: tuple[str, ...] = ()
+    vision: VisionConfig | None = None
+    options: Any = None
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        """Checks each field, and that the fields are consistent."""
+        self._check_types()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_kv_heads` must divide `num_heads`, {self.num_heads}, "
+                f"but is {self.num_kv_heads}"
+            )
+        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
+            if rope and rope.dim > self.head_dim:
+                raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
+        # The numbers ascend, so the last is the largest.
+        sparse = self.experts.layers if self.experts else ()
+        for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
+            if layers and layers[-1] >= self.num_layers:
+                raise ValueError(
+                    f"`{name}` must be below `num_layers`, {self.num_layers}, but are {layers}"
+                )
+        if self.fused and (self.qkv_bias or self.mlp_bias):
+            raise ValueError("`fused` products have no bias")
+        if self.head_bias and self.tie_embeddings:
+            raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
+
+    def _check_types(self) -> None:
+        for name in ("attention_scale", "attention_softcap", "final_softcap"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), above=0)
+        checks.number("logit_scale", self.logit_scale, above=0)
+        if not isinstance(self.scale_embedding, bool):
+            checks.number("scale_embedding", self.scale_embedding, above=0)
+        for field in fields(DecoderOptions):
+            value = getattr(self, field.name)
+            if field.type is int:
+                checks.integer(field.name, value)
+            elif field.type is bool:
+                checks.boolean(field.name, value)
+            elif field.type is float:
+                checks.number(field.name, value, least=0)
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(checks.refused("norm", '"rms" or "layer"', self.norm))
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
+            allowed = f"one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(checks.refused("activation", allowed, self.activation))
+        if not isinstance(self.windows, tuple):
+            raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
+        for window in self.windows:
+            if window is not None:
+                checks.integer("windows", window)
+        checks.ascending("unrotated", self.unrotated)
+        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "rope"):
+                raise TypeError(checks.refused(name, f"of models.{kind.__name__}", value))
+
+    def window(self, layer: int) -> int | None:
+        """Returns the layer's window: the number of tokens each token attends to; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Returns the layer's rotary embedding; None if it has none."""
+        if layer in self.unrotated:
+            return None
+        local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if local and self.local_rope else self.rope

@@ -1,0 +1,495 @@
+"""GLM 4.5 to 4.7 and DeepSeek V2, V3 and R1: grouped experts, and latent attention.
+
+Experts are chosen by scores with a load-balancing bias, except in DeepSeek V2. The bias is adapted
+only in pre-training; here, as in Transformers, it stays constant. In all but GLM 4.5 and 4.6, keys
+and values of all heads are computed from one narrow vector per token, the latent
+(https://arxiv.org/abs/2405.04434, section 2.1); all heads share the rotated part of the keys.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from megatrain_jax._src.lm.models import hf_common
+from megatrain_jax._src.lm.models.causal_attention import attention
+from megatrain_jax._src.lm.models.decoder_options import DecoderOptions, ParameterMaker
+from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family
+from megatrain_jax._src.lm.models.hf_common import Fields
+from megatrain_jax._src.lm.models.layers import (
+    MLP,
+    Buffer,
+    HiddenStates,
+    Layer,
+    Linear,
+    MixtureOfExperts,
+    RMSNorm,
+    Segments,
+)
+from megatrain_jax._src.lm.models.moe import Experts, Routed
+from megatrain_jax._src.lm.models.past import Past
+from megatrain_jax._src.lm.models.rotary import Rotation, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedRouting:
+    """Options of expert routing that not every mixture has.
+
+    Attributes:
+        groups: Number of groups of experts, equally large.
+        groups_per_token: Number of groups from which a token's experts may come: the groups with
+            the highest sum of their two best scores.
+        scale: Factor of the shares.
+    """
+
+    groups: int
+    groups_per_token: int
+    scale: float
+
+
+class BiasedRouter(nnx.Module):
+    """A router with a bias that affects the choice of experts, but not their shares."""
+
+    def __init__(self, wide: int, num: int, make: ParameterMaker):
+        """Makes the parameter, and the bias."""
+        self.weight = make.weight(num, wide)
+        self.e_score_correction_bias = Buffer(jnp.zeros(num))
+
+
+class BiasedMixture(MixtureOfExperts):
+    """Experts with a biased router, and one expert that all tokens share.
+
+    Attributes:
+        router: Class of the router; called with the width, the number of experts and a maker.
+    """
+
+    router: ClassVar[Callable[..., Any]] = BiasedRouter
+
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
+        """Makes the parameters."""
+        super().__init__(config, experts, make)
+        self.routing = config.options
+        self.gate = self.router(config.hidden_size, experts.num, make)
+        self.shared_experts = MLP(config, make, experts.shared_size)
+
+    def __call__(self, x: HiddenStates, segments: Segments) -> tuple[HiddenStates, None]:
+        """Returns the result of all experts for x, and None: no loss balances them."""
+        return super().__call__(x, segments)[0], None
+
+    def with_shared(self, mixed: HiddenStates, x: HiddenStates) -> HiddenStates:
+        """Adds the shared expert's result."""
+        return mixed + self.shared_experts(x)
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns each token's experts, their shares, and all scores.
+
+        For example, with groups of scores [0.5, 0.1] and [0.4, 0.3], a token's first group is the
+        second one, with the sum 0.7.
+        """
+        weight = self.gate.weight[...].astype(jnp.float32)
+        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ weight.T)
+        biased = scores + self.gate.e_score_correction_bias[...].astype(jnp.float32)
+        grouped = biased.reshape(scores.shape[0], self.routing.groups, -1)
+        # The bias balances loads: it affects the choice, but not the shares.
+        best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        _, groups = jax.lax.top_k(best, self.routing.groups_per_token)
+        allowed = jax.nn.one_hot(groups, self.routing.groups).any(1)
+        grouped = jnp.where(allowed[..., None], grouped, -jnp.inf)
+        _, chosen = jax.lax.top_k(grouped.reshape(scores.shape), self.settings.per_token)
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.settings.normalize:
+            # Sigmoids may all be 0 in fp32; Transformers adds the same constant.
+            shares = shares / (shares.sum(-1, keepdims=True) + 1e-20)
+        return chosen, shares * self.routing.scale, scores
+
+
+class Glm4MoeLayer(Layer):
+    """A layer with experts chosen by biased scores."""
+
+    mixture = BiasedMixture
+
+
+def _grouped_experts(
+    fields: Fields,
+    *,
+    options: type[GroupedRouting] = GroupedRouting,
+    per_token: int = 8,
+    layers: tuple[int, ...] | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    first_k_dense_replace: int = 1,
+    moe_intermediate_size: int,
+    n_routed_experts: int,
+    routed_scaling_factor: float,
+    **others: Any,
+) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` about experts and routing.
+
+    Args:
+        fields: The configuration.
+        options: Class of the family's options.
+        per_token: Default of `num_experts_per_tok`.
+        layers: Numbers of the layers with experts; None for all from `first_k_dense_replace` on.
+        n_group: Default of this field.
+        topk_group: Default of this field.
+        first_k_dense_replace: Default of this field.
+        moe_intermediate_size: Default of this field.
+        n_routed_experts: Default of this field.
+        routed_scaling_factor: Default of this field.
+        **others: Further options.
+    """
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        fields.take(name, None)  # multi-token prediction layers are kept unchanged
+    groups, chosen = fields.integer("n_group", n_group), fields.integer("topk_group", topk_group)
+    first = fields.integer("first_k_dense_replace", first_k_dense_replace, least=0)
+    inside = fields.integer("moe_intermediate_size", moe_intermediate_size)
+    if layers is None:
+        layers = tuple(range(first, fields.integer("num_hidden_layers")))
+    experts = hf_common.experts(
+        fields,
+        ("n_routed_experts", "num_local_experts"),
+        num=n_routed_experts,
+        per_token=per_token,
+        intermediate_size=inside,
+        shared_size=inside * fields.integer("n_shared_experts", 1),
+        normalize=fields.flag("norm_topk_prob", True),
+        layers=layers,
+        balance=0.0,
+    )
+    if experts and (experts.num % groups or experts.num < 2 * groups or chosen > groups):
+        raise ValueError(
+            f"`n_group` = {groups} must divide the {experts.num} experts into groups of two at "
+            f"least, and `topk_group` = {chosen} be at most as many"
+        )
+    scale = fields.number("routed_scaling_factor", routed_scaling_factor)
+    routing = options(groups=groups, groups_per_token=chosen, scale=scale, **others)
+    return {"experts": experts, "options": routing}
+
+
+# GLM 4.5 and 4.6.
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    scorer=None,
+    sizes={"kv_heads": 8, "eps": 1e-5},
+    flags={"attention_bias": (False, "qkv_bias"), "use_qk_norm": (False, "qk_norm")},
+    rope={"share": 0.5},
+    always={"layer": Glm4MoeLayer},
+    more=lambda fields, _: _grouped_experts(
+        fields, moe_intermediate_size=1408, n_routed_experts=128, routed_scaling_factor=1.0
+    ),
+    kept=("model.layers.{num_layers}.",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekOptions(GroupedRouting):
+    """The sizes of latent attention, in addition to expert routing.
+
+    Attributes:
+        query_rank: Width of the queries' own latent; None for queries without one.
+        latent_rank: Width of the latent of keys and values.
+        plain_dim: Width of the unrotated part of a head's queries and keys.
+        rotated_dim: Width of the rotated part; the keys' is the same for all heads.
+        value_dim: Width of a head's values, at most that of its keys.
+    """
+
+    query_rank: int | None
+    latent_rank: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention with keys and values computed from a latent."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer's attention."""
+        sizes: DeepseekOptions = config.options
+        wide, heads, bias = config.hidden_size, config.num_heads, config.out_bias
+        self.sizes, self.scale = sizes, config.attention_scale
+        self.interleaved = config.rope.interleaved
+        queries = heads * (sizes.plain_dim + sizes.rotated_dim)
+        if sizes.query_rank is None:
+            self.q_proj = Linear(wide, queries, make)
+        else:
+            self.q_a_proj = Linear(wide, sizes.query_rank, make, bias=bias)
+            self.q_a_layernorm = _latent_norm(sizes.query_rank, config, make)
+            self.q_b_proj = Linear(sizes.query_rank, queries, make)
+        latent = sizes.latent_rank + sizes.rotated_dim
+        self.kv_a_proj_with_mqa = Linear(wide, latent, make, bias=bias)
+        self.kv_a_layernorm = _latent_norm(sizes.latent_rank, config, make)
+        self.kv_b_proj = Linear(
+            sizes.latent_rank, heads * (sizes.plain_dim + sizes.value_dim), make
+        )
+        self.o_proj = Linear(heads * sizes.value_dim, wide, make, bias=bias)
+
+    def __call__(self, x: HiddenStates, rotation: Rotation, segments: Segments) -> HiddenStates:
+        """Computes attention within rows, or within documents if `segments` numbers them."""
+        sizes, (rows, length, _) = self.sizes, x.shape
+        if sizes.query_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(rows, length, -1, sizes.plain_dim + sizes.rotated_dim)
+        q, q_rotated = jnp.split(q, [sizes.plain_dim], axis=-1)
+        latent, k_rotated = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.latent_rank], axis=-1)
+        latent = self.kv_a_layernorm(latent)
+        q_rotated, k_rotated = (
+            rotate(y, rotation.cos_sin, interleaved=self.interleaved)
+            for y in (q_rotated, k_rotated[:, :, None])
+        )
+        if isinstance(segments, Past):
+            mixed = segments.attend_latent(self, q, q_rotated, latent, k_rotated)
+        else:
+            mixed = self.attend(q, q_rotated, latent, k_rotated, segments)
+        return self.o_proj(mixed.reshape(rows, length, -1))
+
+    def attend(
+        self,
+        q: Float[Array, "rows length heads plain_dim"],
+        q_rotated: Float[Array, "rows length heads rotated_dim"],
+        latent: Float[Array, "rows length latent_rank"],
+        k_rotated: Float[Array, "rows length 1 rotated_dim"],
+        segments: Segments,
+    ) -> Float[Array, "rows length heads value_dim"]:
+        """Returns for each query the mean of the values that its head computes from latents."""
+        sizes = self.sizes
+        both = self.kv_b_proj(latent)
+        both = both.reshape(*q.shape[:3], sizes.plain_dim + sizes.value_dim)
+        k, v = jnp.split(both, [sizes.plain_dim], axis=-1)
+        # All heads share one rotated part of the keys.
+        k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
+        q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
+        # `attention` requires values as wide as keys; the padding's results are zeros, and cut off.
+        v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
+        mixed = attention(q, k, v, segments=segments, scale=self.scale)
+        return mixed[..., : sizes.value_dim]
+
+
+def _latent_norm(dim: int, config: DecoderOptions, make: ParameterMaker) -> RMSNorm:
+    norm = RMSNorm(dim, config, make)
+    norm.eps = 1e-6  # for any configuration, as in Transformers
+    return norm
+
+
+class DeepseekLayer(Glm4MoeLayer):
+    """A layer with latent attention."""
+
+    attention = LatentAttention
+
+
+def _latent_sizes(fields: Fields, **sizes: Any) -> dict[str, Any]:
+    """Returns arguments of `hf_common.sizes`; the width of a head is that of its rotated part."""
+    return {"head_dim": fields.integer("qk_rope_head_dim", 64), **sizes}
+
+
+def _latent(
+    fields: Fields,
+    sizes: dict[str, Any],
+    *,
+    query_rank: int = 1536,
+    plain_dim: int = 128,
+    value_dim: int = 128,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of `DecoderConfig` for attention, and those of its options.
+
+    Args:
+        fields: The configuration.
+        sizes: The arguments so far.
+        query_rank: Default of `q_lora_rank`.
+        plain_dim: Default of `qk_nope_head_dim`.
+        value_dim: Default of `v_head_dim`.
+    """
+    plain, value = (
+        fields.integer("qk_nope_head_dim", plain_dim),
+        fields.integer("v_head_dim", value_dim),
+    )
+    rotated = fields.integer("qk_rope_head_dim", 64)
+    if sizes["num_kv_heads"] != sizes["num_heads"] or value > plain + rotated:
+        raise ValueError(
+            "`num_key_value_heads` must be as many as `num_attention_heads`, and `v_head_dim` at "
+            "most `qk_nope_head_dim` + `qk_rope_head_dim`"
+        )
+    options = {
+        "query_rank": fields.integer("q_lora_rank", query_rank, null=True),
+        "latent_rank": fields.integer("kv_lora_rank", 512),
+        "plain_dim": plain,
+        "rotated_dim": rotated,
+        "value_dim": value,
+    }
+    interleaved = fields.flag("rope_interleave", True)
+    attention = {
+        "head_dim": plain + rotated,
+        "rope": hf_common.rope(fields, rotated, interleaved=interleaved),
+        "attention_scale": _scale(fields, plain + rotated),
+    }
+    return attention, options
+
+
+def _scale(fields: Fields, dim: int) -> float:
+    """Returns the factor of the scores; it grows as wavelengths are stretched."""
+    values = hf_common.rope_parameters(fields)
+    weight = values.get("mscale_all_dim")
+    stretched = values.get("rope_type", values.get("type", "default")) != "default"
+    factor = values.get("factor") or 1.0
+    growth = 0.1 * weight * math.log(factor) + 1.0 if weight and stretched and factor > 1 else 1.0
+    return dim**-0.5 * growth * growth
+
+
+def _deepseek_v3(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    attention, options = _latent(fields, sizes)
+    experts = _grouped_experts(
+        fields,
+        options=DeepseekOptions,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        routed_scaling_factor=2.5,
+        **options,
+    )
+    return attention | experts
+
+
+# DeepSeek V3 and R1, Moonlight. Transformers doesn't read the unread fields.
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    unread="ep_size aux_loss_alpha seq_aux pretraining_tp qk_head_dim",
+    sizes=partial(_latent_sizes, kv_heads=128),
+    rope=None,
+    always={"layer": DeepseekLayer},
+    more=_deepseek_v3,
+    kept=GLM4_MOE.kept,
+)
+
+
+def _glm4_moe_lite(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    attention, options = _latent(fields, sizes, query_rank=768, plain_dim=192, value_dim=256)
+    # In Transformers, `head_dim` is another name of this field.
+    fields.neutral(head_dim=options["rotated_dim"])
+    # The layers with experts are all but the first by default.
+    num_layers, kinds = sizes["num_layers"], fields.listed("mlp_layer_types", str, "names")
+    kinds = ["dense"] + ["sparse"] * (num_layers - 1) if kinds is None else kinds
+    known = {"dense": False, "sparse": True}
+    experts = _grouped_experts(
+        fields,
+        options=DeepseekOptions,
+        per_token=4,
+        layers=hf_common.layers_of_kind("mlp_layer_types", kinds, known, num_layers),
+        moe_intermediate_size=1536,
+        n_routed_experts=64,
+        routed_scaling_factor=1.8,
+        **options,
+    )
+    return attention | experts
+
+
+# GLM 4.7 Flash: latent attention as in DeepSeek V3, and experts as in GLM 4.5.
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    scorer=None,
+    neutral={"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    unread="pretraining_tp qk_head_dim",
+    sizes=partial(_latent_sizes, kv_heads=20, eps=1e-5),
+    rope=None,
+    always={"layer": DeepseekLayer},
+    more=_glm4_moe_lite,
+    kept=GLM4_MOE.kept,
+)
+
+
+class ProbableMixture(BiasedMixture):
+    """Experts chosen by their probabilities, and one that all tokens share."""
+
+    router = Linear
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns each token's experts, their shares, and the probabilities of all experts.
+
+        A token's experts come from the groups with the most probable best expert.
+        """
+        weight = self.gate.weight[...].astype(jnp.float32)
+        probabilities = jax.nn.softmax(tokens.astype(jnp.float32) @ weight.T, axis=-1)
+        grouped = probabilities.reshape(tokens.shape[0], self.routing.groups, -1)
+        _, groups = jax.lax.top_k(grouped.max(-1), self.routing.groups_per_token)
+        allowed = jax.nn.one_hot(groups, self.routing.groups).any(1)
+        allowed = jnp.where(allowed[..., None], grouped, 0.0).reshape(probabilities.shape)
+        shares, chosen = jax.lax.top_k(allowed, self.settings.per_token)
+        return chosen, shares * self.routing.scale, probabilities
+
+
+class DeepseekV2Layer(DeepseekLayer):
+    """A layer with latent attention, and experts chosen by their probabilities."""
+
+    mixture = ProbableMixture
+
+
+def _groups(fields: Fields, num: int) -> tuple[int, int]:
+    """Returns the number of groups of experts, and the number that a token may choose from."""
+    method = fields.take("topk_method", "greedy")
+    names = ("n_group", "topk_group")
+    if method == "greedy":
+        for name in names:
+            fields.take(name, None)
+        return 1, 1
+    if method != "group_limited_greedy":
+        fields.neutral(topk_method="greedy")
+    groups, chosen = (fields.integer(name) for name in names)
+    if num % groups or chosen > groups:
+        raise ValueError(
+            f"`n_group` = {groups} must divide the {num} experts, and `topk_group` = {chosen} be "
+            "at most as many"
+        )
+    return groups, chosen
+
+
+def _deepseek_v2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    attention, options = _latent(fields, sizes)
+    first = fields.integer("first_k_dense_replace", 0, least=0)
+    inside = fields.integer("moe_intermediate_size", 1407)
+    experts = hf_common.experts(
+        fields,
+        ("num_experts", "n_routed_experts"),
+        num=64,
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=inside,
+        shared_size=inside * fields.integer("n_shared_experts", 2),
+        normalize=False,
+        layers=tuple(range(first, sizes["num_layers"])),
+        balance=0.0,
+    )
+    groups, chosen = _groups(fields, experts.num if experts else 1)
+    scale = fields.number("routed_scaling_factor", 1.0)
+    routing = DeepseekOptions(groups=groups, groups_per_token=chosen, scale=scale, **options)
+    return attention | {"options": routing, "experts": experts}
+
+
+# DeepSeek V2 and V2-Lite: experts chosen by their probabilities.
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    neutral={
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "rope_interleave": True,
+    },
+    unread=DEEPSEEK_V3.unread,
+    sizes=_latent_sizes,
+    flags=ATTENTION_BIAS | MLP_BIAS,
+    rope=None,
+    always={"layer": DeepseekV2Layer},
+    more=_deepseek_v2,
+)

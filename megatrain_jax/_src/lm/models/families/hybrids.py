@@ -1,0 +1,827 @@
+"""Families with linear attention, state-space layers or short convolutions in some layers."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.lm.models import hf_common
+from megatrain_jax._src.lm.models.decoder_options import ACTIVATIONS, DecoderOptions, ParameterMaker
+from megatrain_jax._src.lm.models.delta_rule import short_convolution
+from megatrain_jax._src.lm.models.families.dense import granite_scales
+from megatrain_jax._src.lm.models.families.mixtures import GatedSharedMixture
+from megatrain_jax._src.lm.models.family import ATTENTION_BIAS, MLP_BIAS, Family, multimodal_family
+from megatrain_jax._src.lm.models.hf_common import Fields
+from megatrain_jax._src.lm.models.layers import (
+    MLP,
+    Attention,
+    ExpertMatrix,
+    FusedMLP,
+    HiddenStates,
+    Layer,
+    Linear,
+    MixtureOfExperts,
+    Segments,
+    make_norm,
+    rms_normalized,
+)
+from megatrain_jax._src.lm.models.linear_attention import gated_delta_rule
+from megatrain_jax._src.lm.models.moe import Experts, Routed, Tally, Weights, gated_fused, route
+from megatrain_jax._src.lm.models.rotary import Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionOptions:
+    """The sizes of linear attention.
+
+    Attributes:
+        layers: Numbers of the layers that have it.
+        key_heads: Number of query and key heads.
+        value_heads: Number of value heads; a multiple of `key_heads`.
+        key_dim: Width of a head's queries and keys.
+        value_dim: Width of a head's values.
+        taps: Number of tokens the convolution sums, including the token itself.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+
+class Convolution(nnx.Module):
+    """A convolution of each channel with its last tokens, and an optional bias."""
+
+    def __init__(self, channels: int, taps: int, make: ParameterMaker, *, bias: bool = False):
+        """Makes the parameters."""
+        self.weight = make.weight(channels, 1, taps)
+        self.bias = make.constant(0.0, channels) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "rows length channels"], segments: Segments
+    ) -> Float[Array, "rows length channels"]:
+        """Sums the last tokens of the same document."""
+        y = short_convolution(x, self.weight[...], segments)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class GatedNorm(nnx.Module):
+    """A root-mean-square norm over the last axis, in fp32, multiplied by a gate."""
+
+    def __init__(self, dim: int, config: DecoderOptions, make: ParameterMaker):
+        """Makes the weight."""
+        self.eps, self.weight = config.norm_eps, make.constant(1.0, dim)
+
+    def __call__(
+        self, x: Float[Array, "*rows dim"], gate: Float[Array, "*rows dim"]
+    ) -> Float[Array, "*rows dim"]:
+        """Normalises the last axis and multiplies it by the gate's SiLU; keeps the dtype."""
+        y = self.weight[...] * rms_normalized(x, self.eps).astype(x.dtype)
+        return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention: a convolution of queries, keys and values, and the gated delta rule."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        sizes: LinearAttentionOptions = config.options
+        self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
+        self.key_size = sizes.key_heads * sizes.key_dim
+        self.value_size = sizes.value_heads * sizes.value_dim
+        self.make_projections(config.hidden_size, make)
+        self.conv1d = Convolution(2 * self.key_size + self.value_size, sizes.taps, make)
+        self.dt_bias = make.constant(1.0, sizes.value_heads)
+        factors = jax.random.uniform(make.key(), (sizes.value_heads,), minval=0.01, maxval=16.0)
+        self.A_log = nnx.Param(jnp.log(factors).astype(make.dtype))
+        self.norm = GatedNorm(sizes.value_dim, config, make)
+        self.out_proj = Linear(self.value_size, config.hidden_size, make)
+
+    def make_projections(self, wide: int, make: ParameterMaker) -> None:
+        """Makes the matrices for `project`."""
+        self.in_proj_qkvz = Linear(wide, 2 * self.key_size + 2 * self.value_size, make)
+        self.in_proj_ba = Linear(wide, 2 * self.sizes.value_heads, make)
+
+    def project(self, x: HiddenStates) -> tuple[Array, Array, Array, Array]:
+        """Returns queries, keys and values side by side, gates, logits of rates, and time steps.
+
+        The files group them by key head: its queries and keys, then the values and the gates of the
+        value heads that it serves.
+        """
+        sizes, group = self.sizes, self.sizes.value_heads // self.sizes.key_heads
+        served = group * sizes.value_dim
+        both = self.in_proj_qkvz(x).reshape(*x.shape[:2], sizes.key_heads, -1)
+        at = [sizes.key_dim, 2 * sizes.key_dim, 2 * sizes.key_dim + served]
+        q, k, v, z = (y.reshape(*x.shape[:2], -1) for y in jnp.split(both, at, axis=-1))
+        numbers = self.in_proj_ba(x).reshape(*x.shape[:2], sizes.key_heads, -1)
+        b, a = (y.reshape(*x.shape[:2], -1) for y in jnp.split(numbers, 2, axis=-1))
+        return jnp.concatenate([q, k, v], axis=-1), z, b, a
+
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
+        """Mixes the tokens of each row, or of each document if `segments` numbers them."""
+        sizes, both = self.sizes, x.shape[:2]
+        mixed, z, b, a = self.project(x)
+        mixed = self.activation(self.conv1d(mixed, segments))
+        q, k, v = jnp.split(mixed, [self.key_size, 2 * self.key_size], axis=-1)
+        steps = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...])
+        y = gated_delta_rule(
+            q.reshape(*both, sizes.key_heads, -1),
+            k.reshape(*both, sizes.key_heads, -1),
+            v.reshape(*both, sizes.value_heads, -1),
+            # Logarithms of each token's decay, in fp32 because they are summed within chunks.
+            -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
+            jax.nn.sigmoid(b),
+            segments,
+        )
+        y = self.norm(y, z.reshape(y.shape))
+        return self.out_proj(y.reshape(*both, -1))
+
+
+class GatedAttention(Attention):
+    """Attention with results multiplied by a gate that is projected beside the queries."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        self.q_proj = Linear(config.hidden_size, 2 * self.query_size, make, bias=config.qkv_bias)
+
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> HiddenStates:
+        """Computes attention within rows, or within documents if `segments` numbers them."""
+
+        def heads(y: Array) -> Array:
+            return y.reshape(*x.shape[:2], -1, self.head_dim)
+
+        both = self.q_proj(x).reshape(*x.shape[:2], -1, 2 * self.head_dim)
+        q, gate = jnp.split(both, 2, axis=-1)
+        q, k = self.q_norm(q), self.k_norm(heads(self.k_proj(x)))
+        if rotation is not None:
+            q, k = self.rotate(q, k, rotation)
+        mixed = self.attend(q, k, heads(self.v_proj(x)), segments) * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+
+class HybridLayer(Layer):
+    """Linear attention or attention, then an MLP or experts.
+
+    Attributes:
+        linear: Class of linear attention.
+    """
+
+    attention = GatedAttention
+    linear: ClassVar[type[Any]] = GatedDeltaNet
+    mixture = GatedSharedMixture
+
+    def make_mixer(self, config: DecoderOptions, layer: int, make: ParameterMaker) -> None:
+        """Makes one of the two, under its name in the files."""
+        self.is_linear = layer in config.options.layers
+        if self.is_linear:
+            self.linear_attn = self.linear(config, make)
+        else:
+            super().make_mixer(config, layer, make)
+
+    def mix(self, x: HiddenStates, rotation: Rotation | None, segments: Segments) -> HiddenStates:
+        """Returns the result of the layer's own part."""
+        if self.is_linear:
+            return self.linear_attn(x, segments)
+        return super().mix(x, rotation, segments)
+
+
+def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers = sizes["num_layers"]
+    step = fields.integer("full_attention_interval", 4)
+    kinds = {"linear_attention": True, "full_attention": False}
+    types = fields.listed("layer_types", str, "names")
+    types = types or [[*kinds][(i + 1) % step == 0] for i in range(num_layers)]
+    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    options = LinearAttentionOptions(
+        layers=linear,
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        taps=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    if options.value_heads % options.key_heads:
+        raise ValueError(
+            f"`linear_num_key_heads` = {options.key_heads} must divide `linear_num_value_heads` = "
+            f"{options.value_heads}"
+        )
+    return {"options": options, "unrotated": linear}
+
+
+# Qwen3-Next and Qwen3-Coder-Next.
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    sizes={"kv_heads": 2, "head_dim": 256},
+    rope={"share": 0.25},
+    experts={
+        "num": 512,
+        "per_token": 10,
+        "inside": 512,
+        "shared": 512,
+        "norm_topk_prob": True,
+        "sparse": True,
+    },
+    always={"norm_offset": 1.0, "qk_norm": True, "layer": HybridLayer},
+    more=_qwen3_next,
+    kept=("mtp.",),
+)
+
+
+class SeparateDeltaNet(GatedDeltaNet):
+    """Linear attention with separate projections for q/k/v, gates, rates and time steps."""
+
+    def make_projections(self, wide: int, make: ParameterMaker) -> None:
+        """Makes the matrices for `project`."""
+        self.in_proj_qkv = Linear(wide, 2 * self.key_size + self.value_size, make)
+        self.in_proj_z = Linear(wide, self.value_size, make)
+        self.in_proj_b = Linear(wide, self.sizes.value_heads, make)
+        self.in_proj_a = Linear(wide, self.sizes.value_heads, make)
+
+    def project(self, x: HiddenStates) -> tuple[Array, Array, Array, Array]:
+        """Returns queries, keys and values side by side, gates, logits of rates, and time steps."""
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+
+
+class Qwen35Layer(HybridLayer):
+    """A layer with this linear attention."""
+
+    linear = SeparateDeltaNet
+
+
+# Qwen3.5: Qwen3-Next's layers with separate projections instead of fused ones, beside a vision
+# tower. Positions in images don't affect text; layers that predict further tokens (`mtp`) are kept
+# unchanged.
+QWEN3_5_TEXT = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    scorer="Qwen3_5TextForSequenceClassification",
+    neutral={
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "mamba_ssm_dtype": "float32",
+    },
+    unread="mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+    sizes={"kv_heads": 4, "head_dim": 256},
+    rope={"share": 0.25, "images": True},
+    experts=None,
+    always={**QWEN3_NEXT.always, "layer": Qwen35Layer},
+)
+# Transformers has no fields for two further neutral ones: every layer has experts, and their shares
+# sum to 1.
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    scorer=None,
+    neutral={**QWEN3_5_TEXT.neutral, "decoder_sparse_step": 1, "norm_topk_prob": True},
+    sizes=lambda fields: {
+        "kv_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": fields.integer("moe_intermediate_size", 512),
+    },
+    experts={"num": 256, "per_token": 8, "inside": 512, "shared": 512, "normalize": True},
+)
+_QWEN3_5_FILES: dict[str, Any] = {
+    "kept": ("model.visual.", "mtp."),
+    "beside": "image_token_id video_token_id vision_start_token_id vision_end_token_id "
+    "language_model_only",
+    "body": "model.language_model",
+    "head": "lm_head",
+}
+QWEN3_5 = multimodal_family(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    **_QWEN3_5_FILES,
+)
+QWEN3_5_MOE = multimodal_family(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    **_QWEN3_5_FILES,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpaceOptions:
+    """The sizes and options of state-space layers.
+
+    Attributes:
+        layers: Numbers of the layers that are one.
+        heads: Number of heads.
+        head_dim: Width of a head.
+        groups: Number of pairs of keys and queries; divides `heads`.
+        state_dim: Width of keys and queries.
+        taps: Number of tokens the convolution sums, including the token itself.
+        conv_bias: Whether the convolution has a bias.
+        in_bias: Whether the product before it has a bias.
+        out_bias: Whether the last product has a bias.
+        normed: Whether results are normalised, in `groups` groups.
+        norm_first: Whether the norm is before the gate.
+        step_limits: Bounds of the time steps.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    normed: bool = True
+    norm_first: bool = False
+    step_limits: tuple[float, float]
+
+
+class GroupedNorm(nnx.Module):
+    """A root-mean-square norm of each group of channels, in fp32, before or after a gate."""
+
+    def __init__(self, dim: int, config: DecoderOptions, make: ParameterMaker):
+        """Makes the weight."""
+        self.eps, self.groups = config.norm_eps, config.options.groups
+        self.first, self.weight = config.options.norm_first, make.constant(1.0, dim)
+
+    def __call__(
+        self, x: Float[Array, "rows length dim"], gate: Float[Array, "rows length dim"]
+    ) -> Float[Array, "rows length dim"]:
+        """Normalises x and multiplies it by the gate's SiLU, in fp32."""
+        gate = jax.nn.silu(gate.astype(jnp.float32))
+        y = (x if self.first else x * gate).reshape(*x.shape[:2], self.groups, -1)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = self.weight[...] * y.reshape(x.shape)
+        return y * gate if self.first else y
+
+
+class StateSpace(nnx.Module):
+    """A state-space layer: a convolution, a decayed sum over tokens, and a gate."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        sizes: StateSpaceOptions = config.options
+        self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
+        self.inside, self.keys = sizes.heads * sizes.head_dim, sizes.groups * sizes.state_dim
+        channels = self.inside + 2 * self.keys
+        wide, outputs = config.hidden_size, self.inside + channels + sizes.heads
+        self.in_proj = Linear(wide, outputs, make, bias=sizes.in_bias)
+        self.conv1d = Convolution(channels, sizes.taps, make, bias=sizes.conv_bias)
+        self.dt_bias, self.D = make.constant(1.0, sizes.heads), make.constant(1.0, sizes.heads)
+        self.A_log = nnx.Param(jnp.log(jnp.arange(1.0, sizes.heads + 1)).astype(make.dtype))
+        self.gated_norm = GroupedNorm(self.inside, config, make) if sizes.normed else None
+        self.out_proj = Linear(self.inside, wide, make, bias=sizes.out_bias)
+
+    def project(self, x: HiddenStates) -> Array:
+        """Returns gates, values, keys, queries and time steps, side by side."""
+        return self.in_proj(x)
+
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
+        """Mixes the tokens of each row, or of each document if `segments` numbers them."""
+        sizes, both = self.sizes, x.shape[:2]
+        channels = self.inside + 2 * self.keys
+        gate, mixed, steps = jnp.split(
+            self.project(x), [self.inside, self.inside + channels], axis=-1
+        )
+        mixed = self.activation(self.conv1d(mixed, segments))
+        v, k, q = jnp.split(mixed, [self.inside, self.inside + self.keys], axis=-1)
+        steps = steps.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        steps = jnp.clip(jax.nn.softplus(steps), *sizes.step_limits)
+        v = v.reshape(*both, sizes.heads, -1).astype(jnp.float32)
+        y = gated_delta_rule(
+            q.reshape(*both, sizes.groups, -1),
+            k.reshape(*both, sizes.groups, -1),
+            v * steps[..., None],
+            -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
+            None,
+            segments,
+        )
+        y = (y + self.D[...].astype(jnp.float32)[:, None] * v).reshape(*both, -1)
+        if self.gated_norm is None:
+            y = y * jax.nn.silu(gate)
+        else:
+            y = self.gated_norm(y, gate)
+        return self.out_proj(y.astype(x.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteHybridOptions(StateSpaceOptions):
+    """Options of Granite 4's layers, in addition to the state-space ones.
+
+    Attributes:
+        residual_scale: Factor of a layer's two outputs before they are added.
+        shared_size: Width inside the MLP.
+    """
+
+    residual_scale: float
+    shared_size: int
+
+
+class SharedMLP(FusedMLP):
+    """The MLP that all tokens share."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        super().__init__(replace(config, intermediate_size=config.options.shared_size), make)
+
+
+class GraniteRouter(nnx.Module):
+    """A router, under its name in the files."""
+
+    def __init__(self, wide: int, num: int, make: ParameterMaker):
+        """Makes the parameter."""
+        self.layer = Linear(wide, num, make)
+
+
+class GraniteMixture(MixtureOfExperts):
+    """Experts with gate and up matrices joined in one, each a tensor of all experts."""
+
+    def __init__(self, config: DecoderOptions, experts: Experts, make: ParameterMaker):
+        """Makes the parameters."""
+        # The base class's constructor is not called: its experts have three matrices.
+        wide, inside = config.hidden_size, experts.intermediate_size
+        self.settings, self.expert = experts, gated_fused(ACTIVATIONS[config.activation])
+        self.router = GraniteRouter(wide, experts.num, make)
+        self.gate_up_proj = ExpertMatrix(experts.num, wide, 2 * inside, make)
+        self.down_proj = ExpertMatrix(experts.num, inside, wide, make)
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns each token's experts, their shares, and the probabilities of all experts."""
+        return route(self.router.layer(tokens), self.settings)
+
+    def weights(self) -> Weights:
+        """Returns the experts' weights; each array has the experts as its first axis."""
+        return self.gate_up_proj(), self.down_proj()
+
+
+class GraniteHybridLayer(HybridLayer):
+    """A state-space layer or attention, then an MLP and perhaps experts, side by side."""
+
+    attention = Attention
+    linear = StateSpace
+    dense = SharedMLP
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer."""
+        # Experts are beside the MLP, not in place of it.
+        super().__init__(replace(config, experts=None), layer, make)
+        self.residual_scale, experts = config.options.residual_scale, config.experts
+        self.block_sparse_moe = None if experts is None else GraniteMixture(config, experts, make)
+
+    def feed_forward(
+        self, x: HiddenStates, segments: Segments
+    ) -> tuple[HiddenStates, Tally | None]:
+        """Returns the sum of the MLP and the experts, if any, and the tally of their load."""
+        mixed, tally = super().feed_forward(x, segments)
+        if self.block_sparse_moe is not None:
+            routed, tally = self.block_sparse_moe(x, segments)
+            mixed = routed + mixed
+        return mixed, tally
+
+    def added(self, y: HiddenStates) -> HiddenStates:
+        """Scales a part's result."""
+        return y * self.residual_scale
+
+
+def read_state_space(fields: Fields, inside: int) -> dict[str, Any]:
+    """Returns the arguments of `StateSpaceOptions` that all families read alike.
+
+    Args:
+        fields: The configuration.
+        inside: The width of all heads together.
+    """
+    fields.take("mamba_chunk_size", None)  # has no effect on results
+    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
+    automatic = fields.take("mamba_d_head", "auto") == "auto"
+    head_dim = inside // heads if automatic else fields.integer("mamba_d_head")
+    if heads * head_dim != inside or heads % groups:
+        raise ValueError(
+            f"`mamba_n_heads` = {heads} of `mamba_d_head` = {head_dim} must be {inside} wide "
+            f"together, and a multiple of `mamba_n_groups` = {groups}"
+        )
+    return {
+        "heads": heads,
+        "head_dim": head_dim,
+        "groups": groups,
+        "state_dim": fields.integer("mamba_d_state", 256),
+        "taps": fields.integer("mamba_d_conv", 4),
+        "conv_bias": fields.flag("mamba_conv_bias", True),
+        "in_bias": fields.flag("mamba_proj_bias", False),
+        "step_limits": _limits(fields),
+    }
+
+
+def _limits(fields: Fields) -> tuple[float, float]:
+    """Returns the bounds of time steps; Transformers writes infinity as an object."""
+    given = fields.take("time_step_limit", (0.0, np.inf))
+    infinite = {"__float__": "Infinity"}
+    limits = list(given) if isinstance(given, list | tuple) else []
+    limits = [np.inf if x == infinite else x for x in limits]
+    if len(limits) != 2 or not all(type(x) in (int, float) and x >= 0 for x in limits):
+        raise TypeError(checks.refused("time_step_limit", "a list of two numbers", given))
+    return float(limits[0]), float(limits[1])
+
+
+def _granitemoehybrid(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers = sizes["num_layers"]
+    kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+    second = fields.listed("layers_block_type", str, "names")
+    types = fields.listed("layer_types", str, "names") or second or ["mamba"] * num_layers
+    linear = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    state_space = read_state_space(fields, fields.integer("mamba_expand", 2) * sizes["hidden_size"])
+    positions = fields.take("position_embedding_type", None)
+    if not isinstance(positions, str | None):
+        raise TypeError(checks.refused("position_embedding_type", "a string or null", positions))
+    num = fields.integer("num_local_experts", 8, least=0)
+    per_token = fields.take("num_experts_per_tok", 2)
+    balance = fields.number("router_aux_loss_coef", 0.001, least=0)
+    experts = None
+    if num:
+        experts = hf_common.experts(
+            fields,
+            ("num_local_experts", "num_local_experts"),
+            num=num,
+            per_token=per_token,
+            intermediate_size=sizes["intermediate_size"],
+            normalize=True,
+            layers=tuple(range(num_layers)),
+            balance=balance,
+        )
+    return {
+        **granite_scales(fields),
+        "unrotated": linear if positions == "rope" else tuple(range(num_layers)),
+        "experts": experts,
+        "options": GraniteHybridOptions(
+            layers=linear,
+            out_bias=state_space["in_bias"],
+            residual_scale=fields.number("residual_multiplier", 1.0, above=0),
+            shared_size=fields.integer("shared_intermediate_size", 1024),
+            **state_space,
+        ),
+    }
+
+
+# Granite 4: a state-space layer in most layers, attention in the rest; experts in some models.
+# Transformers doesn't read the neutral and the unread field.
+GRANITEMOEHYBRID = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    scorer=None,
+    neutral={"normalization_function": "rmsnorm"},
+    unread="init_method",
+    always={"layer": GraniteHybridLayer},
+    more=_granitemoehybrid,
+    stacked=True,
+    renames={
+        "linear_attn": "mamba",
+        "gated_norm": "norm",
+        "mlp": "shared_mlp",
+        "gate_up_proj": "input_linear",
+        "down_proj": "output_linear",
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconOptions(StateSpaceOptions):
+    """The factors of a layer's products, in addition to the state-space options.
+
+    Attributes:
+        attention_in: Factor of attention's inputs.
+        attention_out: Factor of attention's results.
+        space_in: Factor of the state-space layer's inputs.
+        space_out: Factor of its results.
+        space: Factors of its gates, values, keys, queries and time steps.
+        gate: Factor of the MLP's gate.
+        down: Factor of the MLP's results.
+    """
+
+    attention_in: float
+    attention_out: float
+    space_in: float
+    space_out: float
+    space: tuple[float, ...]
+    gate: float
+    down: float
+
+
+class FalconStateSpace(StateSpace):
+    """A state-space layer with factors of its inputs and products."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        super().__init__(config, make)
+        self.factor, self.factors = config.options.space_in, config.options.space
+
+    def project(self, x: HiddenStates) -> Array:
+        """Returns gates, values, keys, queries and time steps, side by side."""
+        widths = (self.inside, self.inside, self.keys, self.keys, self.sizes.heads)
+        factors = jnp.asarray(np.repeat(np.float32(self.factors), widths), x.dtype)
+        return self.in_proj(x * self.factor) * factors
+
+
+class FalconMLP(MLP):
+    """A gated MLP with factors of its gate and its results."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        super().__init__(config, make)
+        self.gate, self.down = config.options.gate, config.options.down
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row separately."""
+        y = self.up_proj(x) * self.activation(self.gate_proj(x) * self.gate)
+        return self.down_proj(y) * self.down
+
+
+class FalconLayer(nnx.Module):
+    """A state-space layer and attention on the same normalised input, then an MLP."""
+
+    def __init__(self, config: DecoderOptions, layer: int, make: ParameterMaker):
+        """Makes the parameters of one layer."""
+        self.factors: FalconOptions = config.options
+        self.input_layernorm = make_norm(config.hidden_size, config, make)
+        self.mamba = FalconStateSpace(config, make)
+        self.self_attn = Attention(config, layer, make)
+        self.pre_ff_layernorm = make_norm(config.hidden_size, config, make)
+        self.feed_forward = FalconMLP(config, make)
+
+    def __call__(
+        self, x: HiddenStates, rotation: Rotation | None, segments: Segments
+    ) -> tuple[HiddenStates, None]:
+        """Returns the layer's result, and None: there are no experts to tally."""
+        y, factors = self.input_layernorm(x), self.factors
+        mixed = self.self_attn(y * factors.attention_in, rotation, segments)
+        spaced = self.mamba(y, segments) * factors.space_out
+        x = x + (spaced + mixed * factors.attention_out)
+        return x + self.feed_forward(self.pre_ff_layernorm(x)), None
+
+
+def _factors(fields: Fields, name: str, num: int) -> tuple[float, ...]:
+    """Returns a list of factors, all 1 if it is missing."""
+    given = fields.take(name, None)
+    given = [1.0] * num if given is None else given
+    if not isinstance(given, list | tuple) or len(given) != num:
+        raise TypeError(checks.refused(name, f"a list of {num} numbers", given))
+    return tuple(checks.number(name, value) for value in given)
+
+
+def _falcon_h1(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    fields.integer("num_logits_to_keep", 1, least=0, null=True)  # matters in generation only
+    inside = fields.integer("mamba_d_ssm", 1024, null=True)
+    expand = fields.integer("mamba_expand", 2)
+    options = FalconOptions(
+        layers=tuple(range(sizes["num_layers"])),
+        out_bias=fields.flag("projectors_bias", False),
+        normed=fields.flag("mamba_rms_norm", False),
+        norm_first=fields.flag("mamba_norm_before_gate", True),
+        attention_in=fields.number("attention_in_multiplier", 1.0),
+        attention_out=fields.number("attention_out_multiplier", 1.0),
+        space_in=fields.number("ssm_in_multiplier", 1.0),
+        space_out=fields.number("ssm_out_multiplier", 1.0),
+        space=_factors(fields, "ssm_multipliers", 5),
+        **dict(zip(("gate", "down"), _factors(fields, "mlp_multipliers", 2), strict=True)),
+        **read_state_space(fields, inside or expand * sizes["hidden_size"]),
+    )
+    # A factor of the keys has the effect of a factor of the scores.
+    key = fields.number("key_multiplier", 1.0, above=0)
+    return {
+        "attention_scale": key * sizes["head_dim"] ** -0.5,
+        "scale_embedding": fields.number("embedding_multiplier", 1.0, above=0),
+        "logit_scale": fields.number("lm_head_multiplier", 1.0, above=0),
+        "options": options,
+    }
+
+
+# Falcon-H1: a state-space layer and attention side by side, with a factor for each product. Only
+# the original code reads the neutral and the unread fields.
+FALCON_H1 = Family(
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    scorer=None,
+    neutral={"attn_layer_indices": None, "mamba_use_mlp": True},
+    unread="mlp_expansion_factor expansion_factor",
+    sizes={"kv_heads": 8, "eps": 1e-5},
+    flags=ATTENTION_BIAS | MLP_BIAS,
+    always={"layer": FalconLayer},
+    more=_falcon_h1,
+    renames={"norm": "final_layernorm", "gated_norm": "norm"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionOptions:
+    """The sizes of the convolutions.
+
+    Attributes:
+        layers: Numbers of the layers that have one.
+        taps: Number of tokens it sums, including the token itself.
+        bias: Whether it and the products around it have a bias.
+    """
+
+    layers: tuple[int, ...]
+    taps: int
+    bias: bool
+
+
+class ShortConvolution(nnx.Module):
+    """A convolution of gated tokens; its result is gated again."""
+
+    def __init__(self, config: DecoderOptions, make: ParameterMaker):
+        """Makes the parameters."""
+        wide, sizes = config.hidden_size, config.options
+        self.in_proj = Linear(wide, 3 * wide, make, bias=sizes.bias)
+        self.conv = Convolution(wide, sizes.taps, make, bias=sizes.bias)
+        self.out_proj = Linear(wide, wide, make, bias=sizes.bias)
+
+    def __call__(self, x: HiddenStates, segments: Segments) -> HiddenStates:
+        """Mixes the tokens of each row, or of each document if `segments` numbers them."""
+        before, after, x = jnp.split(self.in_proj(x), 3, axis=-1)
+        return self.out_proj(after * self.conv(before * x, segments))
+
+
+class Lfm2Layer(HybridLayer):
+    """A convolution or attention, then an MLP."""
+
+    attention = Attention
+    linear = ShortConvolution
+
+
+def _inside(fields: Fields, given: int) -> int:
+    """Returns the width inside an MLP: two thirds of the given one, rounded up."""
+    given = fields.integer("block_ff_dim", None) or given  # its older name
+    step = fields.integer("block_multiple_of", 256)
+    factor = fields.number("block_ffn_dim_multiplier", 1.0, above=0, null=True)
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return given
+    given = int(2 * given / 3)
+    return given if factor is None else step * -(-int(factor * given) // step)
+
+
+def _lfm2(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    num_layers = sizes["num_layers"]
+    types = fields.listed("layer_types", str, "names")
+    indices = fields.listed("full_attn_idxs", int, "integers")
+    if types is None:
+        attends = set(range(num_layers) if indices is None else indices)
+        layers = tuple(i for i in range(num_layers) if i not in attends)
+    else:
+        kinds = {"conv": True, "full_attention": False}
+        layers = hf_common.layers_of_kind("layer_types", types, kinds, num_layers)
+    return {
+        "intermediate_size": _inside(fields, sizes["intermediate_size"]),
+        "tie_embeddings": fields.flag("tie_embedding", sizes["tie_embeddings"]),
+        "unrotated": layers,
+        "options": ConvolutionOptions(
+            layers=layers,
+            taps=fields.integer("conv_L_cache", 3),
+            bias=fields.flag("conv_bias", False),
+        ),
+    }
+
+
+# LFM2: a short convolution between two gates in most layers, attention in the rest. Transformers
+# doesn't read the unread fields: other names of its fields, and settings of fresh parameters.
+LFM2 = Family(
+    model_type="lfm2",
+    architecture="Lfm2ForCausalLM",
+    scorer=None,
+    neutral={"block_use_swiglu": True, "use_pos_enc": True, "hidden_act": "silu"},
+    unread="block_dim block_norm_eps conv_dim conv_dim_out num_heads block_mlp_init_scale "
+    "block_out_init_scale block_use_xavier_init conv_use_xavier_init",
+    sizes={
+        "kv_heads": 8,
+        "eps": 1e-5,
+        "eps_name": "norm_eps",
+        "tied": True,
+        "activation": "silu",
+        "intermediate_size": 12_288,
+    },
+    rope={"theta": 1_000_000.0},
+    always={"qk_norm": True, "layer": Lfm2Layer},
+    more=_lfm2,
+    renames={
+        "norm": "embedding_norm",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "linear_attn": "conv",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+        "o_proj": "out_proj",
+        "mlp": "feed_forward",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+    },
+)
