@@ -132,7 +132,10 @@ class RunState:
     def opt_state(self) -> Any:
         """The optimizer's state; see `Trainer.opt_state`."""
         self.flush()
-        return _optimizer_state(self.spec, self.store)
+        # In Optax's own structure.
+        store = self.store
+        groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
+        return assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
 
     def model(self) -> Any:
         """The user's kind of model; see `Trainer.model`."""
@@ -425,12 +428,6 @@ def _parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
         rows[leaf.parameter].append((leaf.index, views[i]))
     shapes = (shape.shape for shape in spec.adapted.shapes)
     return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
-
-
-def _optimizer_state(spec: RunSpec, store: Store) -> Any:
-    """Optax's state in Optax's own structure."""
-    groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
-    return assemble_state(spec.optimizer, groups, store.on_host(store.globals))
 
 
 def _check_joinable(first: Any, other: Any, number: int) -> None:

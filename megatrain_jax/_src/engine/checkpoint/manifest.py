@@ -149,10 +149,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_position(value: Any) -> bool:
-    return isinstance(value, dict) and _is_count(value.get("batches"))
-
-
 def _is_loss_scale(value: Any) -> bool:
     if not isinstance(value, dict) or value.keys() != {"scale", "good_steps"}:
         return False
@@ -204,4 +200,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "checksum": _is_text,
 }
 # Only some runs have these.
-_OPTIONAL: dict[str, Callable[[Any], bool]] = {"data": _is_position, "loss_scale": _is_loss_scale}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "data": lambda value: isinstance(value, dict) and _is_count(value.get("batches")),
+    "loss_scale": _is_loss_scale,
+}

@@ -19,7 +19,7 @@ its newest checkpoint.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from os import PathLike
@@ -125,12 +125,12 @@ def differences(
     if finished:
         return (
             f"{path} ended a run with different settings, and no step is left to train, so "
-            f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
+            f"these have no effect: {'; '.join([*counting, *state.values()])}. Choose another "
             f"`checkpoint_dir`, or more `steps`.{also}"
         )
-    said = [f"New from now on: {_joined(counting)}."] if counting else []
+    said = [f"New from now on: {'; '.join(counting)}."] if counting else []
     kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
-    said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
+    said += [f"Kept, since the checkpoint's state holds it: {'; '.join(kept)}."] if kept else []
     return f"{path} belongs to a run with different settings. {' '.join(said)}{also}"
 
 
@@ -155,7 +155,7 @@ def version_remark(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     unknown = [name for name in names if before["call"][name] != now["call"][name]]
     if not versions or not unknown:
         return ""
-    return f" Not compared, since {_joined(versions.values())}: {' and '.join(unknown)}."
+    return f" Not compared, since {'; '.join(versions.values())}: {' and '.join(unknown)}."
 
 
 def batch_digest(batch: Any) -> str:
@@ -186,10 +186,6 @@ def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) 
         return clause
     same_form = before["call"]["optimizer"]["form"] == now["call"]["optimizer"]["form"]
     return f"optimizer has {named}" if same_form else f"{clause}, with {named}"
-
-
-def _joined(clauses: Iterable[str]) -> str:
-    return "; ".join(clauses)
 
 
 def _text(form: Any) -> str | None:

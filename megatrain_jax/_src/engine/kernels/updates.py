@@ -338,15 +338,18 @@ def update(
         placement: Placement of its arrays.
     """
     fragment = cut.apply[group]
-    # A deferred update follows a REDUCE, which has already measured the gradient.
-    build = _update if cut.deferred else _immediate_update
     slabs, small = placement.slabs_on_device, placement.small_on_device
-    in_one_pass = partial(update_in_one_pass, sharding=slabs)
+
+    def build(in_one_pass: InOnePass | None = None) -> Callable:
+        apply = _update(fragment, layout, cut.guarded, in_one_pass)
+        # A deferred update follows a REDUCE, which has already measured the gradient.
+        return apply if cut.deferred else _measuring(apply, layout, cut.guarded)
+
     return Kernel(
         name="update",
         key=(fragment.key, layout, jnp.dtype(gradient)),
-        build=lambda: build(fragment, layout, cut.guarded),
-        build_for_triton=lambda: build(fragment, layout, cut.guarded, in_one_pass),
+        build=build,
+        build_for_triton=lambda: build(partial(update_in_one_pass, sharding=slabs)),
         takes=(
             placed(layout.master.at_rest, slabs),
             placed(layout.state.at_rest, slabs),
@@ -428,11 +431,8 @@ def _update_at_once(elements: Compute, layout: GroupLayout) -> Callable:
     return update
 
 
-def _immediate_update(
-    fragment: Fragment, layout: GroupLayout, guarded: bool, in_one_pass: InOnePass | None = None
-) -> Callable:
-    """The immediate update, which measures its gradient as well; see `update`."""
-    apply = _update(fragment, layout, guarded, in_one_pass)
+def _measuring(apply: Callable, layout: GroupLayout, guarded: bool) -> Callable:
+    """An immediate update, which measures its gradient as well; see `update`."""
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         # Only its own gradient can be checked; gradients of earlier stages don't exist yet.

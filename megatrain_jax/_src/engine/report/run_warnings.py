@@ -176,7 +176,8 @@ def _widened_by(spec: RunSpec) -> str:
         if not wide:  # narrow operands: this one widens
             parameter = _parameter(stage, eqn, made, spec)
             what = f"`{parameter}` is" if parameter else "numbers are"
-            return f": {what} cast to {_widest(eqn)} in stage {stage.name}"
+            widest = max(eqn.outvars, key=_width).aval.dtype.name
+            return f": {what} cast to {widest} in stage {stage.name}"
         place = list(stage.jaxpr.invars).index(wide[0]) - len(stage.consts)
         value = stage.inputs[place - len(stage.leaves)] if place >= len(stage.leaves) else None
         if value not in makers:
@@ -193,11 +194,6 @@ def _widened_by(spec: RunSpec) -> str:
 def _width(atom: Any) -> int:
     """Bytes of a floating-point number of a variable; 0 for other dtypes."""
     return atom.aval.dtype.itemsize if jx.is_float(atom.aval) else 0
-
-
-def _widest(eqn: Any) -> str:
-    """The dtype of an equation's widest result."""
-    return max(eqn.outvars, key=_width).aval.dtype.name
 
 
 def _parameter(stage: Stage, eqn: Any, made: dict[Any, Any], spec: RunSpec) -> str | None:

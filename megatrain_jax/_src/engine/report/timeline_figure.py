@@ -11,29 +11,18 @@ from megatrain_jax._src.engine.schedule.timeline import LANES, Lane, Span
 if TYPE_CHECKING:
     from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
 
-_NAMES = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Kind.MASTERS: "masters",
-    Kind.OPTIMIZER_STATE: "optimizer state",
-    Kind.GRADIENT: "gradients",
-    Kind.ACTIVATION: "activations",
-    Kind.RESIDUALS: "residuals",
-    "exchange": "between devices",
+# The name and the colour of each kind of span.
+_SHOWN = {
+    Op.FORWARD: ("forward", "#55a868"),
+    Op.BACKWARD: ("backward", "#dd8452"),
+    Kind.MASTERS: ("masters", "#4c72b0"),
+    Kind.OPTIMIZER_STATE: ("optimizer state", "#937860"),
+    Kind.GRADIENT: ("gradients", "#8172b3"),
+    Kind.ACTIVATION: ("activations", "#64b5cd"),
+    Kind.RESIDUALS: ("residuals", "#ccb974"),
+    "exchange": ("between devices", "#8c8c8c"),
 }
-_COLOURS = {
-    "forward": "#55a868",
-    "backward": "#dd8452",
-    "update": "#c44e52",
-    "masters": "#4c72b0",
-    "optimizer state": "#937860",
-    "gradients": "#8172b3",
-    "activations": "#64b5cd",
-    "residuals": "#ccb974",
-    "between devices": "#8c8c8c",
-}
-
-
+_UPDATE = "update", "#c44e52"  # includes zeroing and summing an update's gradients
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -52,21 +41,21 @@ def draw_timeline(
     """
     from megatrain_jax._src.engine.report.notebook_figure import NotebookFigure
 
-    bars: dict[tuple[Lane, str], list[tuple[float, float]]] = {}
+    bars: dict[tuple[Lane, tuple[str, str]], list[tuple[float, float]]] = {}
     for span in spans:
-        name = _NAMES.get(span.what, "update")  # includes zeroing and summing an update's gradients
-        bars.setdefault((span.lane, name), []).append((span.start, span.end - span.start))
+        row = bars.setdefault((span.lane, _SHOWN.get(span.what, _UPDATE)), [])
+        row.append((span.start, span.end - span.start))
     last = max((start + length for rows in bars.values() for start, length in rows), default=0.0)
     scale, unit = (1.0, "s") if last >= 0.1 else (1e3, "ms") if last >= 1e-3 else (1e6, "µs")
     figure = NotebookFigure(figsize=(10, 4))
     axes, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     # One legend entry per name, even if it is in two lanes.
     labelled = set()
-    for (lane, name), rows in bars.items():
+    for (lane, (name, colour)), rows in bars.items():
         axes.broken_barh(
             [(scale * start, scale * length) for start, length in rows],
             (LANES.index(lane) - 0.4, 0.8),
-            facecolors=_COLOURS[name],
+            facecolors=colour,
             linewidth=0,
             label=None if name in labelled else name,
         )

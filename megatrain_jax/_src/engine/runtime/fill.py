@@ -56,7 +56,9 @@ def fill_store(
     # mix different models, so checksums are compared.
     if placement.processes.count > 1:
         initial = _noted(initial, digest)
-    slices = _unstacked(spec, store, initial, _stacked(spec))
+    indices = {leaf.parameter: leaf.index for leaf in spec.leaves}
+    stacked = {p for p, index in indices.items() if index and range_of(index) is None}
+    slices = _unstacked(spec, store, initial, stacked)
     scalars: list[jax.Array] = []
     for g, leaves in enumerate(spec.grouping.leaves):
         # A block's groups are adjacent, so at most one block's experts are in memory at a time.
@@ -115,12 +117,6 @@ def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
         return values
 
     return dataclasses.replace(initial, leaves=leaves)
-
-
-def _stacked(spec: RunSpec) -> set[int]:
-    """The parameters stacked over layers."""
-    indices = {leaf.parameter: leaf.index for leaf in spec.leaves}
-    return {p for p, index in indices.items() if index and range_of(index) is None}
 
 
 def _unstacked(
