@@ -3,13 +3,17 @@
 Imported on first use as `megatrain_jax.callbacks`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.callbacks.live import LiveCurve
 from megatrain_jax._src.callbacks.logs import CSVLog, JSONLog, MLflow, TensorBoard, WandB
 from megatrain_jax._src.callbacks.profile import Profile
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.lm.samples import Samples
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.lm.samples import Samples
 
 __all__ = [
     "CSVLog",
@@ -25,4 +29,5 @@ __all__ = [
     "WandB",
 ]
 
-_explain(globals())
+# With it come the language models.
+_explain(globals(), later={"Samples": "megatrain_jax._src.lm.samples"})

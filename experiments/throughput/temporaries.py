@@ -9,7 +9,7 @@
 XLA compiles for an H100 without having one, by the CUDA plugin of the installed JAX and its version
 of CUDA; attention is a kernel that does nothing. Products are compiled by Triton and by cuBLAS,
 because only a GPU can tell which is faster, and the larger figure counts. The figures go to
-`tests/helpers/gpu_temporaries.json`; `test_gpu_memory.py` compares them with the estimates.
+`tests/helpers/gpu_temporaries.json`; `test_gpu_temporaries.py` compares them with the estimates.
 """
 
 import argparse

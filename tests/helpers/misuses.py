@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import inspect
 import random
 import re
-from collections.abc import Callable, Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -14,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
+from messages import tells
 
 TRACED: list[str] = []
 DRAWN: list[int] = []
@@ -305,3 +309,45 @@ def outcome(argument: str, function: Callable[..., Any], /, **options: Any) -> s
     if TRACED or DRAWN:
         return f"after {TRACED} were traced and {len(DRAWN)} batches drawn"
     return None
+
+
+def check_all(function: Callable[..., Any], right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Checks that every wrong value of each argument is named, the others being right."""
+    bad = [
+        f"{name}={reprlib.repr(value)}: {problem}"
+        for name, values in wrong.items()
+        for value in values
+        if (problem := outcome(name, function, **(right | {name: value}))) is not None
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def all_public(*modules: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public functions and records, and their public methods, by name."""
+    for module in modules:
+        short = "" if module is mt else module.__name__.rpartition(".")[2] + "."
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value) or "__init__" in getattr(value, "__dict__", ()):
+                yield short + name, value
+            if isinstance(value, type):
+                for own, method in vars(value).items():
+                    if inspect.isfunction(method) and not own.startswith("_"):
+                        yield f"{short}{name}.{own}", method
+
+
+def check_hints(*modules: Any) -> None:
+    """Checks that every public function names the argument that a misspelt one means."""
+    for name, function in all_public(*modules):
+        shown = inspect.signature(function).parameters.values()
+        named = [p.name for p in shown if p.kind is p.KEYWORD_ONLY]
+        if not named or any(p.kind is p.VAR_KEYWORD for p in shown) or named[0][:1] == "_":
+            continue
+        said = error_of(lambda f=function, n=named[-1]: f(**{f"{n}z": 3}))
+        assert tells(said, f"'{named[-1]}z'", f"`{named[-1]}`"), name

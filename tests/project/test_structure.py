@@ -1,13 +1,16 @@
 """The structure that a reader relies on: imports between rooms, and questions with one place."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import megatrain_jax
-from places import ROOT, TESTS
+from places import HELPERS, ROOT, TESTS
 
 SOURCES = ROOT / "megatrain_jax" / "_src"
 # From the ground up: a room imports from those in the lines above its own, and from itself.
@@ -132,6 +135,50 @@ def test_bodies_of_calls_and_loops_are_asked_for_in_one_place():
     names = re.compile(r"""["'](call_jaxpr|body_jaxpr|cond_jaxpr|branches)["']""")
     found = {short(path) for path in FILES if names.search(path.read_text(encoding="utf-8"))}
     assert found <= allowed, "use called, loop_body, loop_condition and branches of jaxpr.py"
+
+
+SMALL_RUN = """
+import sys
+import small, megatrain_jax as mt
+given = small.params(), small.loss_fn
+mt.plan(*given, small.OPTIMIZER, small.batch(0), hardware="H100")
+early = mt.callbacks.EarlyStopping()
+result = mt.fit(*given, [small.batch(0)], small.OPTIMIZER, eval_data=[small.batch(1)],
+                callbacks=[early], progress=False)
+assert isinstance(result.trainer, mt.Trainer) and repr(result)
+modules = "_src.lm", "data", "losses", "models", "objectives"
+found = [m for m in sys.modules if m.startswith(tuple(f"megatrain_jax.{n}" for n in modules))]
+assert not found, found
+assert mt.callbacks.Samples and "megatrain_jax._src.lm" in sys.modules
+"""
+
+
+@pytest.mark.exhaustive
+def test_plans_and_runs_import_no_language_model():
+    paths = os.pathsep.join([str(HELPERS), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", SMALL_RUN], check=True, env=environment)
+
+
+LM = re.compile(
+    r"megatrain_jax(\._src\.lm|\.(data|losses|models|objectives))\b"
+    r"|from megatrain_jax import .*\b(data|losses|models|objectives)\b"
+)
+
+
+@pytest.mark.parametrize("house", ["callbacks", "common", "engine"])
+def test_tests_of_the_engine_need_no_language_model(house: str):
+    """Neither themselves nor by helpers, so they pass without that house."""
+    shared = *(TESTS / "helpers").glob("*.py"), *(ROOT / "experiments").rglob("*.py")
+    helpers = {path.stem: path for path in shared}
+
+    def needs_lm(path: Path) -> bool:
+        text = path.read_text(encoding="utf-8")
+        names = re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)
+        imports = "\n".join(line for line in text.splitlines() if "import" in line)
+        return bool(LM.search(imports)) or any(needs_lm(helpers[n]) for n in names if n in helpers)
+
+    assert not [str(path) for path in (TESTS / house).rglob("*.py") if needs_lm(path)]
 
 
 def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():

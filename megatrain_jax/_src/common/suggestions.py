@@ -2,8 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from difflib import SequenceMatcher, get_close_matches
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatrain_jax._src.common.other_libraries import (
@@ -76,15 +77,28 @@ def meant_option(name: str, known: Iterable[str]) -> str | None:
     return next((ours for ours in MEANT.get(name, ()) if ours in known), None)
 
 
-def explain(space: MutableMapping[str, Any]) -> None:
+def explain(space: MutableMapping[str, Any], later: Mapping[str, str] | None = None) -> None:
     """Adds hints to a public module: to its functions, its classes and its missing names.
 
     Args:
         space: The module's variables, `globals()`, with `__all__` and `__name__`.
+        later: Names that are imported on first use, and the modules that have them.
     """
-    for name in space["__all__"]:
-        space[name] = hinting(space[name], space["__name__"])
-    space["__getattr__"] = functools.partial(_no_public_name, space["__name__"], space["__all__"])
+    module, known, later = space["__name__"], space["__all__"], later or {}
+
+    def missing(name: str) -> Any:
+        if name not in later:
+            hint = public_name_hint(name, module.rpartition(".")[2], known)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+        space[name] = hinting(getattr(import_module(later[name]), name), module)
+        return space[name]
+
+    for name in known:
+        if name not in later:
+            space[name] = hinting(space[name], module)
+    space["__getattr__"] = missing
+    if later:
+        space["__dir__"] = lambda: sorted({*space, *known})
 
 
 def hinting(value: _T, module: str) -> _T:
@@ -208,11 +222,6 @@ def public_name_hint(name: str, module: str, known: Iterable[str]) -> str:
         if one in ("fit", "train", "plan", "Trainer", "Precision"):
             return f"; did you mean `megatrain_jax.{one}`?"
     return did_you_mean(name, known)
-
-
-def _no_public_name(module: str, known: list[str], name: str) -> NoReturn:
-    hint = public_name_hint(name, module.rpartition(".")[2], known)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 class ExplainedAttributes:

@@ -8,16 +8,14 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import pickle
 import random
-import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +27,9 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
-from megatrain_jax import callbacks, data, losses, models, objectives
-from megatrain_jax._src.common import checks, other_libraries, outside, suggestions
+from megatrain_jax import callbacks
+from megatrain_jax._src.common import checks, other_libraries, outside
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
-from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.lm.cli.merge_settings import MergeSettings
-from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
-from megatrain_jax._src.lm.cli.recipe import precision_of
-from megatrain_jax._src.lm.cli.setting_rules import PrecisionName
-from megatrain_jax._src.lm.common.hf_folder import read_json
 from messages import refuses, tells
 from misuses import (
     BATCH,
@@ -49,7 +38,6 @@ from misuses import (
     MESH,
     NO_BATCH,
     NO_BATCHES,
-    NO_COUNTS,
     NO_FLAGS,
     NO_LOSSES,
     NO_OPTIMIZERS,
@@ -58,7 +46,10 @@ from misuses import (
     Callback,
     batches,
     build,
+    check_all,
+    check_hints,
     entry_of,
+    error_of,
     loss_fn,
     named,
     outcome,
@@ -68,11 +59,6 @@ from misuses import (
     trainer,
 )
 from places import ROOT
-
-# The options of the command.
-MODULES = (mt, callbacks, data, losses, models, objectives)
-SETTINGS = (ChatSettings, FinetuneSettings, GrpoSettings, MergeSettings, PlanSettings)
-SETTINGS += (PretrainSettings,)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,17 +88,6 @@ def test_a_wrong_argument_is_named_before_anything_happens(entry: str, seed: int
     assert not any(tmp_path.iterdir())
 
 
-def check_all(function: Callable[..., Any], right: dict[str, Any], wrong: dict[str, Any]) -> None:
-    """Checks that every wrong value of each argument is named, the others being right."""
-    bad = [
-        f"{name}={reprlib.repr(value)}: {problem}"
-        for name, values in wrong.items()
-        for value in values
-        if (problem := outcome(name, function, **(right | {name: value}))) is not None
-    ]
-    assert not bad, "\n".join(bad)
-
-
 def test_wrong_arguments_of_methods_are_named(tmp_path: Path):
     flags = {"params_only": NO_FLAGS}
     check_all(trainer().save, {"path": tmp_path / "there"}, {"path": (None, *NO_PATHS)} | flags)
@@ -135,7 +110,7 @@ def test_wrong_arguments_of_methods_are_named(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_wrong_arguments_of_records_and_losses_are_named():
+def test_wrong_arguments_of_records_are_named():
     no_rates = ("fast", None, 0, -1.0, float("nan"), -float("inf"), True, 1j, [1.0])
     no_bytes = (0, -1, 8e9, float("inf"), "8GB", True)
     check_all(
@@ -164,31 +139,6 @@ def test_wrong_arguments_of_records_and_losses_are_named():
         {},
         {"master": (*no_frozen, None, {"*": "int4"}), "compute": (*no_dtypes, {"*": "float32"})}
         | {"frozen": (*no_frozen, "int4", {"*": "float32"}), "state": no_state},
-    )
-    no_arrays = (None, "x", object(), loss_fn, {}, np.array(["a"]), jnp.ones((2, 4)) * 1j)
-    check_all(
-        losses.next_token,
-        {"hidden": jnp.ones((2, 4)), "head": jnp.ones((5, 4)), "labels": jnp.zeros(2, int)},
-        {
-            "hidden": (*no_arrays, 3, [1.0, 2.0], jnp.ones((2, 4), int), jnp.ones(()), jnp.ones(4)),
-            "head": (*no_arrays, 3, jnp.ones((5, 4), int), jnp.ones(4), jnp.ones((5, 3))),
-            "labels": (*no_arrays, 3, jnp.zeros(2), np.zeros(2, bool), [0.0, 1.0], jnp.zeros(3)),
-            "mask": (*no_arrays[1:], 1.0, np.ones(3), "yes"),
-            "count": (*no_arrays[1:], np.ones(2), "2"),
-            "z_loss": (
-                None,
-                "a",
-                True,
-                10**400,
-                float("nan"),
-                float("inf"),
-                -1e-4,
-                1j,
-                jnp.ones(2),
-            ),
-            "softcap": ("a", True, float("nan"), float("inf"), 0, -30.0, 1j, [30.0]),
-            "chunk": (*NO_COUNTS, None),
-        },
     )
 
 
@@ -226,14 +176,6 @@ def test_errors_of_values_of_a_file_are_named_with_it():
         raise TypeError("t")
     with pytest.raises(FileNotFoundError, match="^gone"), outside.naming("a.json"):
         raise FileNotFoundError("gone")
-
-
-def test_json_of_a_pipe_or_device_is_refused(tmp_path: Path):
-    os.mkfifo(tmp_path / "a.json")
-    (tmp_path / "b.json").symlink_to("/dev/zero")
-    for name, kind in (("b.json", "device"), ("a.json", "pipe")):
-        with refuses(ValueError, tmp_path / name, kind):
-            read_json(tmp_path / name)
 
 
 def test_json_is_as_deep_as_allowed():
@@ -381,39 +323,9 @@ def test_an_unknown_keyword_of_a_record_says_the_one_that_was_meant():
     assert shown == [field.name for field in dataclasses.fields(mt.Precision)]
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    with pytest.raises((TypeError, AttributeError)) as caught:
-        call()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("function", "name", "hint"),
     [
-        (models.generate, "max_new_tokens", "`max_tokens`"),
-        (models.Generator.generate, "num_return_sequences", "`num_samples`"),
-        (models.generate, "top", "`top_p`"),
-        (models.lora, "r", "`rank`"),
-        (models.lora, "target_modules", "`targets`"),
-        (models.load_pretrained, "pretrained_model_name_or_path", "`folder`"),
-        (models.load_pretrained, "torch_dtype", "`Trainer` `fit` `precision`"),
-        (models.load_pretrained, "load_in_4bit", 'precision=mt.Precision(frozen="nf4")'),
-        (models.load_pretrained, "max_length", "`data.chat` takes `length`"),
-        (models.save_pretrained, "max_shard_size", "`max_shard_bytes`"),
-        (models.merge_adapter, "base_model", "`base`"),
-        (models.GrpoOptions, "group_size", "`num_generations`"),
-        (models.GrpoOptions, "max_steps", "`fit` `train` `steps`"),
-        (models.train_grpo, "reward_funcs", "`rewards`"),
-        (models.train_grpo, "epsilon", "options=models.GrpoOptions(epsilon=...)"),
-        (data.chat, "max_length", "`length`"),
-        (data.chat, "dataset_num_proc", "`workers`"),
-        (data.chat, "packing", "packed"),
-        (data.text, "block_size", "`length`"),
-        (data.preferences, "processing_class", "`tokenizer`"),
-        (data.unpaired, "assistant_only_losses", ""),
-        (data.mix, "probabilities", "`weights`"),
-        (data.prompts, "data_files", "`source`"),
-        (data.Dataset.split, "test_size", "`fraction`"),
         (callbacks.EarlyStopping, "monitor", "`metric`"),
         (callbacks.EarlyStopping, "early_stopping_patience", "`patience`"),
         (callbacks.KeepBest, "filepath", "`folder`"),
@@ -421,10 +333,6 @@ def error_of(call: Callable[[], Any]) -> str:
         (callbacks.CSVLog, "filename", "`path`"),
         (callbacks.TensorBoard, "log_dir", "`folder`"),
         (callbacks.MLflow, "experiment_name", "`experiment`"),
-        (losses.next_token, "ignore_index", "negative"),
-        (losses.next_token, "attention_mask", "`mask`"),
-        (losses.dpo, "ref_chosen_logps", "`reference_chosen`"),
-        (losses.grpo, "old_per_token_logps", "`old_logs`"),
         (mt.Precision, "fp8", "`products`"),
         (mt.Precision, "load_in_8bit", "`frozen`"),
         (mt.Trainer, "deepspeedy", ""),
@@ -452,21 +360,11 @@ def test_names_of_other_libraries_say_the_ones_that_were_meant(function: Any, na
         (callbacks, "ModelCheckpoint", "`KeepBest`"),
         (callbacks, "LearningRateScheduler", "optimizer"),
         (callbacks, "EarlyStoping", "`EarlyStopping`"),
-        (data, "load_dataset", "`chat`"),
-        (data, "load_pretrained", "`megatrain_jax.models.load_pretrained`"),
-        (models, "AutoModelForCausalLM", "`load_pretrained`"),
-        (models, "GRPOConfig", "`GrpoOptions`"),
-        (models, "SFTTrainer", "`megatrain_jax.fit`"),
-        (losses, "CrossEntropyLoss", "`next_token`"),
-        (losses, "mse", "(model, batch)"),
-        (losses, "kto_los", ""),
         (mt, "lora", "`megatrain_jax.models.lora`"),
         (mt, "TrainingArguments", "`fit`"),
         (mt, "DPOTrainer", "objectives.dpo"),
         (mt, "dpo", "`megatrain_jax.objectives.dpo`"),
         (mt, "grpo", "`megatrain_jax.models.train_grpo`"),
-        (models, "grpo", "`train_grpo`"),
-        (losses, "GRPOLoss", "`grpo`"),
     ],
 )
 def test_public_names_of_other_libraries_say_the_ones_that_were_meant(
@@ -476,45 +374,8 @@ def test_public_names_of_other_libraries_say_the_ones_that_were_meant(
     assert not hasattr(module, "_mine")
 
 
-def test_tables_of_other_libraries_name_what_there_is():
-    public = {name: function for name, function in all_public()}
-    for words, options in other_libraries.TAKERS.items():
-        for name in re.findall("`(.*?)`", words):
-            shown = inspect.signature(public[name.removeprefix("mt.")]).parameters
-            assert not {*options} - {*shown}, name
-    for module, names in other_libraries.MODULES.items():
-        assert {*names.split()} <= {*getattr(mt, module).__all__}
-    signatures = [inspect.signature(function).parameters for function in public.values()]
-    known = {name for shown in signatures for name in shown}
-    known |= {name for module in MODULES for name in module.__all__}
-    known |= {f.name for kind in SETTINGS for f in dataclasses.fields(kind)}
-    assert not {ours for meant in other_libraries.MEANT.values() for ours in meant} - known
-    # A name that a function has itself needs no hint there.
-    assert suggestions.meant_option("dtype", ["dtype", "precision"]) == "precision"
-
-
-def all_public() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public functions and records, and their public methods, by name."""
-    for module in MODULES:
-        short = "" if module is mt else module.__name__.rpartition(".")[2] + "."
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isfunction(value) or "__init__" in getattr(value, "__dict__", ()):
-                yield short + name, value
-            if isinstance(value, type):
-                for own, method in vars(value).items():
-                    if inspect.isfunction(method) and not own.startswith("_"):
-                        yield f"{short}{name}.{own}", method
-
-
 def test_every_public_function_hints_at_a_misspelt_argument():
-    for name, function in all_public():
-        shown = inspect.signature(function).parameters.values()
-        named = [p.name for p in shown if p.kind is p.KEYWORD_ONLY]
-        if not named or any(p.kind is p.VAR_KEYWORD for p in shown) or named[0][:1] == "_":
-            continue
-        said = error_of(lambda f=function, n=named[-1]: f(**{f"{n}z": 3}))
-        assert tells(said, f"'{named[-1]}z'", f"`{named[-1]}`"), name
+    check_hints(mt)
 
 
 @pytest.mark.parametrize(
@@ -547,13 +408,7 @@ def test_a_dtype_named_as_elsewhere_is_asked_for(name: str, ours: str):
 
 
 def test_public_functions_can_be_pickled():
-    for function in (mt.fit, data.chat, losses.dpo, models.generate):
-        assert pickle.loads(pickle.dumps(function)) is function
-
-
-def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
-    for name in get_args(PrecisionName):
-        assert Options(precision=name).precision == precision_of(name, None, None, None)
+    assert pickle.loads(pickle.dumps(mt.fit)) is mt.fit
 
 
 @pytest.mark.parametrize(
@@ -593,9 +448,8 @@ def test_an_unknown_name_of_the_package_says_the_near_one(name: str, meant: str)
 
 def test_modules_of_the_package_are_there_without_an_import_of_their_own():
     # By the function itself: other tests have imported them, and Python keeps them as attributes.
-    for name in ("callbacks", "data", "losses", "models", "objectives"):
-        assert mt.__getattr__(name) is importlib.import_module(f"megatrain_jax.{name}")
-        assert name in dir(mt)
+    assert mt.__getattr__("callbacks") is importlib.import_module("megatrain_jax.callbacks")
+    assert {"callbacks", "data", "losses", "models", "objectives"} <= {*dir(mt)}
 
 
 def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):

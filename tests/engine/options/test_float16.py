@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import settings_of
-from megatrain_jax import models
 from megatrain_jax._src.engine.kernels import steps as step_kernels
 from messages import refuses, tells, warns
 from optimizers import EPS
 from runs import check_close, check_same_bits
-from small_decoders import TINY
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -296,30 +293,3 @@ def test_a_gpu_without_bfloat16_computes_in_float16_unless_told_otherwise():
         trainer = make_trainer(optimizer, mt.Precision(), hardware="T4")
     assert trainer.read(trainer.step(sample))["loss_scale"] == 2.0**15
     assert settings_of(trainer)["call"]["precision.compute"] == "float16"
-
-
-def adapted_decoder() -> Any:
-    return models.lora(models.Decoder(TINY, rngs=nnx.Rngs(0)), targets="layers/", rank=2).model
-
-
-@pytest.mark.long
-def test_adapters_of_a_decoder_learn_in_float16_as_in_float32(monkeypatch):
-    monkeypatch.setattr(step_kernels, "_FIRST", 2.0**10)
-    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 9)).astype(np.int32)
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-    rows = []
-    for precision in ("float16", "float32"):
-        trainer = mt.Trainer(
-            adapted_decoder,
-            models.next_token_loss,
-            OPTIMIZERS["adamw"],
-            batch,
-            precision=precision,
-            trainable="lora_",
-            progress=False,
-        )
-        rows.append([trainer.read(trainer.step(batch)) for _ in range(3)])
-    for ours, exact in zip(*rows, strict=True):
-        assert not ours["skipped"]
-        np.testing.assert_allclose(ours["loss"], exact["loss"], rtol=1e-3)
-        np.testing.assert_allclose(ours["grad_norm"], exact["grad_norm"], rtol=1e-2)

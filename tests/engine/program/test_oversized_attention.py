@@ -14,12 +14,11 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.interpreters import mlir
 
 import megatrain_jax as mt
-from megatrain_jax import models
+from megatrain_jax._src.common import attention_kernel
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program import rewriting
 from megatrain_jax._src.engine.program.flops import is_attention
 from megatrain_jax._src.engine.program.rewriting import in_pieces, is_oversized
-from megatrain_jax._src.engine.program.trace_target import traced_for
 from runs import check_close
 
 WIDTH = 8
@@ -137,14 +136,13 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
     q, k = (jax.ShapeDtypeStruct((1, 256, n, 8), jnp.bfloat16) for n in (8, 4))
 
     def loss(q, k, v):
-        attend = wrap(lambda q, k, v: models.attention(q, k, v))
+        attend = wrap(lambda q, k, v: attention_kernel.attend(q, k, v, None))
         out = jax.lax.scan(lambda q, _: (attend(q, k, v), None), q, None, length=2)[0]
         return out.astype(jnp.float32).sum()
 
-    with traced_for(card="a card", widest_heads=128):
-        traced = jx.trace(jax.grad(loss, (0, 1, 2)), q, k, k)
-        arguments = [v.aval for v in traced.jaxpr.invars]
-        found = jax.make_jaxpr(lambda *args: in_pieces(traced.jaxpr, (), args, 1))(*arguments)
+    traced = jx.trace(jax.grad(loss, (0, 1, 2)), q, k, k)
+    arguments = [v.aval for v in traced.jaxpr.invars]
+    found = jax.make_jaxpr(lambda *args: in_pieces(traced.jaxpr, (), args, 1))(*arguments)
     assert is_oversized(traced.jaxpr) and not is_oversized(jx.opened(found))
     before, after = sizes(traced.jaxpr), sizes(jx.opened(found))
     assert max(before) == 256 * 8 * 8 and max(after) == 256 * 4 * 8

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import megatrain_jax as mt
 from device_pairs import ILL_CONDITIONED, PAIRS
 from inside import spec_of, store_of
-from megatrain_jax import losses
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from megatrain_jax._src.engine.state.host_leaves import read_leaf, read_leaves, write_part
@@ -184,38 +183,6 @@ def test_a_kernel_gathers_once_and_sums_once():
         assert "all-to-all" not in text and "collective-permute" not in text, kernel.name
         seen.add(kernel.name)
     assert seen == set(most)
-
-
-@pytest.mark.exhaustive
-def test_a_loss_in_chunks_is_computed_where_its_tokens_are():
-    rng = np.random.default_rng(0)
-    params = {"embedding": rng.normal(size=(24, 6)), "head": rng.normal(size=(24, 6))}
-    params = {k: x.astype(np.float32) for k, x in params.items()}
-    tokens = rng.integers(0, 24, (8, 11))
-    batch = {"inputs": tokens[:, :-1], "labels": np.where(tokens[:, 1:] % 5, tokens[:, 1:], -100)}
-
-    def loss_fn(params, batch):
-        hidden = jnp.tanh(params["embedding"][batch["inputs"]])
-        return losses.next_token(hidden, params["head"], batch["labels"], chunk=4)
-
-    precision = mt.Precision(compute=jnp.float32)
-    options: dict[str, Any] = {"precision": precision, "mesh": mesh_of(4)}
-    trainer = mt.Trainer(params, loss_fn, optax.sgd(1.0), batch, **options)
-    value = trainer.read(trainer.step(batch))["loss"]
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    np.testing.assert_allclose(value, loss, rtol=1e-6)
-    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, grads)
-    check_close(trainer.params, expected, TOLERANCE, "parameter")
-    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
-    loops = 0
-    for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, store.placement):
-        takes: Any = kernel.takes
-        text = cache.get(kernel).lower(*takes).compile().as_text()
-        if kernel.name == "backward" and " while(" in text:
-            loops += 1
-            gathers, sums = (text.count(f" {op}(") for op in ("all-gather", "all-reduce"))
-            assert gathers == sums == 1, "devices exchange chunks"
-    assert loops == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,16 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax._src.engine.kernels import steps
 from megatrain_jax._src.engine.kernels.cache import KernelCache
-from megatrain_jax.models import Decoder, next_token_loss
 from messages import refuses, warns
-from tiny_sizes import tiny_decoder
 
-DIM, VOCAB, LENGTH = 4, 30, 12
+DIM = 4
 FP32 = mt.Precision(compute=jnp.float32)
 
 
@@ -164,53 +161,6 @@ def test_training_on_nothing_is_told_once_and_updates_as_plain_optax(microbatche
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(result.params["w"], params["w"], rtol=2e-6)
-
-
-# The mean over labels
-
-
-def packed(rows, seed, per_row):
-    """Tokens of which from none to all of a row count."""
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1)).astype(np.int32)
-    mask = np.arange(LENGTH) < rng.integers(0, LENGTH + 1, rows)[:, None]
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
-    if per_row:
-        batch["learned_per_row"] = np.full(rows, mask.sum() / rows, np.float32)
-    return batch
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("per_row", [False, True])
-def test_perplexity_is_that_of_all_labels(per_row):
-    config = tiny_decoder(vocab_size=VOCAB, init_std=0.5)
-    batches = [packed(rows, seed, per_row) for seed, rows in enumerate([4, 4, 3])]
-    batches[1]["mask"][1:] = False  # few labels, as at the end of an epoch
-    if per_row:
-        batches[1]["learned_per_row"][:] = batches[1]["mask"].sum() / 4
-    result = mt.fit(
-        lambda: Decoder(config, rngs=nnx.Rngs(0)),
-        next_token_loss,
-        batches[:1],
-        optax.sgd(0.0),
-        eval_data=batches,
-        microbatches=2,
-        precision=FP32,
-        progress=False,
-    )
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    logits = jax.jit(lambda tokens: model(tokens))
-    losses = [
-        optax.softmax_cross_entropy_with_integer_labels(logits(b["tokens"]), b["labels"])[b["mask"]]
-        for b in batches
-    ]
-    every = np.concatenate(losses).astype(np.float64)
-    means = [np.mean(part) for part in losses]
-    assert abs(np.mean(means) - every.mean()) > 0.01  # what one must not take for it
-    record = result.history[-1]
-    np.testing.assert_allclose(math.exp(record["eval_loss"]), np.exp(every.mean()), rtol=1e-5)
-    np.testing.assert_allclose(record["eval_weight"], every.size, rtol=1e-6)
-    np.testing.assert_allclose(record["weight"], batches[0]["mask"].sum(), rtol=1e-6)
 
 
 def test_means_with_weights_are_a_function_of_their_own():

@@ -15,8 +15,10 @@ from device_values import state_on_device, values_on_device
 from inside import engine_of, spec_of, store_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.engine.kernels import steps as step_kernels
 from megatrain_jax._src.lm.models.lora import adapted_modules, merged_matrix
 from messages import refuses
+from optimizers import EPS
 from oracle import train_plain
 from runs import check_close, make_trainer, train
 from small_decoders import EXPERTS, SMALL, TINY, batch, packed_loss
@@ -316,3 +318,30 @@ def test_a_plan_of_adapters_has_the_bytes_of_their_run(dora, monkeypatch):
     assert 0.95 <= max(shares) <= 1
     assert plan.device_state_bytes == trainer.plan.device_state_bytes
     assert plan.device_other_bytes == trainer.plan.device_other_bytes
+
+
+def adapted_decoder() -> Any:
+    return models.lora(models.Decoder(TINY, rngs=nnx.Rngs(0)), targets="layers/", rank=2).model
+
+
+@pytest.mark.long
+def test_adapters_of_a_decoder_learn_in_float16_as_in_float32(monkeypatch):
+    monkeypatch.setattr(step_kernels, "_FIRST", 2.0**10)
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 9)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    rows = []
+    for precision in ("float16", "float32"):
+        trainer = mt.Trainer(
+            adapted_decoder,
+            models.next_token_loss,
+            optax.adamw(1e-2, eps=EPS),
+            batch,
+            precision=precision,
+            trainable="lora_",
+            progress=False,
+        )
+        rows.append([trainer.read(trainer.step(batch)) for _ in range(3)])
+    for ours, exact in zip(*rows, strict=True):
+        assert not ours["skipped"]
+        np.testing.assert_allclose(ours["loss"], exact["loss"], rtol=1e-3)
+        np.testing.assert_allclose(ours["grad_norm"], exact["grad_norm"], rtol=1e-2)

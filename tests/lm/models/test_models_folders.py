@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from flax import nnx
 
@@ -18,7 +19,14 @@ import killed_writers
 import small
 from megatrain_jax._src.common import unfinished
 from megatrain_jax._src.lm.models import export
-from megatrain_jax.models import Decoder, DecoderConfig, lora, save_lora, save_pretrained
+from megatrain_jax.models import (
+    Decoder,
+    DecoderConfig,
+    load_pretrained,
+    lora,
+    save_lora,
+    save_pretrained,
+)
 from messages import refuses
 
 
@@ -65,6 +73,13 @@ def test_an_export_replaces_the_one_before(tmp_path):
         save_pretrained(decoder(1), tmp_path / "mine", overwrite=True)
         assert small.tree(tmp_path / "mine") == fresh
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "mine"]
+
+
+def test_arrays_of_an_export_say_which_files_to_read_ahead(tmp_path):
+    folder = save_pretrained(decoder(), tmp_path)
+    params = load_pretrained(folder).params
+    files = {x.source_files for x in jax.tree.leaves(params)}
+    assert files == {(folder / "model.safetensors",)}
 
 
 def test_adapters_replace_the_ones_before(tmp_path):

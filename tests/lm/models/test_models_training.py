@@ -1,7 +1,9 @@
 """The decoder in the core: its layers are blocks, equal ones share a template, steps are exact."""
 
 import dataclasses
+import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from megatrain_jax.models import Decoder, DecoderConfig, next_token_loss
 from oracle import train_plain
 from runs import check_close, make_trainer, train
 from small_decoders import EXPERTS, GEMMA, SMALL, batch, packed_loss, plain_loss
+from tiny_sizes import tiny_decoder
 from zoo_case import Case
 
 MIXED = dataclasses.replace(EXPERTS, layers=(1, 3))
@@ -125,3 +128,47 @@ def test_a_large_model_is_planned_without_making_it():
     plan = mt.plan(lambda: Decoder(config, rngs=nnx.Rngs(0)), plain_loss, optax.sgd(1e-3), batch())
     assert plan.num_parameters > 12e9
     assert len({row.template for row in plan.groups if row.name.startswith("layers.")}) == 1
+
+
+def partly_learned(rows, seed, per_row, length=12):
+    """Tokens of which from none to all of a row count."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 30, (rows, length + 1)).astype(np.int32)
+    mask = np.arange(length) < rng.integers(0, length + 1, rows)[:, None]
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
+    if per_row:
+        batch["learned_per_row"] = np.full(rows, mask.sum() / rows, np.float32)
+    return batch
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("per_row", [False, True])
+def test_perplexity_is_that_of_all_labels(per_row):
+    config = tiny_decoder(vocab_size=30, init_std=0.5)
+    batches = [partly_learned(rows, seed, per_row) for seed, rows in enumerate([4, 4, 3])]
+    batches[1]["mask"][1:] = False  # few labels, as at the end of an epoch
+    if per_row:
+        batches[1]["learned_per_row"][:] = batches[1]["mask"].sum() / 4
+    result = mt.fit(
+        lambda: Decoder(config, rngs=nnx.Rngs(0)),
+        next_token_loss,
+        batches[:1],
+        optax.sgd(0.0),
+        eval_data=batches,
+        microbatches=2,
+        precision=mt.Precision(compute=jnp.float32),
+        progress=False,
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    logits = jax.jit(lambda tokens: model(tokens))
+    losses = [
+        optax.softmax_cross_entropy_with_integer_labels(logits(b["tokens"]), b["labels"])[b["mask"]]
+        for b in batches
+    ]
+    every = np.concatenate(losses).astype(np.float64)
+    means = [np.mean(part) for part in losses]
+    assert abs(np.mean(means) - every.mean()) > 0.01  # what one must not take for it
+    record = result.history[-1]
+    np.testing.assert_allclose(math.exp(record["eval_loss"]), np.exp(every.mean()), rtol=1e-5)
+    np.testing.assert_allclose(record["eval_weight"], every.size, rtol=1e-6)
+    np.testing.assert_allclose(record["weight"], batches[0]["mask"].sum(), rtol=1e-6)

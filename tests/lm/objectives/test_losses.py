@@ -1,5 +1,9 @@
 """The loss in chunks against full logits, and that full logits never exist."""
 
+import functools
+import json
+from typing import Any
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -7,10 +11,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
+from inside import spec_of, store_of
 from megatrain_jax import losses
+from megatrain_jax._src.engine.kernels.cache import KernelCache
+from megatrain_jax._src.engine.kernels.liveness import temporary_bytes
+from megatrain_jax._src.engine.spec.step_kernels import step_kernels
 from messages import refuses
+from places import ROOT
+from runs import check_close
 from small_logits import VOCAB, WIDTH, arrays, sizes
 
 
@@ -192,3 +203,54 @@ def test_arguments_that_do_not_fit_are_named():
             losses.next_token(*arguments, **options)
     with refuses(TypeError, "`labels`", "integers"):
         losses.next_token(hidden, head, labels.astype(jnp.float32))
+
+
+@pytest.mark.exhaustive
+def test_a_loss_in_chunks_is_computed_where_its_tokens_are():
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(24, 6)), "head": rng.normal(size=(24, 6))}
+    params = {k: x.astype(np.float32) for k, x in params.items()}
+    tokens = rng.integers(0, 24, (8, 11))
+    batch = {"inputs": tokens[:, :-1], "labels": np.where(tokens[:, 1:] % 5, tokens[:, 1:], -100)}
+
+    def loss_fn(params, batch):
+        hidden = jnp.tanh(params["embedding"][batch["inputs"]])
+        return losses.next_token(hidden, params["head"], batch["labels"], chunk=4)
+
+    precision = mt.Precision(compute=jnp.float32)
+    options: dict[str, Any] = {"precision": precision, "mesh": Mesh(jax.devices()[:4], "data")}
+    trainer = mt.Trainer(params, loss_fn, optax.sgd(1.0), batch, **options)
+    value = trainer.read(trainer.step(batch))["loss"]
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(value, loss, rtol=1e-6)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, grads)
+    check_close(trainer.params, expected, 2e-6, "parameter")
+    spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
+    loops = 0
+    for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, store.placement):
+        takes: Any = kernel.takes
+        text = cache.get(kernel).lower(*takes).compile().as_text()
+        if kernel.name == "backward" and " while(" in text:
+            loops += 1
+            gathers, sums = (text.count(f" {op}(") for op in ("all-gather", "all-reduce"))
+            assert gathers == sums == 1, "devices exchange chunks"
+    assert loops == 1
+
+
+def test_the_estimate_of_a_loss_is_near_what_a_gpu_s_compiler_said():
+    measured = json.loads(
+        (ROOT / "experiments" / "results" / "h200" / "loss" / "loss.json").read_text()
+    )
+    vocabulary, width = measured["vocabulary"], measured["width"]
+    rows = [row for row in measured["rows"] if row["name"].startswith("chunks of ")]
+    assert len(rows) > 3
+    for row in rows:
+        chunk = int(row["name"].removeprefix("chunks of "))
+        loss = functools.partial(losses.next_token, chunk=chunk)
+        shapes = (
+            jax.ShapeDtypeStruct((row["tokens"], width), jnp.bfloat16),
+            jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16),
+            jax.ShapeDtypeStruct((row["tokens"],), jnp.int32),
+        )
+        estimated = temporary_bytes(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*shapes))
+        assert 1.0 <= estimated / 2**30 / row["temporary_gib"] <= 2.0, row["name"]
