@@ -9,7 +9,8 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.engine.report.plan import GroupRow, Plan
+from megatrain_jax._src.engine.report.plan import GroupRow
+from megatrain_jax._src.engine.report.plan_table import ShownPlan
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state import hardware
@@ -26,7 +27,7 @@ BALANCED = Hardware(
     flops_per_s=100.0,
     sustained=1.0,
 )
-SMALL = Plan(
+SMALL = ShownPlan(
     num_parameters=6,
     num_frozen=0,
     frozen_bytes=0,
@@ -54,7 +55,7 @@ SMALL = Plan(
 )
 
 
-def small_plan(**changes: Any) -> Plan:
+def small_plan(**changes: Any) -> ShownPlan:
     """A plan of a few bytes, with changes."""
     return replace(SMALL, **changes)
 
@@ -88,7 +89,7 @@ def row(name: str, template: int, count: int = 1) -> GroupRow:
     )
 
 
-BIG = Plan(
+BIG = ShownPlan(
     # Roughly a 3.4B decoder, in round figures.
     num_parameters=38 * GIB // 4,
     num_frozen=0,
@@ -115,6 +116,6 @@ BIG = Plan(
 )
 
 
-def big_plan(**changes: Any) -> Plan:
+def big_plan(**changes: Any) -> ShownPlan:
     """A plan of many GiB, with changes."""
     return replace(BIG, **changes)

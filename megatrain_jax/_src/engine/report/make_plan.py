@@ -19,6 +19,7 @@ from megatrain_jax._src.engine.program.loss.block_parts import num_groups, whole
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.engine.program.tiling.tiled import FACTORS
 from megatrain_jax._src.engine.report.plan import GroupRow, Plan, TileRow
+from megatrain_jax._src.engine.report.plan_table import ShownPlan
 from megatrain_jax._src.engine.report.run_warnings import find_warnings
 from megatrain_jax._src.engine.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.engine.schedule.tasks import build_task_lists
@@ -59,7 +60,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     dispatches = sum(row.op not in no_dispatch for row in schedule.steady)
     shapes: Any = step.key
     size, unit = batch_size([jax.ShapeDtypeStruct(*x) for x in shapes[0][1]])
-    plan = Plan(
+    plan = ShownPlan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
         frozen_bytes=sum(state[g] for g in grouping.frozen),

@@ -1,14 +1,13 @@
 """`Plan`: the memory, transfers and computation of a run, before anything is allocated.
 
 The numbers come from shapes and from the schedule's own records, so a plan takes seconds even for
-an absent machine or a model too large for any. It prints as a table.
+an absent machine or a model too large for any. `plan_table.py` prints it as a table.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from megatrain_jax._src.engine.report.plan_table import as_html, as_text
 from megatrain_jax._src.engine.report.timeline_figure import draw_timeline, title_of
 from megatrain_jax._src.engine.schedule.schedule import Schedule
 from megatrain_jax._src.engine.schedule.timeline import memory, timeline
@@ -72,7 +71,7 @@ class TileRow:
     num_rows: int
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The memory, transfers and computation that a run needs, and the bottleneck of its step.
 
@@ -440,13 +439,6 @@ class Plan:
         title = title_of(self.schedule.seconds, (self.hardware or card("H200")).name)
         what = self.workload, self.schedule
         return draw_timeline(timeline(*what), memory(*what), title)
-
-    def __repr__(self) -> str:
-        """Returns the plan as a plain text table."""
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
 
 def _fits(need: int, limit: int | None) -> bool | None:

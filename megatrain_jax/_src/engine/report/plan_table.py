@@ -9,9 +9,9 @@ import html
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.engine.report.plan import Bound, Plan, Resource
 from megatrain_jax._src.engine.report.table import (
     RED,
     UNFIT,
@@ -24,9 +24,6 @@ from megatrain_jax._src.engine.report.table import (
     short,
 )
 from megatrain_jax._src.engine.state.hardware import Hardware
-
-if TYPE_CHECKING:
-    from megatrain_jax._src.engine.report.plan import Bound, Plan, Resource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ class Fill:
         return self.limit is None or self.needed <= self.limit
 
 
-def fills(plan: "Plan") -> tuple[Fill, Fill]:
+def fills(plan: Plan) -> tuple[Fill, Fill]:
     """The memory use of one host and of one device in a plan.
 
     For example, with 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB
@@ -93,7 +90,7 @@ _SHOWN_ROWS = 11
 _LARGE_SHARE = 0.05
 _OF_EXTRA = "of the extra `kernels`, which the run's machine needs"
 _UNCOUNTED = "known where functions are compiled for a GPU"
-BOUNDS: "dict[Bound, str]" = {
+BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
     "arithmetic": "arithmetic",
@@ -105,15 +102,7 @@ BOUNDS: "dict[Bound, str]" = {
 }
 
 
-def as_text(plan: "Plan") -> str:
-    """The plan as a table of plain text."""
-    blocks = [aligned(group_cells(plan)), aligned(total_cells(plan))]
-    if plan.warnings:
-        blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
-    return "\n".join([*summary(plan), "", title(plan), ""]) + "\n" + "\n\n".join(blocks)
-
-
-def summary(plan: "Plan") -> list[str]:
+def summary(plan: Plan) -> list[str]:
     """Whether the run fits, how fast it is, and what bounds it or would help, one line each."""
     size = _sizes(plan)
     device, host = size(plan.device_bytes), size(plan.host_process_bytes or plan.host_peak_bytes)
@@ -142,7 +131,7 @@ def summary(plan: "Plan") -> list[str]:
     return lines
 
 
-def _help(plan: "Plan") -> str:
+def _help(plan: Plan) -> str:
     """What would make a step faster per example, for the resource that bounds it."""
     coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
     dispatched = "larger batches or layers: this model is too small to keep a GPU busy"
@@ -158,7 +147,7 @@ def _help(plan: "Plan") -> str:
     }[plan.bound]
 
 
-def title(plan: "Plan") -> str:
+def title(plan: Plan) -> str:
     """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
@@ -174,7 +163,7 @@ def title(plan: "Plan") -> str:
     )
 
 
-def group_cells(plan: "Plan") -> list[list[str]]:
+def group_cells(plan: Plan) -> list[list[str]]:
     """The table of parameter groups with a header; a long table omits its middle."""
     size = _sizes(plan)
     cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
@@ -198,7 +187,7 @@ def group_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def total_cells(plan: "Plan") -> list[list[str]]:
+def total_cells(plan: Plan) -> list[list[str]]:
     """The table of a run's memory, transfers and computation: rows of name, number and remark."""
     machine, size = plan.hardware, _sizes(plan)
     known, budget = plan.device_temporary_bytes, plan.device_budget
@@ -243,7 +232,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _host_cells(plan: "Plan") -> list[list[str]]:
+def _host_cells(plan: Plan) -> list[list[str]]:
     """Rows of host memory: the parts of the peak, then the parts of the process's memory."""
     size, number = _sizes(plan), plan.devices_per_host
     share = at_peak = ""
@@ -272,13 +261,13 @@ def _host_cells(plan: "Plan") -> list[list[str]]:
     return [*rows, *cells(beside), process]
 
 
-def _sizes(plan: "Plan") -> Callable[[int], str]:
+def _sizes(plan: Plan) -> Callable[[int], str]:
     """A formatter of bytes that uses the unit of the table's largest number where it can."""
     process, through = plan.host_process_bytes or 0, plan.bytes_through_host
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
 
-def _busy(plan: "Plan") -> str:
+def _busy(plan: Plan) -> str:
     """The busy seconds that decide the bottleneck: the GPU's, its link's, the host's, Python's.
 
     The GPU's are the sum of arithmetic, loops, remaining kernels and collectives.
@@ -291,7 +280,7 @@ def _busy(plan: "Plan") -> str:
     return ", ".join(f"{name} {seconds(plan.busy[key][1])}" for key, name in names.items())
 
 
-def _shared_cells(plan: "Plan") -> list[list[str]]:
+def _shared_cells(plan: Plan) -> list[list[str]]:
     """Rows of the bytes exchanged between devices, and of all bytes through the host's memory."""
     if plan.num_devices == 1:
         return []
@@ -304,7 +293,7 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _part_cells(plan: "Plan") -> list[list[str]]:
+def _part_cells(plan: Plan) -> list[list[str]]:
     """Rows of the number of microbatches, which the plan may have chosen, and of several waves."""
     cells = [["microbatches", str(plan.microbatches), ""]]
     if plan.waves > 1:
@@ -315,7 +304,7 @@ def _part_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _batch_cells(plan: "Plan") -> list[list[str]]:
+def _batch_cells(plan: Plan) -> list[list[str]]:
     """A row of the time until a batch is on the device, if that is a large part of the step."""
     batch = 0.0 if plan.workload is None else plan.workload.costs.batch
     if plan.seconds_per_step is None or batch <= _LARGE_SHARE * plan.seconds_per_step:
@@ -323,7 +312,7 @@ def _batch_cells(plan: "Plan") -> list[list[str]]:
     return [["the batch's arrival, a step", seconds(batch), "partly beside the previous step"]]
 
 
-def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
+def _arithmetic_cells(plan: Plan) -> list[list[str]]:
     """Rows of a step's operations, of attention and loops if large, and of other kernels."""
     of_all = "" if plan.num_devices == 1 else " of all devices"
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
@@ -353,13 +342,13 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _has_own_rate(plan: "Plan") -> bool:
+def _has_own_rate(plan: Plan) -> bool:
     """Whether float32 products are many, and the machine has a rate of their own for them."""
     has_rate = plan.hardware is not None and plan.hardware.float32_share < 1
     return has_rate and plan.float32_flops_per_step > _LARGE_SHARE * plan.flops_per_step
 
 
-def _recompute_cells(plan: "Plan") -> list[list[str]]:
+def _recompute_cells(plan: Plan) -> list[list[str]]:
     """Rows of the stages that save results for their backward, or run their forward again."""
     cells = []
     if plan.num_kept:
@@ -372,7 +361,7 @@ def _recompute_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _tile_cells(plan: "Plan") -> list[list[str]]:
+def _tile_cells(plan: Plan) -> list[list[str]]:
     """Rows of the forwards and backwards that run in tiles."""
     return [
         [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
@@ -380,7 +369,7 @@ def _tile_cells(plan: "Plan") -> list[list[str]]:
     ]
 
 
-def _rates(plan: "Plan", machine: Hardware) -> str:
+def _rates(plan: Plan, machine: Hardware) -> str:
     inward, outward = (rate / 1e9 for rate in machine.link_rates)
     alike = f"{inward:g} GB/s each way"
     rates = [alike if inward == outward else f"{inward:.3g} GB/s in and {outward:.3g} out"]
@@ -397,7 +386,7 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
     return ", ".join([*rates, computing, machine.source])
 
 
-def _host_verdict(plan: "Plan") -> str:
+def _host_verdict(plan: Plan) -> str:
     machine, most = plan.hardware, plan.host_process_limit
     limit = machine and machine.assumed_host_bytes
     if most is not None and most == plan.host_budget:
@@ -414,7 +403,7 @@ def _host_verdict(plan: "Plan") -> str:
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
 
 
-def _device_verdict(plan: "Plan") -> str:
+def _device_verdict(plan: Plan) -> str:
     machine = plan.hardware
     if machine is None:
         return ""
@@ -434,16 +423,6 @@ def _verdict(fits: bool | None) -> str:
 
 _COLOURS = ("#4c72b0", "#dd8452", "#937860", "#55a868", "#c44e52", "#8172b3", "#64b5cd")
 _FREE = "#8884"  # visible on white and on black pages
-
-
-def as_html(plan: "Plan") -> str:
-    """The plan as a notebook shows it."""
-    tables = html_table(group_cells(plan), header=True) + html_table(total_cells(plan))
-    bars = "".join(map(_bar, fills(plan)))
-    warnings = "".join(f"<p>{html_red(f'warning: {text}')}</p>" for text in plan.warnings)
-    lines = (f"<div><strong>{html.escape(line)}</strong></div>" for line in summary(plan))
-    heading = f"{''.join(lines)}<p>{html.escape(title(plan))}</p>"
-    return html_box(heading, warnings, html_beside(tables, bars))
 
 
 def _bar(fill: Fill) -> str:
@@ -480,3 +459,23 @@ def _heading(fill: Fill) -> str:
     of = "" if fill.limit is None else f" of {sized(fill.limit)}"
     said = html.escape(f"{fill.name}: {sized(fill.needed)}{of}")
     return said if fill.fits else f"{said} {html_red(UNFIT)}"
+
+
+class ShownPlan(Plan):
+    """A plan as `plan` returns it."""
+
+    def __repr__(self) -> str:
+        """Returns the plan as a plain text table."""
+        blocks = [aligned(group_cells(self)), aligned(total_cells(self))]
+        if self.warnings:
+            blocks.append("\n".join(f"warning: {warning}" for warning in self.warnings))
+        return "\n".join([*summary(self), "", title(self), ""]) + "\n" + "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        """Returns the plan as a notebook shows it."""
+        tables = html_table(group_cells(self), header=True) + html_table(total_cells(self))
+        bars = "".join(map(_bar, fills(self)))
+        warnings = "".join(f"<p>{html_red(f'warning: {text}')}</p>" for text in self.warnings)
+        lines = (f"<div><strong>{html.escape(line)}</strong></div>" for line in summary(self))
+        heading = f"{''.join(lines)}<p>{html.escape(title(self))}</p>"
+        return html_box(heading, warnings, html_beside(tables, bars))
