@@ -14,14 +14,14 @@ import optax
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, find_leaves
-from megatrain_jax._src.engine.program.layers.index import Index, index_of, joined, selector
+from megatrain_jax._src.engine.program.layers.sliced_values import Index, index_of, joined, selector
 from megatrain_jax._src.engine.program.layers.stacks import Stack
 from megatrain_jax._src.engine.program.optimizer.cut import (
+    Fragment,
     OptimizerCut,
     assemble_state,
     cut_optimizer,
 )
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from megatrain_jax._src.engine.program.axes import Label
-from megatrain_jax._src.engine.program.tiling.flow import LabelPropagator, chosen, flow_of
-from megatrain_jax._src.engine.program.tiling.loop_order import TileLoop, ordered
+from megatrain_jax._src.engine.program.tiling.flow import (
+    LabelPropagator,
+    TileLoop,
+    chosen,
+    flow_of,
+    ordered,
+)
 from megatrain_jax._src.engine.program.tiling.tiled import Tiled, tiled
 from runs import check_close
 
@@ -43,10 +48,10 @@ def all_divisions(jaxpr, num_tiles):
             label = Label(axis, 1, size // num_tiles)
             if size % num_tiles or (v, label) in seen:
                 continue
-            carried = propagator.carry(v, label, num_tiles)
-            seen.update(carried.labels)
+            ways, labels = propagator.carry(v, label, num_tiles)
+            seen.update(labels)
             for last in (False, True):
-                labels = chosen(flow, carried, last=last)
+                labels = chosen(flow, ways, last=last)
                 steps = ordered(flow, labels)
                 yield Tiled(
                     jaxpr=jaxpr, num_tiles=num_tiles, num_rows=num_tiles, flow=flow,

@@ -31,7 +31,7 @@ from megatrain_jax._src.engine.kernels.steps import as_facts, scaling_of
 from megatrain_jax._src.engine.options.batch_checks import check_batch, check_like, other_arrays
 from megatrain_jax._src.engine.options.inputs import check_data
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.layers.index import Index, joined
+from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined
 from megatrain_jax._src.engine.program.optimizer.cut import assemble_state
 from megatrain_jax._src.engine.report.table import trainer_cells
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy

@@ -14,8 +14,7 @@ import small
 from inside import spec_of, store_of
 from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.common.trees import path_name
-from megatrain_jax._src.engine.adapt.adapters import adapt
-from megatrain_jax._src.engine.adapt.model_kinds import trainable_mask
+from megatrain_jax._src.engine.adapt.adapters import adapt, trainable_mask
 from megatrain_jax._src.engine.schedule.instructions import Op
 from messages import refuses, tells, warns
 from optimizers import OPTIMIZERS

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain_jax._src.engine.checkpoint import chunks
 from megatrain_jax._src.engine.checkpoint.chunks import Grid, chunk_of, grid_of
-from megatrain_jax._src.engine.program.layers.index import (
+from megatrain_jax._src.engine.program.layers.sliced_values import (
     Index,
     Range,
     index_of,

@@ -9,7 +9,7 @@ from cut_cases import cut_case, trace_case
 from cuts import run_stages
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import power
-from megatrain_jax._src.engine.program.layers.index import selector
+from megatrain_jax._src.engine.program.layers.sliced_values import selector
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of
 from megatrain_jax._src.engine.program.structural_key import structural_key
 from messages import refuses

@@ -18,7 +18,7 @@ from inside import spec_of
 from megatrain_jax._src.engine.adapt.adapters import adapt
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers import known
-from megatrain_jax._src.engine.program.layers.index import selector
+from megatrain_jax._src.engine.program.layers.sliced_values import selector
 from megatrain_jax._src.engine.program.loss.trace import cut_loss, leaves_of, trace_loss
 from messages import refuses, tells
 

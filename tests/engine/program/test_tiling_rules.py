@@ -12,7 +12,7 @@ from jax.extend.random import threefry2x32_p
 import random_functions
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import Label
-from megatrain_jax._src.engine.program.tiling.tile_loop import _wide_product, tile_of_bits
+from megatrain_jax._src.engine.program.tiling.tiled import _wide_product, tile_of_bits
 from runs import check_close
 from tilings import TOLERANCE, all_divisions, flat_jaxpr, in_loops, loops_of
 

@@ -86,20 +86,8 @@ def initial_values_of(
         shapes: shapes with the dtypes to cast to, parameters first.
     """
     values = [*params, *variables]
-
-    def value(index: int) -> jax.Array:
-        return strong_array(values[index], shapes[index].dtype)
-
-    def leaves(indices: Sequence[int]) -> list[jax.Array]:
-        return [value(_checked_index(index, len(params))) for index in indices]
-
-    def copies() -> tuple[jax.Array, ...]:
-        return _copies([value(index) for index in range(len(params), len(values))])
-
-    dtypes = tuple(shape.dtype for shape in shapes[: len(params)])
-    leaked_tracer = jx.leaked_tracer(values)
-    return InitialValues(
-        leaves=leaves, dtypes=dtypes, variables=copies, leaked_tracer=leaked_tracer
+    return _initial_values(
+        lambda indices: [values[index] for index in indices], len(params), shapes, values
     )
 
 
@@ -142,20 +130,45 @@ def initial_values_of_trace(
                 "The model's initial values depend on the values of `sample_batch`, which "
                 "holds only shapes (jax.ShapeDtypeStruct); pass a `sample_batch` of arrays."
             )
-        values = jx.evaluate(sliced, needed)
-        found = dict(zip(wanted, values, strict=True))
-        return [strong_array(found[index], shapes[index].dtype) for index in indices]
+        found = dict(zip(wanted, jx.evaluate(sliced, needed), strict=True))
+        return [found[index] for index in indices]
+
+    return _initial_values(evaluate, num_params, shapes, consts)
+
+
+def _initial_values(
+    evaluate: Callable[[Sequence[int]], list[Any]],
+    num_params: int,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    held: Sequence[Any],
+) -> InitialValues:
+    """Initial values from a function that gives values by number, parameters first.
+
+    Args:
+        evaluate: The function.
+        num_params: Number of parameter leaves.
+        shapes: Shapes with the dtypes to cast to.
+        held: All arrays that the function holds.
+    """
+
+    def cast(indices: Sequence[int]) -> list[jax.Array]:
+        rows = zip(evaluate(indices), indices, strict=True)
+        return [strong_array(value, shapes[index].dtype) for value, index in rows]
 
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
-        return evaluate([_checked_index(index, num_params) for index in indices])
+        assert all(0 <= i < num_params for i in indices), f"of {num_params} leaves: {indices}"
+        return cast(indices)
 
     def variables() -> tuple[jax.Array, ...]:
-        return _copies(evaluate(range(num_params, num_outputs)))
+        # A training step may donate its state, and that must not delete the user's arrays.
+        values = cast(range(num_params, len(shapes)))
+        return tuple(jnp.array(value, copy=True) for value in values)
 
-    dtypes = tuple(shape.dtype for shape in shapes[:num_params])
-    leaked_tracer = jx.leaked_tracer(consts)
     return InitialValues(
-        leaves=leaves, dtypes=dtypes, variables=variables, leaked_tracer=leaked_tracer
+        leaves=leaves,
+        dtypes=tuple(shape.dtype for shape in shapes[:num_params]),
+        variables=variables,
+        leaked_tracer=jx.leaked_tracer(held),
     )
 
 
@@ -189,13 +202,3 @@ def _split_scalars(jaxpr: Any, given: Sequence[Any]) -> tuple[Any, Any]:
         jx.sub_jaxpr(jaxpr, apart, variables, scalars),
         jx.sub_jaxpr(jaxpr, rest, [*variables, *scalars], jaxpr.outvars),
     )
-
-
-def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    # A training step may donate its state, and that must not delete the user's arrays.
-    return tuple(jnp.array(value, copy=True) for value in values)
-
-
-def _checked_index(index: int, num_params: int) -> int:
-    assert 0 <= index < num_params, f"no parameter leaf {index}: there are {num_params}"
-    return index

@@ -138,17 +138,13 @@ def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
 
 def _line_of(error: Exception) -> str:
     """The last line of the user's code in an error's traceback, in words; "" if there is none."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [
-        at
-        for at, (frame, _) in enumerate(frames)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
-        and not frame.f_code.co_filename.startswith("<")
-    ]
-    if not own:
-        return ""
-    last = traceback.extract_tb(error.__traceback__)[own[-1]]
-    return f", at {Path(last.filename).name}:{last.lineno}, `{last.line}`"
+    place = ""
+    lines = traceback.extract_tb(error.__traceback__)
+    for (frame, _), line in zip(traceback.walk_tb(error.__traceback__), lines, strict=True):
+        is_library = frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
+        if not is_library and not frame.f_code.co_filename.startswith("<"):
+            place = f", at {Path(line.filename).name}:{line.lineno}, `{line.line}`"
+    return place
 
 
 def checked_result(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatrain_jax._src.engine.program.layers.index import (
+from megatrain_jax._src.engine.program.layers.sliced_values import (
     Index,
     Range,
     range_of,

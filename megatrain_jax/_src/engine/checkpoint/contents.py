@@ -53,7 +53,12 @@ import xxhash
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint.chunks import Grid, grid_of
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError
-from megatrain_jax._src.engine.program.layers.index import Index, numbers, range_of, sliced_axes
+from megatrain_jax._src.engine.program.layers.sliced_values import (
+    Index,
+    numbers,
+    range_of,
+    sliced_axes,
+)
 from megatrain_jax._src.engine.runtime.store import Reader, Store
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state.codec import Blockwise, Nf4

@@ -18,9 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.trees import described, listed, module_path
-from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, flatten
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues, strong_array
-from megatrain_jax._src.engine.adapt.model_kinds import flatten
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.contents import (
     Checksums,

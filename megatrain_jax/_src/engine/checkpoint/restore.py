@@ -63,7 +63,7 @@ from megatrain_jax._src.engine.checkpoint.folder import (
     read_error,
 )
 from megatrain_jax._src.engine.checkpoint.orbax import ChunkReader
-from megatrain_jax._src.engine.program.layers.index import Index, selector
+from megatrain_jax._src.engine.program.layers.sliced_values import Index, selector
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state.host_leaves import (

@@ -26,7 +26,7 @@ from megatrain_jax._src.engine.kernels.kernel import Kernel, placed
 from megatrain_jax._src.engine.kernels.stage_kernels import shardings
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.loss.stages import Program
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
+from megatrain_jax._src.engine.program.optimizer.cut import Fragment
 from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment, groups_behind
+from megatrain_jax._src.engine.program.optimizer.cut import Fragment, groups_behind
 from megatrain_jax._src.engine.state.codec import Array, Draw
 from megatrain_jax._src.engine.state.layout import GroupLayout, Layout, Segment
 

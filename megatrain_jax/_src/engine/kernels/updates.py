@@ -41,13 +41,12 @@ from megatrain_jax._src.engine.kernels.update_pieces import (
     update_in_pieces,
 )
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.engine.program.optimizer.cut import Fragment, OptimizerCut
 from megatrain_jax._src.engine.program.optimizer.elementwise import (
     Reduction,
     find_elementwise_functions,
     find_reductions,
 )
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
 from megatrain_jax._src.engine.state.layout import GroupLayout, Layout
 from megatrain_jax._src.engine.state.placement import Placement
 

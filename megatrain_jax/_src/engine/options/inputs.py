@@ -17,9 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.trees import path_name
-from megatrain_jax._src.engine.adapt.adapters import check_model
+from megatrain_jax._src.engine.adapt.adapters import check_model, flatten, is_pytree_model
 from megatrain_jax._src.engine.adapt.loss_function import check_loss, name_of
-from megatrain_jax._src.engine.adapt.model_kinds import flatten, is_pytree_model
 from megatrain_jax._src.engine.options.machine import mesh_of
 from megatrain_jax._src.engine.options.options import EvalData, are_batches
 

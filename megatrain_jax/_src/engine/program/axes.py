@@ -52,6 +52,7 @@ from megatrain_jax._src.engine.program.primitives import (
     CUMULATIVE,
     MATRICES,
     REDUCTIONS,
+    WINDOW_REDUCTIONS,
     is_elementwise,
 )
 
@@ -290,7 +291,7 @@ _RULES: dict[str, Callable[[Any], Iterator[AxisGroup]]] = {
     **dict.fromkeys(MATRICES, _matrices),
     "pad": _pad,
     "random_bits": _random_bits,
-    **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _windows),
+    **dict.fromkeys(WINDOW_REDUCTIONS, _windows),
     "rev": _along("dimensions"),
     **dict.fromkeys([*ADDING, "scatter", *_OTHER_SCATTERS], _scatter),
     "sharding_constraint": _constrained,

@@ -15,6 +15,7 @@ The last stage has no separate forward, so in its backward both stay.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,14 +40,10 @@ def is_ordered(eqn: Any) -> bool:
 def ordered_callbacks(jaxpr: Any) -> list[str]:
     """The ordered prints and callbacks of a jaxpr, as users write them: `io_callback(log)`."""
     found: dict[str, None] = {}
-    for eqn in jaxpr.eqns:
-        if not is_ordered(eqn):
-            continue
+    for eqn in filter(is_ordered, jaxpr.eqns):
         inner = jx.inner_jaxprs(eqn)
-        if not inner:
-            found.setdefault(_shown(eqn))
-        for body in inner:
-            found.update(dict.fromkeys(ordered_callbacks(body)))
+        names = itertools.chain(*map(ordered_callbacks, inner)) if inner else [_shown(eqn)]
+        found.update(dict.fromkeys(names))
     return list(found)
 
 
@@ -165,11 +162,9 @@ def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
         # A carry that becomes late in one iteration is late from the start of the next.
-        while any(
-            o and not i
-            for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)
-        ):
-            for k in range(carry):
-                operands[consts + k] |= outs[k]
+        carried = slice(consts, consts + carry)
+        while any(o and not i for o, i in zip(outs[:carry], operands[carried], strict=True)):
+            pairs = zip(outs[:carry], operands[carried], strict=True)
+            operands[carried] = [o or i for o, i in pairs]
             silenced, outs = _without(jaxpr, operands, False)
     return silenced

@@ -57,6 +57,7 @@ from megatrain_jax._src.engine.program.primitives import (
     PRODUCTS,
     REDUCTIONS,
     REMAT,
+    WINDOW_REDUCTIONS,
 )
 
 # The kernels of `jax.nn.dot_product_attention(implementation="cudnn")`, before and after lowering.
@@ -225,11 +226,8 @@ def is_depthwise(eqn: Any) -> bool:
     """Whether an equation is a convolution that filters each channel by itself."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
-    groups, channels = (
-        eqn.params["feature_group_count"],
-        eqn.params["dimension_numbers"].lhs_spec[1],
-    )
-    return 1 < groups == eqn.invars[0].aval.shape[channels]
+    channels = eqn.params["dimension_numbers"].lhs_spec[1]
+    return 1 < eqn.params["feature_group_count"] == eqn.invars[0].aval.shape[channels]
 
 
 def equation_flops(eqn: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
@@ -315,13 +313,10 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv_general_dilated,
-    "reduce_window_sum": _reduce_window,
-    "reduce_window_max": _reduce_window,
-    "reduce_window_min": _reduce_window,
+    **dict.fromkeys(WINDOW_REDUCTIONS, _reduce_window),
     # Not an addition, but its parameters hold a jaxpr that would be counted.
     "scatter": lambda eqn: 0,
-    "scatter-add": lambda eqn: _num_floats(eqn.invars[2]),
-    "scatter-mul": lambda eqn: _num_floats(eqn.invars[2]),
+    **dict.fromkeys(("scatter-add", "scatter-mul"), lambda eqn: _num_floats(eqn.invars[2])),
     "fft": _fft,
     "polynomial": _polynomial,
     "pallas_call": _pallas_call,

@@ -62,6 +62,7 @@ ARITHMETIC = _NUMBERS | {"regularized_incomplete_beta"}
 REDUCTIONS = _names("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 ARG_REDUCTIONS = _names("argmax argmin")
 CUMULATIVE = _names("cumlogsumexp cummax cummin cumprod cumsum")
+WINDOW_REDUCTIONS = _names("reduce_window_max reduce_window_min reduce_window_sum")
 
 # Operations that only rearrange or select elements.
 LAYOUT = _names(
@@ -109,13 +110,10 @@ def is_elementwise(eqn: Any) -> bool:
     if eqn.primitive.name not in ELEMENTWISE:
         return False
     shape = eqn.outvars[0].aval.shape
-    return all(not a.aval.shape or _is_repeated_to(a.aval.shape, shape) for a in eqn.invars)
-
-
-def _is_repeated_to(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    return len(shape) == len(result) and all(
-        n in (1, m) for n, m in zip(shape, result, strict=True)
-    )
+    operands = [a.aval.shape for a in eqn.invars if a.aval.shape]
+    same_rank = all(len(own) == len(shape) for own in operands)
+    lengths = (pair for own in operands for pair in zip(own, shape, strict=True))
+    return same_rank and all(n in (1, m) for n, m in lengths)
 
 
 def draws(name: str) -> bool:

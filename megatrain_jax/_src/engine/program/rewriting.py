@@ -261,7 +261,8 @@ def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_device
     """
 
     def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
-        if _is_oversized(eqn, num_devices):
+        shapes = (v.aval.shape for v in eqn.invars[:3])
+        if is_attention(eqn) and are_oversized(shapes, num_devices):
             return _divided(eqn, ins, num_devices)
         return jx.bind(_with_pieces_within(eqn, num_devices), ins)
 
@@ -291,10 +292,6 @@ def _with_pieces_within(eqn: Any, num_devices: int) -> Any:
     return eqn.replace(params={name: rewritten(value) for name, value in eqn.params.items()})
 
 
-def _is_oversized(eqn: Any, num_devices: int) -> bool:
-    return is_attention(eqn) and are_oversized((v.aval.shape for v in eqn.invars[:3]), num_devices)
-
-
 def _num_elements(shape: tuple[int, ...], num_devices: int) -> int:
     """Number of elements of queries, keys or values on each device."""
     rows, *others = shape
@@ -315,7 +312,24 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     by_heads = size <= num_keys * _MOST_ELEMENTS
     count = num_keys if by_heads else rows
     fitting = count * _MOST_ELEMENTS // size
-    _check(eqn, fitting if by_heads or num_devices == 1 else 0)
+    problem = None
+    if not fitting or not by_heads and num_devices > 1:
+        problem = "so has one head of keys with its queries in one row: use shorter sequences"
+    elif eqn.params.get("dropout_rate"):
+        problem = (
+            "with dropout it can't be computed for some heads at a time: use none, or shorter "
+            "sequences"
+        )
+    elif any(eqn.params.get("variadic_args", ())):
+        problem = (
+            "with a bias or a mask it can't be computed for some heads at a time: leave it out, or "
+            "use shorter sequences"
+        )
+    if problem:
+        raise ValueError(
+            f"attention over queries of shape {query.shape} has more elements than cuDNN counts "
+            f"({_MOST_ELEMENTS:,}), and {problem}"
+        )
 
     def axis_of(x: Any) -> int:
         """The divided axis: statistics, (rows, heads, length), have one axis less."""
@@ -345,24 +359,3 @@ def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
         return eqn
     new = tuple(a.update(shape=jax.eval_shape(piece, jx.shape_of(a)).shape) for a in results)
     return eqn.replace(params={**eqn.params, "result_avals": new})
-
-
-def _check(eqn: Any, fitting: int) -> None:
-    problem = None
-    if not fitting:
-        problem = "so has one head of keys with its queries in one row: use shorter sequences"
-    elif eqn.params.get("dropout_rate"):
-        problem = (
-            "with dropout it can't be computed for some heads at a time: use none, or shorter "
-            "sequences"
-        )
-    elif any(eqn.params.get("variadic_args", ())):
-        problem = (
-            "with a bias or a mask it can't be computed for some heads at a time: leave it out, or "
-            "use shorter sequences"
-        )
-    if problem:
-        raise ValueError(
-            f"attention over queries of shape {eqn.invars[0].aval.shape} has more elements than "
-            f"cuDNN counts ({_MOST_ELEMENTS:,}), and {problem}"
-        )

@@ -26,6 +26,7 @@ keys, because each layer has its own list. Functions with a variable that is ass
 different keys too.
 """
 
+import contextlib
 import dataclasses
 import dis
 import functools
@@ -78,17 +79,14 @@ def function_key(function: Any, depth: int = 0) -> Hashable:
         parts = function.func, function.args, tuple(sorted(function.keywords.items()))
         return ("partial", _value_key(parts, depth + 1))
     defaults = function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items()))
+    num_variables = len(function.__closure__ or ())
     return (
         "function",
         id(function.__code__),
         id(function.__globals__),
         _value_key(defaults, depth + 1),
-        tuple(_variable_key(function, i, depth + 1) for i in range(_num_variables(function))),
+        tuple(_variable_key(function, i, depth + 1) for i in range(num_variables)),
     )
-
-
-def _num_variables(function: types.FunctionType) -> int:
-    return len(function.__closure__ or ())
 
 
 def _variable_key(function: types.FunctionType, i: int, depth: int) -> Hashable:
@@ -98,14 +96,12 @@ def _variable_key(function: types.FunctionType, i: int, depth: int) -> Hashable:
     another function or a running call that shares the variable.
     """
     cells = function.__closure__ or ()
-    if _references(function, i) > _ALONE or _assigns(function.__code__):
-        return ("variable", id(cells[i]))
-    try:
-        value = cells[i].cell_contents
-    except ValueError:  # not assigned yet
-        return ("variable", id(cells[i]))
-    # JAX's own functions never change the variables they close over.
-    return _value_key(value, depth, (function.__module__ or "").startswith("jax."))
+    if _references(function, i) <= _ALONE and not _assigns(function.__code__):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            # JAX's own functions never change the variables they close over.
+            of_jax = (function.__module__ or "").startswith("jax.")
+            return _value_key(cells[i].cell_contents, depth, of_jax)
+    return ("variable", id(cells[i]))
 
 
 def _references(function: types.FunctionType, i: int) -> int:
@@ -114,17 +110,8 @@ def _references(function: types.FunctionType, i: int) -> int:
     return sys.getrefcount(function.__closure__[i])
 
 
-def _probe() -> types.FunctionType:
-    variable = object()
-
-    def function() -> object:
-        return variable
-
-    return function
-
-
 # The reference count of an unshared variable; it depends on the interpreter.
-_ALONE = _references(_probe(), 0)
+_ALONE = _references((lambda variable: lambda: variable)(object()), 0)
 
 
 def _value_key(value: Any, depth: int, with_collections: bool = False) -> Hashable:
@@ -250,14 +237,6 @@ def _inner_key(jaxpr, level):
     return known[level]
 
 
-def variable_numbers(jaxpr: Any) -> dict[Any, int]:
-    """The number that `structural_key` gives to each variable."""
-    numbers: dict[Any, int] = {}
-    for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
-        numbers[v] = len(numbers)
-    return numbers
-
-
 def _aval_key(aval):
     return (
         getattr(aval, "shape", None),
@@ -313,7 +292,9 @@ def _param_key(value, level):
         return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
     if isinstance(value, (np.ndarray, jax.Array)):
         return value_key(value)
-    if _is_frozen_dataclass(value):
+    dataclass = getattr(type(value), "__dataclass_params__", None)
+    # The fields of a frozen dataclass define it for good.
+    if dataclass is not None and dataclass.frozen:
         # A Pallas grid, with jaxprs that are new in each trace, or a function with its arguments.
         fields = (getattr(value, field.name) for field in dataclasses.fields(value))
         return (type(value), *(_param_key(v, level) for v in fields))
@@ -330,20 +311,12 @@ def _param_key(value, level):
     return (type(value).__name__, value)
 
 
-def _is_frozen_dataclass(value):
-    """Whether a value is a frozen dataclass, so that its fields define it for good."""
-    params = getattr(type(value), "__dataclass_params__", None)
-    return params is not None and params.frozen
-
-
 def _vjp_key(eqn):
     """The key of one equation's VJP, which distinguishes two custom derivative rules."""
     if eqn.params.get("symbolic_zeros"):
         raise _AsksForPerturbedError
     try:
-        return _key_of_pullback(
-            lambda *args: jx.bind(eqn, args), eqn.invars, eqn.outvars, [True] * len(eqn.invars)
-        )
+        return _key_of_pullback(lambda *args: jx.bind(eqn, args), eqn, [True] * len(eqn.invars))
     except Exception as error:
         # The user's own rule may raise anything.
         raise _AsksForPerturbedError from error
@@ -353,27 +326,25 @@ def _pullback_key(jaxpr, perturbed):
     """The key of a jaxpr's VJP with some inputs perturbed; it contains the results of its rules."""
     if not jaxpr.outvars or not any(perturbed):
         return ()
-    return _key_of_pullback(
-        lambda *args: jx.evaluate(jaxpr, args), jaxpr.invars, jaxpr.outvars, perturbed
-    )
+    return _key_of_pullback(lambda *args: jx.evaluate(jaxpr, args), jaxpr, perturbed)
 
 
-def _key_of_pullback(function, invars, outvars, perturbed):
-    """The key of a function's values and cotangents, as a jaxpr of operands and cotangents."""
-    is_diff = [p and jx.is_float(v.aval) for p, v in zip(perturbed, invars, strict=True)]
-    keep = [jx.is_float(v.aval) for v in outvars]
+def _key_of_pullback(function, source, perturbed):
+    """The key of a function's values and cotangents, as a jaxpr of operands and cotangents.
+
+    Its operands and results are those of `source`, an equation or a jaxpr.
+    """
+    is_diff = [p and jx.is_float(v.aval) for p, v in zip(perturbed, source.invars, strict=True)]
+    keep = [jx.is_float(v.aval) for v in source.outvars]
 
     def vjp(diff, others, cotangents):
-        diff_out, pull = jax.vjp(
-            lambda *d: _floats(function(*jx.merge(is_diff, d, others)), keep), *diff
-        )
+        def floats(*diff):
+            return jx.split(keep, function(*jx.merge(is_diff, diff, others)))[0]
+
+        diff_out, pull = jax.vjp(floats, *diff)
         return diff_out, pull(cotangents)
 
-    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in invars])
-    cotangents = [jx.shape_of(v.aval) for v, k in zip(outvars, keep, strict=True) if k]
+    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in source.invars])
+    cotangents, _ = jx.split(keep, [jx.shape_of(v.aval) for v in source.outvars])
     traced = jx.trace(vjp, diff, others, cotangents)
     return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
-
-
-def _floats(values, keep):
-    return [v for v, k in zip(values, keep, strict=True) if k]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.engine.program.layers.index import selector
+from megatrain_jax._src.engine.program.layers.sliced_values import selector
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.spec.run_spec import RunSpec
 from megatrain_jax._src.engine.state.layout import Layout

@@ -25,7 +25,7 @@ from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.kernels.steps import initial_scalars, initial_state, pack
 from megatrain_jax._src.engine.options.precision_values import NF4
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.layers.index import range_of, selector
+from megatrain_jax._src.engine.program.layers.sliced_values import range_of, selector
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.spec.codecs import stored_dtype
 from megatrain_jax._src.engine.spec.run_spec import RunSpec

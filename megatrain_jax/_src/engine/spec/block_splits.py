@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.layers.index import range_of
+from megatrain_jax._src.engine.program.layers.sliced_values import range_of
 from megatrain_jax._src.engine.program.loss.block_parts import (
     NUMBERS_OF_GROUPS,
     NUMBERS_OF_PARTS,

@@ -27,8 +27,7 @@ from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import flops_by_kind, is_product
 from megatrain_jax._src.engine.program.loss.gradients import leaves_read
 from megatrain_jax._src.engine.program.loss.stages import Program
-from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
+from megatrain_jax._src.engine.program.optimizer.cut import Fragment, OptimizerCut
 from megatrain_jax._src.engine.schedule.workload import Costs, Link
 from megatrain_jax._src.engine.spec.traffic import (
     depthwise_seconds,

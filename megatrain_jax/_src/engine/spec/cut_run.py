@@ -10,8 +10,7 @@ import optax
 
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.trees import path_name
-from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
-from megatrain_jax._src.engine.adapt.model_kinds import trainable_mask
+from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, trainable_mask
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
 from megatrain_jax._src.engine.program import jaxpr as jx

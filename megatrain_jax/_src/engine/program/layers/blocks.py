@@ -27,7 +27,9 @@ which run side by side.
 """
 
 import dataclasses
+import functools
 import itertools
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -38,14 +40,16 @@ import numpy as np
 
 from megatrain_jax._src.common.trees import ModelPath, module_path
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.layers.index import (
+from megatrain_jax._src.engine.program.layers.sliced_values import (
     Index,
+    SlicedValue,
+    Value,
     numbers,
     remaining,
     shown,
     sliced_axes,
+    stacked,
 )
-from megatrain_jax._src.engine.program.layers.sliced_values import SlicedValue, Value, stacked
 from megatrain_jax._src.engine.program.layers.stacks import Stack
 
 # The matrices of an element: path below the element, and shape.
@@ -77,18 +81,9 @@ class Parameter:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """The cut of an element at the lists inside it.
-
-    Attributes:
-        keys: Block of each parameter in a list of layers, by the parameter's number; parameters not
-            listed belong to no block.
-        largest: Elements of the largest layer.
-    """
-
-    keys: dict[int, ModelPath]
-    largest: int
+# The cut of an element at the lists inside it: the block of each parameter in a list of layers, by
+# number, while the remaining parameters belong to no block; and the elements of the largest layer.
+_Opened = tuple[dict[int, ModelPath], int]
 
 
 def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
@@ -119,7 +114,7 @@ def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
         for kind, count in lists.kinds(row):
             for element in kind:
                 opened = lists.opened(element, row[element], count)
-                found = opened.keys if opened else dict.fromkeys(row[element], element)
+                found = opened[0] if opened else dict.fromkeys(row[element], element)
                 for i, key in found.items():
                     keys[i] = key
     return keys
@@ -136,12 +131,8 @@ class Lists:
             if stem and (first := self._unnumbered((*above, stem), elements)):
                 elements.add(first)
         # An index without siblings makes no list: `Dense_0` is just a layer's name.
-        self.list_of = {
-            element: place
-            for place, elements in siblings.items()
-            if len(elements) > 1
-            for element in elements
-        }
+        lists = [(place, elements) for place, elements in siblings.items() if len(elements) > 1]
+        self.list_of = {element: place for place, elements in lists for element in elements}
 
     def below(self, members: Iterable[int], depth: int) -> list[dict[ModelPath, list[int]]]:
         """The outermost lists below a depth of the paths: for each, its elements' parameters."""
@@ -192,11 +183,12 @@ class Lists:
                 are_layers = self.repeats(kind, row, count, likes) and self.in_series(inside)
                 for inner in kind:
                     cut = self.opened(inner, row[inner], count)
-                    found.update(cut.keys if cut else dict.fromkeys(row[inner], inner))
+                    found.update(cut[0] if cut else dict.fromkeys(row[inner], inner))
                     if cut or are_layers:
                         any_layers = True
                         layers[inner] = row[inner]
-                        largest = max(largest, cut.largest if cut else self._size(row[inner]))
+                        size = sum(self.parameters[i].size for i in row[inner])
+                        largest = max(largest, cut[1] if cut else size)
             # A list is cut as a whole: if it has layers of one kind, all its elements are blocks.
             if any_layers:
                 keys.update(found)
@@ -206,7 +198,7 @@ class Lists:
         sizes = {i: self.parameters[i].size * self.parameters[i].count for i in members}
         beside = sum(n for i, n in sizes.items() if i not in held and n <= largest)
         good = held and sum(sizes[i] for i in held) >= 3 * beside
-        return _Opened(keys=keys, largest=largest) if good else None
+        return (keys, largest) if good else None
 
     def repeats(self, kind: list[ModelPath], row, count: int, likes: int) -> bool:
         """Whether like elements are numerous enough to be layers of an element with `likes` likes.
@@ -229,12 +221,11 @@ class Lists:
             return any(up is not None and up & masks[a] for up in before[b])
 
         if len(elements) == 1:  # a stack: if it is upstream of itself, its slices run in series
-            return any(
-                up is not None and up >> i & 1 for i, up in zip(elements[0], before[0], strict=True)
-            )
+            ups = zip(elements[0], before[0], strict=True)
+            return any(up is not None and up >> i & 1 for i, up in ups)
         # A list may be traversed backwards: paths don't tell the order of calls.
-        pairs = list(zip(read, read[1:], strict=False))
-        return bool(pairs) and all(follows(b, a) or follows(a, b) for a, b in pairs)
+        pairs = itertools.pairwise(read)
+        return len(read) > 1 and all(follows(b, a) or follows(a, b) for a, b in pairs)
 
     def _unnumbered(self, first: ModelPath, elements: set[ModelPath]) -> ModelPath | None:
         """The first element of a list that numbers only later ones, as Keras does; None if none.
@@ -253,10 +244,9 @@ class Lists:
             return None
         matrices = {path: self._matrices(rows, len(path)) for path, rows in found.items()}
         own = matrices.pop(first)
+        is_like = len(own) > 1 and own in matrices.values()
         if len(elements) > 1:
             is_like = any(_alike(own, other) for other in matrices.values())
-        else:
-            is_like = len(own) > 1 and own in matrices.values()
         return first if is_like else None
 
     def _matrices(self, members: Sequence[int], depth: int) -> Matrices:
@@ -264,18 +254,12 @@ class Lists:
         own = [self.parameters[i] for i in members]
         # Gates and biases with two axes would make unlike layers look alike.
         least = max(p.size for p in own) / 16
-        return frozenset(
-            (p.path[depth:], p.shape)
-            for p in own
-            if sum(n > 1 for n in p.shape) > 1 and p.size >= least
-        )
+        found = [p for p in own if sum(n > 1 for n in p.shape) > 1 and p.size >= least]
+        return frozenset((p.path[depth:], p.shape) for p in found)
 
     def _number(self, kind: list[ModelPath], row) -> int:
         slices = row[kind[0]] if kind[0][-1] == STACK else ()
         return max((self.parameters[i].count for i in slices), default=len(kind))
-
-    def _size(self, members: Sequence[int]) -> int:
-        return sum(self.parameters[i].size for i in members)
 
 
 def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
@@ -409,9 +393,7 @@ class _Walk:
             read ^= lowest
 
     def _join(self, sources: Sequence[_Source]) -> _Source:
-        bits = 0
-        for source in sources:
-            bits |= source.bits
+        bits = functools.reduce(operator.or_, (source.bits for source in sources), 0)
         return _Source(self._one(bits), any(s.data for s in sources))
 
     def _one(self, bits: int) -> int:

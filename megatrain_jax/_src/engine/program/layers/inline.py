@@ -38,6 +38,7 @@ Example, with two calls of `f(x) = sin(2 * x)`::
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,9 +108,10 @@ def _scans(eqn, ins, count: int, call: _Call) -> list:
 
     def run(p: int | None) -> list[Any]:
         function, taken = body.of_slice(p)
-        values = [_cell(before[k], ins[k], eqn.invars[k], p) for k in taken]
-        at = [sum(k < end for k in taken) for end in (num_consts, first)]
-        consts, carry, xs = values[: at[0]], values[at[0] : at[1]], values[at[1] :]
+        consts, carry, xs = (
+            [_cell(before[k], ins[k], eqn.invars[k], p) for k in taken if start <= k < end]
+            for start, end in itertools.pairwise((0, num_consts, first, len(ins)))
+        )
 
         def trip(carry, x):
             out = function([*consts, *carry, *x])
@@ -199,10 +201,8 @@ class _SlicedBody:
         last = num_consts + num_carry
 
         def on_slices(rows):
-            args = [
-                own.whole(list(map(Value, row))) for row, own in zip(rows, operands, strict=True)
-            ]
-            values = call(body, args)
+            pairs = zip(rows, operands, strict=True)
+            values = call(body, [own.whole(list(map(Value, row))) for row, own in pairs])
             # A carried value that starts whole, such as zeros, may be sliced after a trip.
             # Conversely, if the trip returns a sliced operand whole, each of its slices must depend
             # on one slice, or slices meet.
@@ -211,10 +211,8 @@ class _SlicedBody:
             results[:] = [g if g.axes else f for g, f in zip(given, found, strict=True)]
             if any(own.axes and own.count != count for own in found):
                 raise _SlicesDependError  # only part of the slices, or several together
-            return [
-                [own.cell(v, p).array for p in range(own.count)]
-                for v, own in zip(values, results, strict=True)
-            ]
+            pairs = zip(values, results, strict=True)
+            return [[own.cell(v, p).array for p in range(own.count)] for v, own in pairs]
 
         while True:
             rows = [
@@ -229,23 +227,23 @@ class _SlicedBody:
         found._check()
         return found
 
-    def _inputs(self) -> list[list[Any]]:
-        """The variables of each operand's slices."""
-        rest = iter(self.traced.jaxpr.invars[len(self.traced.consts) :])
-        return [[next(rest) for _ in range(own.count)] for own in self.operands]
-
-    def _outputs(self) -> list[list[Any]]:
-        """The variables of each result's slices."""
-        rest = iter(self.traced.jaxpr.outvars)
-        return [[next(rest) for _ in range(own.count)] for own in self.results]
+    def _slices(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        """The variables of each operand's slices, and of each result's."""
+        invars = iter(self.traced.jaxpr.invars[len(self.traced.consts) :])
+        outvars = iter(self.traced.jaxpr.outvars)
+        return (
+            [list(itertools.islice(invars, own.count)) for own in self.operands],
+            [list(itertools.islice(outvars, own.count)) for own in self.results],
+        )
 
     def _check(self) -> None:
         behind: dict[Any, frozenset[int]] = {}  # the slices that each variable depends on
-        for row, own in zip(self._inputs(), self.operands, strict=True):
+        inputs, outputs = self._slices()
+        for row, own in zip(inputs, self.operands, strict=True):
             behind.update((v, frozenset((p,) if own.axes else ())) for p, v in enumerate(row))
         for eqn in self.traced.jaxpr.eqns:
             behind.update(dict.fromkeys(eqn.outvars, jx.union(behind, eqn.invars)))
-        for row, own in zip(self._outputs(), self.results, strict=True):
+        for row, own in zip(outputs, self.results, strict=True):
             for p, v in enumerate(row):
                 if jx.union(behind, [v]) - {p if own.axes else None}:
                     raise _SlicesDependError
@@ -262,8 +260,8 @@ class _SlicedBody:
             return {k: row[p or 0 if own.axes else 0] for k, (row, own) in pairs
                     if p is not None or not own.axes}  # fmt: skip
 
-        ins = chosen(self._inputs(), self.operands)
-        outs = chosen(self._outputs(), self.results)
+        inputs, outputs = self._slices()
+        ins, outs = chosen(inputs, self.operands), chosen(outputs, self.results)
         consts, jaxpr = self.traced.consts, self.traced.jaxpr
         invars = [*jaxpr.invars[: len(consts)], *ins.values()]
         one = jx.sub_jaxpr(jaxpr, jaxpr.eqns, invars, list(outs.values()))
@@ -283,7 +281,7 @@ class Inliner:
     primal: bool = False
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | SlicedValue]) -> list:
-        """Evaluates an open jaxpr on values, under the caller's trace."""
+        """Evaluates an open jaxpr on constants and values, under the caller's trace."""
 
         def results_of(eqn: Any, ins: list[Any]) -> Sequence[Any]:
             with eqn.ctx.manager:  # the mesh may differ between equations
@@ -298,7 +296,8 @@ class Inliner:
         pieces = [v for v in ins if isinstance(v, SlicedValue)]
         # A remat over several blocks would be one equation that reads all of them, so it is opened.
         # A remat within a block stays as the user wrote it.
-        if name not in REMAT or pieces or len(_join_known(ins)) > 1:
+        blocks = NOTHING.union(*(v.blocks for v in ins if v.blocks is not None))
+        if name not in REMAT or pieces or len(blocks) > 1:
             rules = CUSTOM_RULES if self.primal else frozenset()
             if inner := jx.called(eqn, CALLS | REMAT | rules):
                 return self._call(inner, ins)
@@ -311,11 +310,9 @@ class Inliner:
             return self._plain(eqn, ins)
         if name == "scan" and _is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
-        if self.primal and name in ("scan", "while"):
-            out = loop_by_slice(eqn, ins, self._call)
-            return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
+        is_loop = self.primal and name in ("scan", "while")
+        out = loop_by_slice(eqn, ins, self._call) if is_loop else slicewise(eqn, ins)
         # An equation that mixes slices gets the whole array, so it reads all their blocks.
-        out = slicewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 
     def _plain(self, eqn, ins):
@@ -349,7 +346,13 @@ class Inliner:
             slicing, cells = common_slicing(cases, var.aval.shape), []
             for p in range(slicing.count):
                 row = [slicing.cell(case, p) for case in cases]
-                cells.append(Value(_choose(which, row), join([index, *row])))
+                arrays = [cell.array for cell in row]
+                # The only case, if all are identical.
+                chosen = arrays[0]
+                if any(a is not chosen for a in arrays):
+                    number = which if len(arrays) > 2 else which.astype(bool)
+                    chosen = jax.lax.select_n(number, *arrays)
+                cells.append(Value(chosen, join([index, *row])))
             out.append(slicing.whole(cells))
         return out
 
@@ -379,15 +382,12 @@ def _is_over_layers(eqn, ins) -> bool:
 
 def is_constant_scalar(eqn, ins) -> bool:
     """Whether an equation computes scalars from scalars known at trace time."""
-    outs = [v.aval for v in eqn.outvars]
-    return (
-        bool(ins)
-        and not eqn.effects
-        and (
-            all(isinstance(v.array, (bool, int, float, np.generic, np.ndarray)) for v in ins)
-            and all(np.ndim(v.array) == 0 for v in ins)
-            and all(getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs)
-        )
+    if eqn.effects or not ins:
+        return False
+    kinds, outs = (bool, int, float, np.generic, np.ndarray), [v.aval for v in eqn.outvars]
+    are_known = all(isinstance(v.array, kinds) and np.ndim(v.array) == 0 for v in ins)
+    return are_known and all(
+        getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs
     )
 
 
@@ -398,19 +398,6 @@ def folded(eqn, ins) -> list:
     """
     with jax.ensure_compile_time_eval():
         return [np.asarray(jax.device_get(a))[()] for a in jx.bind(eqn, [v.array for v in ins])]
-
-
-def _choose(which, cases):
-    """The case with this number, or the only case if all are identical."""
-    arrays = [c.array for c in cases]
-    if len(arrays) == 1 or all(a is arrays[0] for a in arrays):
-        return arrays[0]
-    return jax.lax.select_n(which if len(arrays) > 2 else which.astype(bool), *arrays)
-
-
-def _join_known(values) -> frozenset:
-    """The blocks of the operands that depend only on parameters."""
-    return NOTHING.union(*(v.blocks for v in values if v.blocks is not None))
 
 
 class _NeedsTrace(Exception):

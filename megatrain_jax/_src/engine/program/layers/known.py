@@ -69,11 +69,9 @@ class Known:
 def is_index(aval: Any) -> bool:
     """Whether a value with this type can be an index or an array of indices."""
     dtype = getattr(aval, "dtype", None)
-    return (
-        isinstance(dtype, np.dtype)
-        and np.issubdtype(dtype, np.integer) | (dtype == np.bool_)
-        and jx.num_elements(aval) <= _LARGEST
-    )
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
+        return False
+    return jx.num_elements(aval) <= _LARGEST
 
 
 def constant(value: Any) -> Known | None:

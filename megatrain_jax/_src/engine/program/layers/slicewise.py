@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,7 +42,6 @@ from megatrain_jax._src.engine.program.axes import (
     params_of_part,
     params_of_slice,
 )
-from megatrain_jax._src.engine.program.layers.index import remaining
 from megatrain_jax._src.engine.program.layers.known import Known
 from megatrain_jax._src.engine.program.layers.sliced_values import (
     FOLDS,
@@ -52,6 +51,7 @@ from megatrain_jax._src.engine.program.layers.sliced_values import (
     grid_of,
     join,
     piece,
+    remaining,
     sliced,
     stack,
     value_of,
@@ -64,8 +64,7 @@ from megatrain_jax._src.engine.program.primitives import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Moved:
+class _Moved(NamedTuple):
     """A grid after an operation, and the operation that remains to be done within each slice.
 
     Attributes:
@@ -120,7 +119,7 @@ def _moved_apart(eqn, grid: np.ndarray, axes: tuple[int, ...]) -> list[_Moved] |
         if order is not None and order == tuple(sorted(order)):
             params = None
         turned = grid.transpose(np.argsort(new))
-        found.append(_Moved(grid=turned, axes=tuple(sorted(new)), params=params))
+        found.append(_Moved(turned, tuple(sorted(new)), params))
     return found
 
 
@@ -128,7 +127,7 @@ def _rev(eqn, grid, axes, known):
     dims = eqn.params["dimensions"]
     params = None if set(dims) <= set(axes) else params_of_slice(eqn, axes, ())
     turned = np.flip(grid, tuple(axes.index(d) for d in dims if d in axes))
-    return [_Moved(grid=turned, axes=axes, params=params)]
+    return [_Moved(turned, axes, params)]
 
 
 def _slice(eqn, grid, axes, known):
@@ -138,7 +137,7 @@ def _slice(eqn, grid, axes, known):
     taken = grid[tuple(slice(starts[a], limits[a], strides[a]) for a in axes)]
     whole = remaining(eqn.outvars[0].aval.shape, axes) == remaining(shape, axes)
     params = {**params_of_slice(eqn, axes, axes), "strides": remaining(strides, axes)}
-    return [_Moved(grid=taken, axes=axes, params=None if whole else params)]
+    return [_Moved(taken, axes, None if whole else params)]
 
 
 def _dynamic_slice(eqn, grid, axes, known):
@@ -150,15 +149,11 @@ def _dynamic_slice(eqn, grid, axes, known):
         # XLA clamps a dynamic slice that would reach past an end; so do we.
         first = min(max(int(start.value), 0), shape[a] - sizes[a])
         places.append(slice(first, first + sizes[a]))
-    whole = remaining(sizes, axes) == remaining(shape, axes)
-    return [
-        _Moved(
-            grid=grid[tuple(places)],
-            axes=axes,
-            params=None if whole else params_of_slice(eqn, axes, axes),
-            operands=() if whole else tuple(1 + d for d in range(len(shape)) if d not in axes),
-        )
-    ]
+    taken = grid[tuple(places)]
+    if remaining(sizes, axes) == remaining(shape, axes):
+        return [_Moved(taken, axes, None)]
+    operands = tuple(1 + d for d in range(len(shape)) if d not in axes)
+    return [_Moved(taken, axes, params_of_slice(eqn, axes, axes), operands)]
 
 
 def _gather(eqn, grid, axes, known):
@@ -188,19 +183,15 @@ def _gather(eqn, grid, axes, known):
     taken = cells.reshape((*grid.shape[:at], *places.shape, *grid.shape[at + 1 :]))
     ends = [*(kept[a] for a in axes[:at]), *batch, *(kept[a] for a in axes[at + 1 :])]
     order = np.argsort(ends)
-    return [_Moved(grid=taken.transpose(order), axes=tuple(sorted(ends)), params=None)]
+    return [_Moved(taken.transpose(order), tuple(sorted(ends)), None)]
 
 
 def _squeeze(eqn, grid, axes, known):
     dims = eqn.params["dimensions"]
     taken = grid[tuple(0 if a in dims else slice(None) for a in axes)]
-    return [
-        _Moved(
-            grid=np.asarray(taken),
-            axes=tuple(a - sum(d < a for d in dims) for a in axes if a not in dims),
-            params=None if set(dims) <= set(axes) else params_of_slice(eqn, axes, ()),
-        )
-    ]
+    left = tuple(a - sum(d < a for d in dims) for a in axes if a not in dims)
+    params = None if set(dims) <= set(axes) else params_of_slice(eqn, axes, ())
+    return [_Moved(np.asarray(taken), left, params)]
 
 
 def _reshape(eqn, grid, axes, known):
@@ -217,7 +208,7 @@ def _reshape(eqn, grid, axes, known):
             found += [d for d in news if new[d] > 1]
     same = remaining(new, found) == remaining(old, axes)
     params = None if same else params_of_slice(eqn, axes, found)
-    return [_Moved(grid=grid.reshape([new[d] for d in found]), axes=tuple(found), params=params)]
+    return [_Moved(grid.reshape([new[d] for d in found]), tuple(found), params)]
 
 
 def segments(old: tuple[int, ...], new: tuple[int, ...]):
@@ -246,7 +237,7 @@ def _split(eqn, grid, axes, known):
     if axis not in axes:
         return _moved_apart(eqn, grid, axes)
     parts = np.split(grid, np.cumsum(sizes)[:-1].tolist(), axis=axes.index(axis))
-    return [_Moved(grid=part, axes=axes, params=None) for part in parts]
+    return [_Moved(part, axes, None) for part in parts]
 
 
 def _unstack(eqn, grid, axes, known):
@@ -255,7 +246,7 @@ def _unstack(eqn, grid, axes, known):
         return _moved_apart(eqn, grid, axes)
     new = tuple(a - (axis < a) for a in axes if a != axis)
     rows = np.moveaxis(grid, axes.index(axis), 0)
-    return [_Moved(grid=rows[i, ...], axes=new, params=None) for i in range(len(rows))]
+    return [_Moved(rows[i, ...], new, None) for i in range(len(rows))]
 
 
 # Operations of one array that never change the slices' order among themselves.
@@ -302,10 +293,8 @@ def slicewise(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
         return [value_of(m.grid, m.axes) for m in found]
     changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
     cells = [_bound(changed, [part, *taken]) for part in found[0].grid.flat]
-    return [
-        value_of(grid_of(m.grid.shape, column), m.axes)
-        for m, column in zip(found, zip(*cells, strict=True), strict=True)
-    ]
+    columns = zip(found, zip(*cells, strict=True), strict=True)
+    return [value_of(grid_of(m.grid.shape, column), m.axes) for m, column in columns]
 
 
 def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
@@ -421,10 +410,8 @@ def _apart(eqn, ins: Sequence[Value | SlicedValue]) -> list | None:
     if groups[0].kind == FOLDED:
         fold = FOLDS.get(eqn.primitive.name, jax.lax.add)
         return [_folded(fold, [row[0] for row in cells])]
-    return [
-        _result([row[r] for row in cells], count + r, groups, lengths)
-        for r in range(len(eqn.outvars))
-    ]
+    columns = enumerate(zip(*cells, strict=True), count)
+    return [_result(column, at, groups, lengths) for at, column in columns]
 
 
 def _part(value: Value | SlicedValue, at: int, groups: Sequence[_Group], position) -> Value:
@@ -488,13 +475,11 @@ def _runs_within(eqn, operand: Value | SlicedValue) -> Value | SlicedValue | Non
     if start % run or stop % run or set(params["strides"] or (1,)) != {1}:
         return None
     starts, stops = list(params["start_indices"]), list(params["limit_indices"])
-    starts[axis], stops[axis] = 0, run
-    within = eqn.replace(
-        params={**params, "start_indices": tuple(starts), "limit_indices": tuple(stops)}
-    )
-    taken = operand.grid[start // run : stop // run]
     shape = list(eqn.invars[0].aval.shape)
-    shape[axis] = run
+    starts[axis], stops[axis], shape[axis] = 0, run, run
+    changed = {"start_indices": tuple(starts), "limit_indices": tuple(stops)}
+    within = eqn.replace(params={**params, **changed})
+    taken = operand.grid[start // run : stop // run]
     is_whole = stops == shape and not any(starts)
     cells = [cell if is_whole else _bound(within, [cell])[0] for cell in taken]
     return cells[0] if len(cells) == 1 else SlicedValue(grid_of((len(cells),), cells), (axis,), run)

@@ -53,8 +53,8 @@ import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers import known
-from megatrain_jax._src.engine.program.layers.index import Index, index_of, sliced_axes
 from megatrain_jax._src.engine.program.layers.known import reads_by_counter
+from megatrain_jax._src.engine.program.layers.sliced_values import Index, index_of, sliced_axes
 from megatrain_jax._src.engine.program.layers.slicewise import moved
 from megatrain_jax._src.engine.program.primitives import REDUCTIONS, is_elementwise
 
@@ -157,8 +157,12 @@ class Reads:
         if name == "scan":
             for x in jx.scan_operands(eqn, ins)[2]:
                 self.remade |= set() if x.of_data else x.parameters
-        if name in ("scan", "while"):
-            self._note_loop(eqn, ins)
+        # A loop that slices parameters by its counter without being unrolled.
+        for k, x in enumerate(ins if name in ("scan", "while") else ()):
+            if any(map(self._is_candidate, x.views)):
+                alone = [j == k for j in range(len(ins))]
+                if reads_by_counter(eqn, alone, [y.integers is not None for y in ins]):
+                    self.looped |= x.parameters
         return self._applied(eqn, ins)
 
     def _is_candidate(self, view: _View) -> bool:
@@ -177,14 +181,6 @@ class Reads:
         stacked = [any(map(self._is_candidate, x.views)) for x in ins]
         integers = [x.integers is not None for x in ins]
         return any(map(self._is_candidate, xs)) or reads_by_counter(eqn, stacked, integers)
-
-    def _note_loop(self, eqn, ins) -> None:
-        """Notes parameters that a loop slices by its counter without being unrolled."""
-        for k, x in enumerate(ins):
-            if any(map(self._is_candidate, x.views)):
-                alone = [j == k for j in range(len(ins))]
-                if reads_by_counter(eqn, alone, [y.integers is not None for y in ins]):
-                    self.looped |= x.parameters
 
     def _unrolled(self, eqn, ins):
         """Walks a scan's body once per iteration, in execution order."""
@@ -230,10 +226,9 @@ class Reads:
         if taken:
             self.reads.append(Read(positions=taken, before=before))
             before |= 1 << len(self.reads) - 1
-        return [
-            dataclasses.replace(joined, views=tuple(row), before=before, integers=number)
-            for row, number in zip(views, integers, strict=True)
-        ]
+        joined = dataclasses.replace(joined, before=before)
+        pairs = zip(views, integers, strict=True)
+        return [dataclasses.replace(joined, views=tuple(v), integers=k) for v, k in pairs]
 
 
 _DATA = _Trail(of_data=True)
@@ -260,9 +255,7 @@ def _constant(value: Any) -> _Trail:
 def _joined(trails: Sequence[_Trail]) -> _Trail:
     """The trail of a value that depends on all of these, without views."""
     of_data = any(x.of_data for x in trails)
-    before = 0
-    for x in trails:
-        before |= x.before
+    before = functools.reduce(operator.or_, (x.before for x in trails), 0)
     parameters: frozenset[int] = frozenset()
     if not of_data:
         parameters = parameters.union(*(x.parameters for x in trails))
@@ -421,7 +414,9 @@ class _Finder:
         (3, layers, ...) with queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
-        axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
+        read = {axis for _, at in taken for axis in at}
+        mixed, is_plain = self.found.mixed, p in self.plain
+        axes = sorted(a for a in read if (p, a) not in mixed or a == 0 and is_plain)
         # More axes first: they give smaller slices, each with its own read.
         counts = range(len(axes), 0, -1)
         for chosen in itertools.chain(*(itertools.combinations(axes, n) for n in counts)):
@@ -432,23 +427,23 @@ class _Finder:
 
     def _along(self, p: int, axes: Sequence[int]) -> _Sliced | None:
         """The slices of a parameter along the given axes, if all are read."""
-        rows: dict[tuple[int, ...], int] = {}
-        first: list[int] = []
-        for r, at in self.taken[p]:
-            # A read of several positions along one of these axes belongs to no single slice.
-            if at.keys() >= set(axes):
-                place = tuple(at[axis] for axis in axes)
-                if place not in rows:
-                    first.append(r)
-                rows[place] = rows.get(place, 0) | 1 << r
+        rows = self._reads_by_place(p, axes)
         # A slice that is never read would be in no block, and so would never be updated.
         if len(rows) < math.prod(self.shapes[p][axis] for axis in axes):
             return None
         order = tuple(index_of(axes, place) for place in rows)
-        return _Sliced(parameter=p, order=order, first=tuple(first), reads=tuple(rows.values()))
+        first = tuple(next(_bits(reads)) for reads in rows.values())
+        return _Sliced(parameter=p, order=order, first=first, reads=tuple(rows.values()))
 
-    def _may_be_cut(self, p: int, axis: int) -> bool:
-        return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
+    def _reads_by_place(self, p: int, axes: Sequence[int]) -> dict[tuple[int, ...], int]:
+        """For each slice of a parameter along some axes that is read, a bit mask of its reads."""
+        rows: dict[tuple[int, ...], int] = {}
+        for r, at in self.taken[p]:
+            # A read of several positions along one of these axes belongs to no single slice.
+            if at.keys() >= set(axes):
+                place = tuple(at[axis] for axis in axes)
+                rows[place] = rows.get(place, 0) | 1 << r
+        return rows
 
     def stacks(self) -> list[Stack]:
         """All stacks: first the scans' stacks, with parameters read alternately with them."""
@@ -502,10 +497,8 @@ class _Finder:
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
         """The stack of parameters read alternately; None if their slices are not layers."""
         own = {s.parameter for s in group}
-        reads = [
-            functools.reduce(operator.or_, rows)
-            for rows in zip(*(s.reads for s in group), strict=True)
-        ]
+        columns = zip(*(s.reads for s in group), strict=True)
+        reads = [functools.reduce(operator.or_, column) for column in columns]
         before = [self._before(row) for row in reads]
         gaps = []  # parameters read between a layer and the next, outside the stack
         # `before` grows from layer to layer, so a gap's reads are the ones added by the last step.
@@ -543,10 +536,7 @@ class _Finder:
 
     def _some_in_series(self, p: int, axis: int) -> bool:
         """Whether several slices along an axis are read, each after the one before it."""
-        rows: dict[int, int] = {}
-        for r, at in self.taken[p]:
-            if axis in at:
-                rows[at[axis]] = rows.get(at[axis], 0) | 1 << r
+        rows = self._reads_by_place(p, (axis,))
         return len(rows) > 1 and self._in_series(list(rows.values()))
 
     def _before(self, reads: int) -> int:

@@ -41,7 +41,7 @@ from typing import Any
 from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.layers.index import Range, range_of
+from megatrain_jax._src.engine.program.layers.sliced_values import Range, range_of
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 from megatrain_jax._src.engine.program.trace_target import groups_among
 
@@ -237,13 +237,8 @@ def _candidates(leaves: Sequence[Leaf]) -> set[int]:
     for leaf in leaves:
         sizes[leaf.block] += math.prod(leaf.shape)
     own = [leaf for leaf in leaves if leaf.block is not None and leaf.index == ()]
-    large = [
-        leaf
-        for leaf in own
-        if len(leaf.shape) > 2
-        and leaf.shape[0] > 1
-        and math.prod(leaf.shape) >= _LARGE * sizes[leaf.block]
-    ]
+    several = [leaf for leaf in own if len(leaf.shape) > 2 and leaf.shape[0] > 1]
+    large = [leaf for leaf in several if math.prod(leaf.shape) >= _LARGE * sizes[leaf.block]]
     counts = {(leaf.block, leaf.shape[0]) for leaf in large}
     modules = {leaf.modules[:-1] for leaf in large}
 

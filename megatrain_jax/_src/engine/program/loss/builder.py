@@ -28,6 +28,7 @@ column 1. Each slot becomes one input: `x` is one already, `n` is new, and the p
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,6 @@ from jax.extend import core as jex
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
-from megatrain_jax._src.engine.program.loss.borders import assign, without_empty
 from megatrain_jax._src.engine.program.loss.gradients import refuse_read_callbacks
 from megatrain_jax._src.engine.program.loss.partition import (
     CONST,
@@ -48,9 +48,11 @@ from megatrain_jax._src.engine.program.loss.partition import (
     SMALL,
     Dataflow,
     Stretch,
+    assign,
     find_shared,
     find_stretches,
     without_block,
+    without_empty,
 )
 from megatrain_jax._src.engine.program.loss.stage_warnings import find_warnings
 from megatrain_jax._src.engine.program.loss.stages import (
@@ -64,7 +66,6 @@ from megatrain_jax._src.engine.program.structural_key import (
     form,
     structural_key,
     value_key,
-    variable_numbers,
 )
 
 Position = tuple[int, int]  # row of an equation in its body, column of an operand
@@ -121,10 +122,8 @@ class StageComparer:
                 # Positions with the same operands in every body are one slot, so `x * x` takes one
                 # input. If one body has two different operands there, all bodies take two inputs.
                 key = tuple(map(self._key, atoms))
-                inputs = any(
-                    not jx.is_literal(a) and is_input(a)
-                    for a, is_input in zip(atoms, are_inputs, strict=True)
-                )
+                pairs = zip(atoms, are_inputs, strict=True)
+                inputs = any(not jx.is_literal(a) and is_input(a) for a, is_input in pairs)
                 fixed = all(self._may_differ(eqns[0], a) for a in atoms)
                 if inputs or fixed and len(set(key)) > 1:
                     places[key].append((row, column))
@@ -167,9 +166,8 @@ def hoist_remat_literals(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
         body = body.replace(invars=[*body.invars, *new], eqns=inner)
         # These operands are literals of the stage, and `slots` compares them next, so they become
         # inputs of its template.
-        changed.append(
-            eqn.replace(invars=[*eqn.invars, *literals], params={**eqn.params, "jaxpr": body})
-        )
+        params = {**eqn.params, "jaxpr": body}
+        changed.append(eqn.replace(invars=[*eqn.invars, *literals], params=params))
     return tuple(changed)
 
 
@@ -237,7 +235,7 @@ class _Builder:
             uses[v].add(None)
         # Backwards, so that an equation's users are placed before the equation itself.
         home: dict[int, int | None] = {}
-        for i in range(len(jaxpr.eqns) - 1, -1, -1):
+        for i in reversed(range(len(jaxpr.eqns))):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
             if kind in (MAIN, EFFECT):
                 stage = self.stage_of[i]
@@ -285,13 +283,15 @@ class _Builder:
     def _body(self, s: int) -> "_Body":
         """Equations of stage `s`; the last one also has outputs made from parameters alone."""
         body = _Body(self, s)
-        for i in self.rows[s]:
-            body.pull(i)
+        body.pull(self.rows[s])
         if s == len(self.stretches) - 1:
-            for v in jx.variables(self.flow.jaxpr.outvars):
-                if self.flow.kind[v] == PARAM and v in self.flow.producer:
-                    body.pull(self.flow.producer[v])
+            body.pull(self._producers(jx.variables(self.flow.jaxpr.outvars), PARAM))
         return body
+
+    def _producers(self, variables: Sequence[Any], kind: int) -> list[int]:
+        """The equations that make these variables, if they are of a kind."""
+        producer = self.flow.producer
+        return [producer[v] for v in variables if v in producer and self.flow.kind[v] == kind]
 
     def is_input(self, var, s: int | None) -> bool:
         """Whether stage `s` takes a variable as an input; the prologue (None): only stand-ins."""
@@ -320,9 +320,8 @@ class _Builder:
         for members in classes.values():
             if len(members) == 1:
                 continue
-            rows = [
-                hoist_remat_literals(row) for row in zip(*(b.eqns for b in members), strict=True)
-            ]
+            columns = zip(*(body.eqns for body in members), strict=True)
+            rows = list(map(hoist_remat_literals, columns))
             slots = alike.slots(rows, [takes[b] for b in members])
             for m, body in enumerate(members):
                 body.eqns = [row[m] for row in rows]
@@ -357,20 +356,19 @@ class _Builder:
         """Gives like stages the same outputs: if one has to pass on a value, all do."""
         wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
         wanted.update(jx.variables(self.flow.jaxpr.outvars))
+
+        def is_output(v: Any) -> bool:
+            return v in wanted and self.flow.kind[v] in (MAIN, PARAM)
+
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
             classes[body.key()].append(body)
         for members in classes.values():
-            # Like bodies number their variables alike, so a number identifies the same value in
-            # all.
-            numbers = [b.numbers() for b in members]
-            used = set()
-            for body, number in zip(members, numbers, strict=True):
-                own = [v for e in body.eqns for v in e.outvars if v in wanted]
-                used.update(number[v] for v in own if self.flow.kind[v] in (MAIN, PARAM))
-            for body, number in zip(members, numbers, strict=True):
-                by_number = {n: v for v, n in number.items()}
-                body.outputs = [by_number[n] for n in sorted(used)]
+            # Like bodies make the same values in the same order.
+            made = [[v for eqn in body.eqns for v in eqn.outvars] for body in members]
+            used = [any(map(is_output, row)) for row in zip(*made, strict=True)]
+            for body, own in zip(members, made, strict=True):
+                body.outputs = list(itertools.compress(own, used))
 
     def _activate(self, stages: list[Stage], losses: Sequence[int]) -> list[Stage]:
         """Follows the loss's cotangent backwards through the stages to floats that need one."""
@@ -379,37 +377,25 @@ class _Builder:
         with_cotangent = set(losses)
         done = []
         for stage in reversed(stages):
-            arriving = tuple(
-                o in with_cotangent and jx.is_float(var_of[o].aval) for o in stage.outputs
-            )
-            active = tuple(
-                any(arriving) and jx.is_float(var_of[i].aval) and var_of[i] in self.flow.trainable
-                for i in stage.inputs
-            )
+            outputs = [(o, var_of[o].aval) for o in stage.outputs]
+            arriving = tuple(o in with_cotangent and jx.is_float(aval) for o, aval in outputs)
+            inputs = [var_of[i] for i in stage.inputs]
+            differentiable = [jx.is_float(v.aval) and v in self.flow.trainable for v in inputs]
+            active = tuple(any(arriving) and yes for yes in differentiable)
             with_cotangent.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
             done.append(dataclasses.replace(stage, active=active, has_cotangent=arriving))
         return done[::-1]
 
     def _prologue(self):
         """The prologue's jaxpr, constants and output ids: data-only values and stand-ins."""
-        wanted = [
-            v for v in self.ids
-            if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
-        ]  # fmt: skip
+        kind = self.flow.kind
+        wanted = [v for v in self.ids if v in self.lifted or kind[v] in (DATA, CONST)]
         body = _Body(self, None)
-        for i, kind in enumerate(self.flow.eqn_kind):
-            if kind == DATA and self.home[i] is None:
-                body.pull(i)
-        for v in wanted:
-            if v not in self.lifted and self.flow.kind[v] == CONST:
-                if v in self.flow.producer:
-                    body.pull(self.flow.producer[v])
+        body.pull([i for i, home in sorted(self.home.items()) if home is None])
+        body.pull(self._producers(wanted, CONST))
         outvars = [self.lifted.get(v, v) for v in wanted]
-        consts = list(
-            dict.fromkeys(
-                [*body.operands()[0], *(v for v in jx.variables(outvars) if v in self.consts)]
-            )
-        )
+        read = [v for v in jx.variables(outvars) if v in self.consts]
+        consts = list(dict.fromkeys([*body.operands()[0], *read]))
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
 
@@ -423,15 +409,15 @@ class _Body:
         self.outputs: list[Any] = []
         self.present: set[int] = set()
 
-    def pull(self, i: int) -> None:
-        """Adds equation `i`, after the equations it needs that the stage computes or repeats."""
+    def pull(self, wanted: Sequence[int]) -> None:
+        """Adds equations by number, each after those it needs, unless these are inputs."""
         eqns, producer = self.builder.flow.jaxpr.eqns, self.builder.flow.producer
 
         def needs(i: int) -> list[int]:
             made = [v for v in jx.variables(eqns[i].invars) if v in producer]
             return [producer[v] for v in made if not self.builder.is_input(v, self.index)]
 
-        self.eqns += [eqns[j] for j in jx.each_after_its_needs([i], needs, self.present)]
+        self.eqns += [eqns[j] for j in jx.each_after_its_needs(wanted, needs, self.present)]
 
     def operands(self) -> tuple[list, list, list]:
         """Constants, leaves and inputs, each in the order of their first use."""
@@ -463,14 +449,6 @@ class _Body:
         consts = self.operands()[0]
         return structural_key(self.jaxpr(()), [self.builder.consts[v] for v in consts])
 
-    def _is_perturbed(self, var) -> bool:
-        """Whether the loss may be differentiated by an operand of the stage."""
-        var = self.builder.aliases.get(var, var)
-        return var in self.builder.flow.trainable and jx.is_float(var.aval)
-
-    def numbers(self) -> dict[Any, int]:
-        return variable_numbers(self.jaxpr(()))
-
     def stage(self) -> Stage:
         builder = self.builder
         assert self.index is not None
@@ -479,11 +457,14 @@ class _Body:
         number = {v: i for i, v in enumerate(builder.flow.parameters)}
         values = tuple(builder.consts[v] for v in consts)
         jaxpr = self.jaxpr(self.outputs)
+        # Whether the loss may be differentiated by each operand.
+        stood_for = [builder.aliases.get(v, v) for v in (*leaves, *inputs)]
+        perturbed = [v in builder.flow.trainable and jx.is_float(v.aval) for v in stood_for]
         return Stage(
             name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
-            key=structural_key(jaxpr, values, [self._is_perturbed(v) for v in (*leaves, *inputs)]),
+            key=structural_key(jaxpr, values, perturbed),
             leaves=tuple(number[v] for v in leaves),
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),

@@ -458,10 +458,10 @@ class ProductSearch:
         """The weight's side of a product that could be in float8; None for other equations."""
         if eqn.primitive.name != "dot_general" or not self._is_narrow(eqn):
             return None
-        weights = [side for side in (0, 1) if ins[side].rearranged_from]
-        if len(weights) != 1 or ins[1 - weights[0]].rearranged_from is not None:
+        side = next((side for side in (0, 1) if ins[side].rearranged_from), None)
+        # The second operand is no rearrangement, not even of a constant.
+        if side is None or ins[1 - side].rearranged_from is not None:
             return None
-        (side,) = weights
         if not all(self._named[i] for i in ins[side].rearranged_from or ()):
             return None
         if self._choice.named is None:

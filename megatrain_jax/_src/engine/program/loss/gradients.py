@@ -102,10 +102,8 @@ def _reached_leaves(program: Program) -> frozenset[int]:
     found: set[int] = set()
     known: dict[Hashable, tuple[list[bool], list[bool]]] = {}
     for stage in reversed(program.stages):
-        arriving = tuple(
-            o in with_cotangent and s
-            for o, s in zip(stage.outputs, stage.has_cotangent, strict=True)
-        )
+        pairs = zip(stage.outputs, stage.has_cotangent, strict=True)
+        arriving = tuple(o in with_cotangent and yes for o, yes in pairs)
         # No cotangent reaches this stage, so none leaves it.
         if not any(arriving):
             continue

@@ -74,12 +74,8 @@ def find_warnings(
 
 def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]) -> str:
     """The warning about a stage with blocks that one operation reads together."""
-    guilty = {
-        flow.jaxpr.eqns[i].primitive.name
-        for i in row
-        if len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
-    }
     blocks = {j: flow.leaves[j].block for j in read if flow.leaves[j].block is not None}
+    guilty = _reading_together(flow, row, blocks)
     remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
     if _in_one_loop(flow, row, blocks):
         remedy = f". {_OWN_LOOPS}"
@@ -99,11 +95,7 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
     if not parts:
         return []
     owner = {j: k for k, members in enumerate(parts.values()) for j in members}
-    guilty = {
-        flow.jaxpr.eqns[i].primitive.name
-        for i in row
-        if len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
-    }.difference(REMAT)  # remats are opened anyway
+    guilty = _reading_together(flow, row, owner) - REMAT  # remats are opened anyway
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
@@ -127,6 +119,12 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
         f"because its like parts {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}: "
         f"{remedy}{becomes}"
     ]
+
+
+def _reading_together(flow, row: Sequence[int], owners: Mapping[int, object]) -> set[str]:
+    """Names of the operations of a stage that read parameters of several owners."""
+    several = [i for i in row if len({owners[j] for j in flow.read_by(i) if j in owners}) > 1]
+    return {flow.jaxpr.eqns[i].primitive.name for i in several}
 
 
 def _in_one_loop(flow, row: Sequence[int], owners: Mapping[int, object]) -> bool:
@@ -161,9 +159,7 @@ def _stacks_in_loops(flow, stretch: Stretch, row: Sequence[int], read) -> list[s
                 leaves |= flow.reads.get(eqn.invars[k], frozenset())
     # A matrix has rows to look up, not layers.
     stacks = [j for j in sorted(leaves) if len(flow.leaves[j].shape) > 2]
-    if 2 * sum(math.prod(flow.leaves[j].shape) for j in stacks) <= sum(
-        math.prod(flow.leaves[j].shape) for j in read
-    ):
+    if 2 * _size(flow, stacks) <= _size(flow, read):
         return []
     names = ", ".join("/".join(map(str, flow.leaves[j].path)) for j in stacks[:3])
     return [
@@ -237,7 +233,11 @@ def _numbered(parts: Mapping[ModelPath, Sequence[int]]) -> str:
 
 def _memory(flow, leaves) -> str:
     """Size of some leaves as fp32 masters, with its unit."""
-    return sized(sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves))
+    return sized(_MASTER_BYTES * _size(flow, leaves))
+
+
+def _size(flow, leaves) -> int:
+    return sum(math.prod(flow.leaves[j].shape) for j in leaves)
 
 
 _WORTH = 1 / 4  # fraction of a model's parameters from which on a reason is reported

@@ -24,7 +24,7 @@ from megatrain_jax._src.engine.program.layers.blocks import (
     find_upstream,
 )
 from megatrain_jax._src.engine.program.layers.inline import Inliner
-from megatrain_jax._src.engine.program.layers.sliced_values import Value, constant, stack
+from megatrain_jax._src.engine.program.layers.sliced_values import Value, stack
 from megatrain_jax._src.engine.program.layers.stacks import Stack, Stacks, find_stacks
 from megatrain_jax._src.engine.program.loss.builder import cut
 from megatrain_jax._src.engine.program.loss.stage_warnings import uncut_stack_warnings
@@ -198,11 +198,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
     # Leaves keep the dtypes of the first trace, in which parameters already have their compute
     # dtype.
     invars = source.jaxpr.invars[len(source.consts) :]
-    arrays = [invars[leaf.parameter].aval for leaf in leaves]
-    avals = [
-        jax.ShapeDtypeStruct(leaf.shape, aval.dtype)
-        for leaf, aval in zip(leaves, arrays, strict=True)
-    ]
+    dtypes = [invars[leaf.parameter].aval.dtype for leaf in leaves]
+    avals = [jax.ShapeDtypeStruct(x.shape, t) for x, t in zip(leaves, dtypes, strict=True)]
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
     keys = list(range(len(leaves))) if opened else _module_keys(leaves)
 
@@ -211,13 +208,9 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
         places = [(leaf.parameter, leaf.index) for leaf in leaves]
         parameters = assemble(places, values, traced.num_parameters)
-        inputs = [
-            *map(constant, source.consts),
-            *parameters,
-            *(Value(a, None) for a in data_arrays),
-        ]
+        inputs = [*parameters, *(Value(a, None) for a in data_arrays)]
         # Outputs must be whole, so stacked results are put together.
-        return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
+        return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
 
     is_loss = traced.rows is None
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables, is_loss=is_loss)

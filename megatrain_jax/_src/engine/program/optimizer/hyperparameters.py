@@ -65,11 +65,11 @@ def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
     first = len(combine.consts) + 1 + cut.is_scaled  # after the loss and its scale
     states = combine.jaxpr.invars[first:]
     updated = combine.jaxpr.outvars[cut.num_messages :]
-    kept = {
-        name: position
-        for name, position in positions.items()
-        if updated[position] in jx.dependent(combine.jaxpr, [states[position]])
-    }
+
+    def is_kept(position: int) -> bool:
+        return updated[position] in jx.dependent(combine.jaxpr, [states[position]])
+
+    kept = {name: position for name, position in positions.items() if is_kept(position)}
     if not kept:
         return {}
     # A user's transfer guard does not concern these constants of the optimizer.

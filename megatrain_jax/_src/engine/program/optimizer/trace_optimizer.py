@@ -31,25 +31,23 @@ import optax
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.effects import has_side_effects
 from megatrain_jax._src.engine.program.layers.blocks import Leaf, assemble
-from megatrain_jax._src.engine.program.layers.index import (
+from megatrain_jax._src.engine.program.layers.inline import Inliner, with_open_calls
+from megatrain_jax._src.engine.program.layers.sliced_values import (
     Index,
+    SlicedValue,
+    Value,
     index_of,
     numbers,
+    part_at,
     range_of,
     remaining,
     shown,
     sliced_axes,
 )
-from megatrain_jax._src.engine.program.layers.inline import Inliner, with_open_calls
-from megatrain_jax._src.engine.program.layers.sliced_values import (
-    SlicedValue,
-    Value,
-    constant,
-    part_at,
-)
-from megatrain_jax._src.engine.program.optimizer.slicing import TINY
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
+
+TINY = 16  # elements: values up to this size are sent to a group, not computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +162,12 @@ def trace_optimizer(
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
     # Optax keeps state in trees like the parameters', so a path's suffix identifies its parameter.
     owners = {tuple(path): i for path, i in params}
+
+    def owner(path: Sequence[Any]) -> int | None:
+        """The parameter with the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+        suffixes = (tuple(path[i:]) for i in range(len(path) + 1))
+        return next((owners[s] for s in suffixes if s in owners), None)
+
     return TracedOptimizer(
         update=jx.without_dead_code(traced),
         init=jx.without_dead_code(init),
@@ -171,15 +175,9 @@ def trace_optimizer(
         state_def=init.out_tree,
         state_shapes=state_shapes,
         state_names=state_names,
-        state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+        state_of=tuple(map(owner, paths)),
         is_scaled=is_scaled,
     )
-
-
-def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
-    """The parameter with the longest suffix of a path: `.mu['e']` ends with `['e']`."""
-    suffixes = (path[i:] for i in range(len(path) + 1))
-    return next((owners[s] for s in suffixes if s in owners), None)
 
 
 # Messages with which Optax asks for a function of the parameters.
@@ -281,10 +279,8 @@ class LeafMap:
         """Shape and dtype of each leaf's master copy."""
         # The first inputs are gradients, in the parameters' order, with their shapes and dtypes.
         invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
-        return [
-            jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
-            for leaf in self.leaves
-        ]
+        dtypes = [invars[leaf.parameter].aval.dtype for leaf in self.leaves]
+        return list(map(jax.ShapeDtypeStruct, (leaf.shape for leaf in self.leaves), dtypes))
 
     def params(self, arrays: Sequence[Any]) -> list[Value | SlicedValue]:
         """Whole parameters, from one array per leaf."""
@@ -367,13 +363,9 @@ def _traced_again(leaf_map: LeafMap) -> jx.Traced:
     source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
 
     def flat(grads, params, tokens, *numbers):
-        args = [
-            *leaf_map.params(grads),
-            *leaf_map.params(params),
-            *leaf_map.state(tokens),
-            *map(Value, numbers),
-        ]
-        out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
+        arrays = *leaf_map.params(grads), *leaf_map.params(params), *leaf_map.state(tokens)
+        args = [*arrays, *map(Value, numbers)]
+        out = Inliner(primal=True).run(source.jaxpr, source.consts, args)
         return leaf_map.leaf_values(out[:n]), leaf_map.token_values(out[n:])
 
     shapes = leaf_map.leaf_shapes()
@@ -387,8 +379,8 @@ def flatten_init(leaf_map: LeafMap) -> jx.Traced:
     source = leaf_map.traced.init
 
     def flat(params):
-        args = [*map(constant, source.consts), *leaf_map.params(params)]
-        return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
+        args = leaf_map.params(params)
+        return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, source.consts, args))
 
     return jx.without_dead_code(jx.trace(flat, leaf_map.leaf_shapes()))
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import is_product
-from megatrain_jax._src.engine.program.optimizer.slicing import Fragment
+from megatrain_jax._src.engine.program.optimizer.cut import Fragment
 from megatrain_jax._src.engine.program.primitives import LAYOUT
 
 # Never negative for any operands.
@@ -89,11 +89,9 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
 
 def _signs(constants: Sequence[Any]) -> list[bool]:
     """Whether no element is negative, for each constant."""
-    return [_is_number(x) and bool((np.asarray(x) >= 0).all()) for x in constants]
-
-
-def _is_number(x: Any) -> bool:
-    return np.issubdtype(getattr(x, "dtype", np.asarray(x).dtype), np.number)
+    dtypes = [getattr(x, "dtype", np.asarray(x).dtype) for x in constants]
+    rows = zip(constants, dtypes, strict=True)
+    return [np.issubdtype(t, np.number) and bool((np.asarray(x) >= 0).all()) for x, t in rows]
 
 
 def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
