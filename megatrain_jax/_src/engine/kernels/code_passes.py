@@ -169,15 +169,14 @@ def _is_remat(eqn: Any) -> bool:
 def _with_open_remats(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates an open jaxpr, and the equations of its remats one by one."""
 
-    def compute(_: int, eqn: Any, value: Callable[[Any], Any]) -> list[Any]:
-        ins = [value(atom) for atom in eqn.invars]
+    def results_of(eqn: Any, ins: list[Any]) -> list[Any]:
         if not _is_remat(eqn):
             return jx.bind(eqn, ins)
         inner = jx.called(eqn, REMAT)
         assert inner is not None
         return _with_open_remats(inner.jaxpr, [*inner.consts, *ins])
 
-    return jx.evaluate_by(jaxpr, args, compute)
+    return jx.interpret(jaxpr, args, results_of)
 
 
 class _PassSearch:

@@ -90,15 +90,8 @@ class FlatEquations:
 
     def _run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         """Adds the equations of an open jaxpr on these values; returns its results."""
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        values.update((v, FlatValue(v.aval)) for v in jaxpr.constvars)
-
-        def of(atom: Any) -> Any:
-            return atom if jx.is_literal(atom) else values[atom]
-
-        for eqn in jaxpr.eqns:
-            values.update(zip(eqn.outvars, self._eqn(eqn, [*map(of, eqn.invars)]), strict=True))
-        return [of(atom) for atom in jaxpr.outvars]
+        values = [*(FlatValue(v.aval) for v in jaxpr.constvars), *args]
+        return jx.interpret(jaxpr, values, self._eqn, lambda atom: atom)
 
     def _eqn(self, eqn: Any, args: list[Any]) -> list[Any]:
         name = eqn.primitive.name

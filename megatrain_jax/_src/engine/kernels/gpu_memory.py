@@ -229,7 +229,7 @@ class GpuFunction:
         products = set(self._summed)  # also under other names
         for eqn in self._eqns:
             behind = nothing.union(*(self._behind(v) for v in eqn.operands))
-            waits = nothing.union(*(after.get(v, nothing) for v in eqn.operands))
+            waits = jx.union(after, eqn.operands)
             makes, number, is_node = [], len(self.nodes), False
             for v in eqn.outvars:
                 read = self._bytes_through(eqn, v)

@@ -1,4 +1,4 @@
-"""Everything that depends on the structure of a jaxpr: tracing, rebinding, slicing.
+"""Everything that depends on the structure of a jaxpr: tracing, walks, rebinding, slicing.
 
 It is kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a
 jaxpr, and `scan` has different parameters).

@@ -1,7 +1,5 @@
 """The partition of a traced loss: each block's span, the borders, the stage of each equation.
 
-Equations are classified by their dependencies.
-
 A stage needs a contiguous span of equations around one block's parameters. To find such spans, each
 equation is classified by its dependencies: parameters, data (batch, state, randomness), both, or
 neither.

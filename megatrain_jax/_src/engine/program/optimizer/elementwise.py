@@ -140,16 +140,19 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         return ("literal", np.asarray(atom.val).tobytes(), str(atom.aval.dtype)), False
 
     def results_of(eqn: Any, ins: list[tuple[Hashable, bool]]) -> list[tuple[int, bool]]:
-        flags = [wide for _, wide in ins]
+        flags, shapes = [wide for _, wide in ins], [v.aval.shape for v in eqn.outvars]
+        # Operands that are leaves, or numbers.
+        are_fit = all(wide or a.aval.shape == () for a, wide in zip(eqn.invars, flags, strict=True))
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
             params, out_flags = _check(inner, flags, shape)
         # Computation on numbers shared by all leaves, such as a learning rate, may be anything.
-        elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
+        elif not any(flags) and all(own == () for own in shapes):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
-        elif name == "broadcast_in_dim" and _fills(eqn, flags, shape):
+        # A leaf filled with one number.
+        elif name == "broadcast_in_dim" and not any(flags) and are_fit and shapes == [shape]:
             params, out_flags = (), [True]
-        elif name in ELEMENTWISE and _is_pointwise(eqn, flags, shape):
+        elif name in ELEMENTWISE and are_fit and all(own == shape for own in shapes):
             params, out_flags = _params(eqn), [True] * len(eqn.outvars)
         else:
             raise _NotElementwise
@@ -168,19 +171,6 @@ def _params(eqn: Any) -> Hashable:
     """An equation's parameters as a key."""
     # As text, because some values, including jaxprs, can't be hashed.
     return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
-
-
-def _fills(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
-    """Whether a broadcast fills a leaf with one number."""
-    return not any(flags) and eqn.invars[0].aval.shape == () and eqn.outvars[0].aval.shape == shape
-
-
-def _is_pointwise(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
-    """Whether operands are leaves or numbers, and all results have the leaf's shape."""
-    operands = zip(eqn.invars, flags, strict=True)
-    return all(wide or a.aval.shape == () for a, wide in operands) and all(
-        v.aval.shape == shape for v in eqn.outvars
-    )
 
 
 def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[int, ...]) -> list:
