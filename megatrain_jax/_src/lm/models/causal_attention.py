@@ -4,6 +4,9 @@ cuDNN computes every case that its API can express without a mask. For packed do
 `jax.nn.dot_product_attention` would need a T × T mask. Instead, queries and keys carry their
 documents' numbers in extra dimensions, if cuDNN accepts heads of that width. All remaining cases,
 and capped logits, are computed here, a piece of the queries at a time.
+
+With images there is also attention between all patches in a vision tower, and in a decoder's rows
+attention between the tokens of an image in both directions.
 """
 
 import functools

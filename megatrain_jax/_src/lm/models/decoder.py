@@ -1,9 +1,11 @@
 """The decoder shared by all families of open-weights language models, and additions to one.
 
 Parameters have the names and layout of Hugging Face checkpoints, so reading and writing one only
-moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in). For training, NEFTune adds
-noise to embeddings (https://arxiv.org/abs/2310.05914), and a frozen copy is the reference of
-reinforcement learning.
+moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in). A row's images become vectors
+as wide as the hidden states, and replace the embeddings of its placeholder tokens, in order.
+
+For training, NEFTune adds noise to embeddings (https://arxiv.org/abs/2310.05914), and a frozen copy
+is the reference of reinforcement learning.
 """
 
 import re

@@ -423,6 +423,7 @@ _SIZES: dict[str, Any] = {
     "act_name": "hidden_activation",
 }
 _ALWAYS: dict[str, Any] = {"norm_in_fp32": True, "scale_embedding": True, "attention_scale": 1.0}
+# Gemma 4: wider heads in layers without a window, and experts beside an MLP.
 GEMMA4 = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -665,7 +666,7 @@ def _gemma3n(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Transformers doesn't read the unread fields.
+# Gemma 3n: several streams of hidden states. Transformers doesn't read the unread fields.
 GEMMA3N = Family(
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",

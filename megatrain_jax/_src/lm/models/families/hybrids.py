@@ -1,4 +1,9 @@
-"""Families with linear attention, state-space layers or short convolutions in some layers."""
+"""Families with linear attention, state-space layers or short convolutions in some layers.
+
+A layer of linear attention has a state instead of keys and values of all tokens (`delta_rule.py`).
+A state-space layer (Mamba-2, https://arxiv.org/abs/2405.21060) is linear attention with a decay
+that depends on the token, and one pair of keys and queries for many heads.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -218,7 +223,7 @@ def _qwen3_next(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"options": options, "unrotated": linear}
 
 
-# Qwen3-Next and Qwen3-Coder-Next.
+# Qwen3-Next: linear attention in most layers, gated attention in the rest.
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
