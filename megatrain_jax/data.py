@@ -14,13 +14,17 @@ except ImportError as caught:
     ) from caught
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.lm.data.dataset import Dataset
+from megatrain_jax._src.lm.data.dataset import Dataset, Mixture, mix
 from megatrain_jax._src.lm.data.image_rows import has_images
-from megatrain_jax._src.lm.data.load import chat, preferences, text, unpaired
-from megatrain_jax._src.lm.data.load_distilled import distillation
-from megatrain_jax._src.lm.data.load_images import image_chat
-from megatrain_jax._src.lm.data.mixture import Mixture, mix
-from megatrain_jax._src.lm.data.prompt_rows import prompts
+from megatrain_jax._src.lm.data.load import (
+    chat,
+    distillation,
+    image_chat,
+    preferences,
+    prompts,
+    text,
+    unpaired,
+)
 from megatrain_jax._src.lm.data.report import DataError, Summary
 
 __all__ = [

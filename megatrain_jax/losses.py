@@ -3,10 +3,16 @@
 from megatrain_jax._src.common.suggestions import explain as _explain
 from megatrain_jax._src.lm.cross_entropy import log_probabilities, next_token, num_labels
 from megatrain_jax._src.lm.objectives.distillation import distillation
-from megatrain_jax._src.lm.objectives.pair_losses import dpo, ipo, orpo, simpo
+from megatrain_jax._src.lm.objectives.example_losses import (
+    dpo,
+    ipo,
+    kto,
+    kto_baseline,
+    orpo,
+    reward,
+    simpo,
+)
 from megatrain_jax._src.lm.objectives.policy_losses import group_advantages, grpo
-from megatrain_jax._src.lm.objectives.reward_losses import reward
-from megatrain_jax._src.lm.objectives.unpaired_losses import kto, kto_baseline
 
 __all__ = [
     "distillation",

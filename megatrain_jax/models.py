@@ -10,8 +10,8 @@ It uses only the core's public names. Loading needs `pip install "megatrain-jax[
 """
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
 from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
+from megatrain_jax._src.lm.grpo.policy_batch import GrpoOptions
 from megatrain_jax._src.lm.models.causal_attention import attention
 from megatrain_jax._src.lm.models.config import DecoderConfig
 from megatrain_jax._src.lm.models.decoder import Decoder, neftune, next_token_loss

@@ -23,7 +23,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatrain_jax import data
-from megatrain_jax._src.lm.data import packing, reading
+from megatrain_jax._src.lm.data import reading
+from megatrain_jax._src.lm.data.batches import draw_epoch, pack
 from megatrain_jax._src.lm.data.report import Report
 
 TEMPLATE = (
@@ -105,7 +106,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     seconds: dict[str, float] = {}
 
     with timed(seconds, "reading alone"):
-        num_rows = sum(1 for _ in reading.rows(str(path), Report(), True))
+        num_rows = sum(1 for _ in reading.rows(str(path), Report()))
     assert num_rows == args.conversations
 
     options = {"length": args.length, "batch_size": args.batch_size, "too_long": "cut"}
@@ -120,9 +121,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     lengths = dataset._corpus.lengths
     with timed(seconds, "packing, once"):
-        packed = packing.pack(lengths, args.length)
+        packed = pack(lengths, args.length)
     with timed(seconds, "drawing an epoch"):
-        packing.draw_epoch(packed, lengths, 0, 0)
+        draw_epoch(packed, lengths, 0, 0)
 
     for workers in (0, 2):
         batches = data.chat(

@@ -21,7 +21,7 @@ from optax import contrib
 import megatrain_jax as mt
 from cli_runs import SIZES
 from megatrain_jax import callbacks, data, models, objectives
-from megatrain_jax._src.lm.cli import objectives as cli_objectives
+from megatrain_jax._src.lm.cli import recipe
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.common import hub
 
@@ -87,6 +87,9 @@ class _Tokenizer:
     eos_token_id: None = None
     pad_token_id: None = None
     added: list[str] = field(default_factory=list)
+
+    def __call__(self, text: str) -> None:
+        pass
 
     def add_tokens(self, tokens: list[str]) -> None:
         self.added += tokens
@@ -162,7 +165,7 @@ class _Library:
         self.replace(data, "mix", lambda parts, *weights: _MixedFiles(parts, [1, 1]))
         for name in objectives.__all__:
             self.replace(objectives, name, getattr(objectives, name))
-        self.replace(cli_objectives, "counted", cli_objectives.counted)
+        self.replace(recipe, "counted", recipe.counted)
         for name in "adamw lion adafactor sgd lamb clip_by_global_norm".split():
             self.replace(optax, name, getattr(optax, name))
         self.replace(contrib, "muon", contrib.muon)

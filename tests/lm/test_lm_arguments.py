@@ -17,14 +17,11 @@ import megatrain_jax as mt
 from megatrain_jax import callbacks, data, losses, models, objectives
 from megatrain_jax._src.common import other_libraries, suggestions
 from megatrain_jax._src.engine.options.options import Options
-from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.lm.cli.merge_settings import MergeSettings
-from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
+from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings, PlanSettings
 from megatrain_jax._src.lm.cli.recipe import precision_of
-from megatrain_jax._src.lm.cli.setting_rules import PrecisionName
+from megatrain_jax._src.lm.cli.run_settings import PrecisionName, PretrainSettings
 from megatrain_jax._src.lm.common.hf_folder import read_json
 from messages import refuses, tells
 from misuses import NO_COUNTS, all_public, check_all, check_hints, error_of, loss_fn
@@ -161,7 +158,7 @@ def test_public_functions_of_all_modules_can_be_pickled():
 
 def test_names_of_precisions_mean_what_they_mean_on_the_command_line():
     for name in get_args(PrecisionName):
-        assert Options(precision=name).precision == precision_of(name, None, None, None)
+        assert Options(precision=name).precision == precision_of(PlanSettings(precision=name), None)
 
 
 def test_modules_are_there_without_an_import_of_their_own():

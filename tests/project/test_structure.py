@@ -125,7 +125,7 @@ def test_where_arrays_live_is_asked_in_one_place():
     assert found == {
         "engine/state/placement.py",
         "common/capability.py",
-        "lm/cli/devices.py",
+        "lm/cli/run_report.py",
     }
 
 

@@ -21,11 +21,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.state.pool import usable_bytes
 from megatrain_jax._src.lm.cli import planner
-from megatrain_jax._src.lm.cli.advice import advice
 from megatrain_jax._src.lm.cli.catalogue import known_model, known_models
 from megatrain_jax._src.lm.cli.errors import with_cli_options
 from megatrain_jax._src.lm.cli.main import main
 from megatrain_jax._src.lm.cli.model_and_batch import batch_shapes, frozen_of
+from megatrain_jax._src.lm.cli.plan_command import advice
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
 from megatrain_jax._src.lm.cli.planner import config_of
 from megatrain_jax._src.lm.models import causal_attention

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli.chat import open_chat_model
-from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
 from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.cli.plan_settings import ChatSettings
 from megatrain_jax._src.lm.common.adapter_layers import different_layers
 from messages import refuses, tells
 

@@ -21,16 +21,15 @@ import transformers
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.lm.cli import training_recipe as training
-from megatrain_jax._src.lm.cli.figures import steady
-from megatrain_jax._src.lm.cli.finetune_data import dataset
+from megatrain_jax._src.lm.cli.finetune import dataset
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.main import main
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
-from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
 from megatrain_jax._src.lm.cli.recipe import schedule_of
 from megatrain_jax._src.lm.cli.run_data import RunData, file_stamps
 from megatrain_jax._src.lm.cli.run_data import read as read_data
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from megatrain_jax._src.lm.cli.run_report import ProgressLines, steady
+from megatrain_jax._src.lm.cli.run_settings import PretrainSettings
 from messages import refuses, tells
 from places import ROOT
 

@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from megatrain_jax import models
+from megatrain_jax._src.lm.cli.grpo_command import load_rewards
 from megatrain_jax._src.lm.cli.main import main
-from megatrain_jax._src.lm.cli.reward_functions import load_rewards
 from messages import tells
 
 pytest.importorskip("torch", reason='checkpoints made by Transformers: pip install -e ".[torch]"')

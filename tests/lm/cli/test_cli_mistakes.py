@@ -10,11 +10,10 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax import data
-from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.main import main
-from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
+from megatrain_jax._src.lm.cli.run_settings import PretrainSettings
 from messages import refuses, tells
 
 pytest.importorskip("torch", reason='makes a checkpoint with PyTorch: pip install -e ".[torch]"')

@@ -14,9 +14,12 @@ import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.main import main
-from megatrain_jax._src.lm.cli.optimizers import matrices_of_layers, optimizer_of
-from megatrain_jax._src.lm.cli.recipe import schedule_of
-from megatrain_jax._src.lm.cli.run_recipe import optimizer_of_run
+from megatrain_jax._src.lm.cli.recipe import (
+    matrices_of_layers,
+    optimizer_of,
+    optimizer_of_run,
+    schedule_of,
+)
 from messages import refuses, tells
 
 SCHEDULE = schedule_of(0.1, 6, 0.3, "linear", 0.1)

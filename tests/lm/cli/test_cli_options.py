@@ -12,8 +12,7 @@ import megatrain_jax as mt
 from cli_calls import calls_of
 from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
-from megatrain_jax._src.lm.cli.training_settings import TrainingSettings
+from megatrain_jax._src.lm.cli.run_settings import PretrainSettings, TrainingSettings
 
 STEPS = 8
 RUN = {"data": "a.jsonl", "out": "run", "steps": STEPS}
@@ -442,12 +441,7 @@ PLAN = [
     ),
     option("lora_dora", True, "lora.dora", lora_rank=2),
     option("lora_targets", "q_proj", "lora.targets", lora_rank=2),
-    option(
-        "lora_modules_to_save",
-        ["lm_head"],
-        At(place="lora.modules_to_save", expected=("lm_head",)),
-        lora_rank=2,
-    ),
+    option("lora_modules_to_save", ["lm_head"], "lora.modules_to_save", lora_rank=2),
     option("device_budget", "2GiB", At(place="plan.device_budget", expected=2**31)),
     option("host_budget", "64GiB", At(place="plan.host_budget", expected=2**36)),
 ]

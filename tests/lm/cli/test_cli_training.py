@@ -18,9 +18,8 @@ from flax import nnx
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.lm.cli import finetune
 from megatrain_jax._src.lm.cli import training_recipe as training
-from megatrain_jax._src.lm.cli.finetune_data import dataset
-from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
-from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
+from megatrain_jax._src.lm.cli.finetune import dataset
+from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.reference import ReferenceLogProbs
 from messages import tells
 from quantities import has_row, quantities

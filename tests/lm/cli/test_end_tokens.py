@@ -11,8 +11,8 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.lm.cli.chat import open_chat_model
-from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
 from megatrain_jax._src.lm.cli.main import main
+from megatrain_jax._src.lm.cli.plan_settings import ChatSettings
 from megatrain_jax._src.lm.common.hf_folder import GENERATION_CONFIG
 from megatrain_jax._src.lm.models.config import config_end_tokens
 from megatrain_jax._src.lm.models.export import write_end_tokens

@@ -14,14 +14,11 @@ import megatrain_jax as mt
 from chats import tokenizer
 from megatrain_jax import models
 from megatrain_jax._src.lm.cli import grpo_command, reference, training_recipe
-from megatrain_jax._src.lm.cli.finetune_data import chat_template
-from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
+from megatrain_jax._src.lm.cli.finetune import TemplatedTokenizer, chat_template, check_new_rows
+from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS, FinetuneSettings
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.lm.cli.new_tokens import check_new_rows
-from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
-from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
-from megatrain_jax._src.lm.cli.tokenizers import TemplatedTokenizer
+from megatrain_jax._src.lm.cli.run_report import ProgressLines
 from places import ROOT
 from tiny_sizes import tiny_decoder
 

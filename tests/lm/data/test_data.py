@@ -18,8 +18,8 @@ import pytest
 from chats import CHATML, assert_same_batches, conversations, openai, tokenizer, write
 from megatrain_jax import data, fit
 from megatrain_jax._src.engine.options.precision import Precision
+from megatrain_jax._src.lm.data.batches import draw_epoch, pack
 from megatrain_jax._src.lm.data.corpus import Corpus, CorpusBuilder
-from megatrain_jax._src.lm.data.packing import draw_epoch, pack
 from megatrain_jax._src.lm.data.report import Report, RowOrigin
 from messages import refuses, tells
 
@@ -359,7 +359,7 @@ def test_split_learns_every_token_but_the_first(tmp_path: Path):
 def built(learned: np.ndarray, border: int | None = None) -> Corpus:
     """One document of these labels, split into pieces of four; of two parts with a border."""
     count = 1 if border is None else 2
-    builder = CorpusBuilder(4, "split", True, Report(), lambda tokens: None, count)
+    builder = CorpusBuilder(4, "split", Report(), lambda tokens: None, count)
     for part in np.split(np.arange(len(learned)), [] if border is None else [border]):
         if part[:1] == border:
             builder.end_part()

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chats import alpaca, assert_same_batches, conversations, openai, sharegpt, tokenizer, write
 from megatrain_jax import data
-from megatrain_jax._src.lm.data import documents, reading
+from megatrain_jax._src.lm.data import reading, row_formats
 from megatrain_jax._src.lm.data.report import InvalidRow, Report
 from megatrain_jax._src.lm.data.row_formats import to_conversation
 from messages import refuses, tells
@@ -94,7 +94,7 @@ def test_json_is_read_in_chunks_with_the_lines_of_its_rows(
     text = json.dumps(rows, indent=3, ensure_ascii=False)
     path = tmp_path / "a.json"
     path.write_text(text, encoding="utf-8")
-    read = list(reading.rows(str(path), Report(), True))
+    read = list(reading.rows(str(path), Report()))
     assert [row for _, row in read] == rows
     starts = [number for number, line in enumerate(text.split("\n"), 1) if line == "   {"]
     assert [place.number for place, _ in read] == starts
@@ -104,7 +104,7 @@ def test_json_is_read_in_chunks_with_the_lines_of_its_rows(
     mixed = [x for pair in zip(rows, values, strict=True) for x in pair]
     path.write_text(json.dumps(mixed, indent=rng.choice([None, 1])), encoding="utf-8")
     report = Report()
-    assert [row for _, row in reading.rows(str(path), report, False)] == rows
+    assert [row for _, row in reading.rows(str(path), report)] == rows
     assert sum(report.left_out.values()) == len(values)
 
 
@@ -112,7 +112,7 @@ def test_parquet_is_read_across_row_groups(tmp_path: Path):
     rows = [{"text": str(i)} for i in range(600)]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)
-    read = list(reading.rows(str(path), Report(), True))
+    read = list(reading.rows(str(path), Report()))
     assert [row for _, row in read] == rows
     assert [place.number for place, _ in read] == list(range(1, 601))
     assert str(read[4][0]) == f"{path}, row 5"
@@ -268,13 +268,13 @@ def test_an_array_is_read_around_values_that_python_refuses(
     ):
         path.write_text(text)
         report = Report()
-        read = [row for _, row in reading.rows(str(path), report, False)]
+        read = [row for _, row in reading.rows(str(path), report)]
         assert read == [{"text": "a"}, {"text": "b"}]
         assert report.num_rows == 4 and [*report.left_out.values()] == [2]
         assert tells(report.examples()[0], f"{path}, line 2:", "JSON")
     path.write_text(f"[{bad[:-1] if bad[0] == '{' else bad}")
     with refuses(data.DataError, f"{path}, line 1:", "JSON"):
-        list(reading.rows(str(path), Report(), False))
+        list(reading.rows(str(path), Report()))
 
 
 def test_rows_that_fail_in_code_that_expects_others_are_named(
@@ -286,7 +286,7 @@ def test_rows_that_fail_in_code_that_expects_others_are_named(
     rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
     path = write(tmp_path / "a.jsonl", rows)
     for name in ("to_conversation", "to_text"):
-        monkeypatch.setattr(documents, name, lambda row, *_: fail(row))
+        monkeypatch.setattr(row_formats, name, lambda row, *_: fail(row))
     for read in (data.chat, data.text):
         with pytest.raises(data.DataError, match=f"{path}, line 2: .*KeyError: 'c'"):
             read(path, tokenizer(), length=64, batch_size=1, progress=False)
@@ -339,7 +339,7 @@ def test_a_time_that_python_can_not_represent_is_one_row(tmp_path: Path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(rows, path)
     report = Report()
-    read = list(reading.rows(str(path), report, False))
+    read = list(reading.rows(str(path), report))
     assert [row["text"] for _, row in read] == ["a", "c"] and report.left_out.total() == 1
     assert f"{path}, row 2: " in report.examples()[0]
 
@@ -471,7 +471,7 @@ def test_a_long_text_is_read_in_parts_and_split(tmp_path: Path, monkeypatch: pyt
     np.testing.assert_array_equal(labels, tokens[1:])
     monkeypatch.setattr(reading, "_CHUNK", 30)
     assert_same(data.text(path, tokenizer(), **options), whole)
-    assert len(list(reading.blocks(str(path), Report(), True))) > 20
+    assert len(list(reading.blocks(str(path), Report()))) > 20
 
 
 def test_faulty_texts_are_named(tmp_path: Path):

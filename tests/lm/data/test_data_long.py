@@ -17,11 +17,11 @@ import pytest
 
 from chats import assert_same_batches, tokenizer
 from megatrain_jax import data
-from megatrain_jax._src.lm.data import documents, reading, tokenise
+from megatrain_jax._src.lm.data import documents, reading
+from megatrain_jax._src.lm.data.batches import batch, draw_epoch, pack
 from megatrain_jax._src.lm.data.corpus import CorpusBuilder
-from megatrain_jax._src.lm.data.fast_tokenizer import FastTokenizer
-from megatrain_jax._src.lm.data.packing import batch, draw_epoch, pack
 from megatrain_jax._src.lm.data.report import Report, RowOrigin
+from megatrain_jax._src.lm.data.tokenizer import FastTokenizer
 from places import HELPERS
 
 LINE = "the cat sat on a mat, while rain fell; naïve façade 🙂\n"
@@ -46,7 +46,7 @@ def test_a_text_file_of_any_size_is_read_in_blocks(tmp_path: Path):
             for _ in range(count):
                 stream.write(line.encode())
         with traced_peak() as peak:
-            blocks = reading.blocks(str(tmp_path / name), Report(), True)
+            blocks = reading.blocks(str(tmp_path / name), Report())
             assert sum(len(block) for block in blocks) == count * len(line)
             # A character takes up to four bytes, and some blocks are held at a time.
             assert peak() < 6
@@ -68,7 +68,7 @@ def test_rows_with_long_documents_are_read_one_by_one(tmp_path: Path, kind: str)
             made = lines.get(kind, (json.dumps({"text": text}) + "\n") * count)
             stream.write(made.encode())
     with traced_peak() as peak:
-        found = [len(row["text"]) for _, row in reading.rows(str(path), Report(), True)]
+        found = [len(row["text"]) for _, row in reading.rows(str(path), Report())]
         assert found == [len(text)] * count
         # A row and the bytes it is read from, some times over; all rows are 24 and more.
         assert peak() < (20 if kind == "parquet" else 12)
@@ -89,7 +89,7 @@ def test_a_long_text_of_a_row_is_tokenised_in_blocks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FastTokenizer, "encode", recorded)
     monkeypatch.setattr(documents, "_LONG", 1000)
     monkeypatch.setattr(documents, "_BLOCK", 250)
-    monkeypatch.setattr(tokenise, "_CHARACTERS_AT_ONCE", 500)
+    monkeypatch.setattr(documents, "_CHARACTERS_AT_ONCE", 500)
     assert_same_batches(data.text(rows, tokenizer(), **options), whole)
     assert sum(sizes) == sum(sum(map(len, row.values())) for row in rows)
     assert len(sizes) > 20 and max(sizes) < 500 + 250 + len(LINE)
@@ -111,7 +111,7 @@ def test_rows_of_millions_of_tokens_are_packed_in_little_memory():
 def test_a_row_of_a_million_tokens_has_int32_positions_and_little_beside():
     size, length = 2**20 + 1000, 2**20
     report = Report()
-    builder = CorpusBuilder(length, "split", True, report, lambda tokens: None)
+    builder = CorpusBuilder(length, "split", report, lambda tokens: None)
     with traced_peak() as peak:
         for start in range(0, size, 2**16):
             tokens = np.arange(start, min(start + 2**16, size), dtype=np.int32)

@@ -78,12 +78,12 @@ def test_csv_is_read_as_pythons_module_reads_it(tmp_path: Path, kind: str):
         lines.append(line)
         line += 1 + sum(text.count("\n") for text in row.values())
     path = compressed(path) if kind.endswith(".gz") else path
-    read = list(reading.rows(str(path), Report(), True))
+    read = list(reading.rows(str(path), Report()))
     assert [dict(row) for _, row in read] == rows
     assert [origin.number for origin, _ in read] == lines
     before = csv.field_size_limit()
     table(tmp_path / "long.csv", [{"text": "word " * 100_000}])
-    long = list(reading.rows(str(tmp_path / "long.csv"), Report(), True))
+    long = list(reading.rows(str(tmp_path / "long.csv"), Report()))
     assert len(long[0][1]["text"]) == 500_000 and csv.field_size_limit() == before
 
 
@@ -149,16 +149,14 @@ def frames(rows: list[dict[str, Any]], path: Path, kind: str) -> Path:
 def test_compressed_files_of_several_frames_are_read_whole(tmp_path: Path, kind: str):
     texts = [{"text": f"{n} naïve\n🙂" * 90} for n in range(40)]
     path = frames(texts, tmp_path / f"a.jsonl.{kind}", kind)
-    assert [row for _, row in reading.rows(str(path), Report(), True)] == texts
+    assert [row for _, row in reading.rows(str(path), Report())] == texts
     (tmp_path / f"b.JSON.{kind}").write_bytes(path.read_bytes())
-    assert [
-        row for _, row in reading.rows(str(tmp_path / f"b.JSON.{kind}"), Report(), True)
-    ] == texts
+    assert [row for _, row in reading.rows(str(tmp_path / f"b.JSON.{kind}"), Report())] == texts
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) * 2 // 3], b"none of it", whole[:-3]):
         path.write_bytes(damaged)
         with refuses(data.DataError, f"a.jsonl.{kind}", "read"):
-            list(reading.rows(str(path), Report(), False))
+            list(reading.rows(str(path), Report()))
     frames(texts, tmp_path / f"a.parquet.{kind}", kind)
     with refuses(ValueError, f"a.parquet.{kind}", "`source`"):
         load(tmp_path / f"a.parquet.{kind}")
@@ -179,13 +177,13 @@ def test_arrow_is_read_row_by_row(
         new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
         with new(path, made.schema) as writer:
             writer.write_table(made, max_chunksize=20)
-    read = list(reading.rows(str(path), Report(), True))
+    read = list(reading.rows(str(path), Report()))
     assert [row for _, row in read] == rows
     assert [place.number for place, _ in read] == list(range(1, 51))
     for damaged in (path.read_bytes()[:500], b"", b"no arrow"):
         path.write_bytes(damaged)
         with refuses(data.DataError, path, "Arrow"):
-            list(reading.rows(str(path), Report(), True))
+            list(reading.rows(str(path), Report()))
 
 
 def test_datasets_that_were_saved_are_read_as_they_are(tmp_path: Path):
@@ -346,7 +344,7 @@ def test_arrow_whose_values_point_elsewhere_is_an_error(tmp_path: Path, kind: st
         new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
         with pyarrow.OSFile(str(path), "wb") as file, new(file, made.schema) as writer:
             writer.write_table(made)
-        return [row for _, row in reading.rows(str(path), Report(), False)]
+        return [row for _, row in reading.rows(str(path), Report())]
 
     # A text that is not UTF-8 is the fault of its row alone.
     assert [row["text"] for row in read(text=texts, more=lists)] == ["good", "fine"]
@@ -364,7 +362,7 @@ def test_a_page_of_parquet_with_another_checksum_is_an_error(tmp_path: Path):
     pyarrow.parquet.write_table(made, path, write_page_checksum=True, **plain)
     path.write_bytes(path.read_bytes().replace(b"answer 5", b"answer 9"))
     with refuses(data.DataError, path, "Parquet"):
-        list(reading.rows(str(path), Report(), False))
+        list(reading.rows(str(path), Report()))
 
 
 # Columns
@@ -438,7 +436,7 @@ def test_nulls_stay_where_no_column_added_them(tmp_path: Path):
     row = called("f", {"x": {"default": None}}, x=None, y=[None])
     kept = to_conversation(row)
     assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None, "y": [None]}
-    ((_, read),) = reading.rows(str(write(tmp_path / "a.jsonl", [row])), Report(), True)
+    ((_, read),) = reading.rows(str(write(tmp_path / "a.jsonl", [row])), Report())
     assert read == row
     # Two rows, so that `datasets` takes what differs for JSON.
     with_json = in_columns(tmp_path, [row, *CALLS])
@@ -447,18 +445,18 @@ def test_nulls_stay_where_no_column_added_them(tmp_path: Path):
         if isinstance(part, GivenRows):
             first = next(iter(part.rows))
         else:
-            _, first = next(iter(reading.rows(part, Report(), True)))
+            _, first = next(iter(reading.rows(part, Report())))
         assert to_conversation(first)[:3] == kept[:3], name
     # The values of a map are no fields: none of them is added.
     pairs = pyarrow.map_(pyarrow.string(), pyarrow.string())
     table = pyarrow.table({"a": pyarrow.array([[("x", None), ("y", "z")], [], None], pairs)})
     pyarrow.parquet.write_table(table, tmp_path / "map.parquet")
-    read = [row for _, row in reading.rows(str(tmp_path / "map.parquet"), Report(), True)]
+    read = [row for _, row in reading.rows(str(tmp_path / "map.parquet"), Report())]
     assert read == [{"a": {"x": None, "y": "z"}}, {"a": {}}, {}]
     broken = pyarrow.array(["{", '{"x": null}', None], pyarrow.json_())
     pyarrow.parquet.write_table(pyarrow.table({"a": broken}), tmp_path / "json.parquet")
     report = Report()
-    read = [row for _, row in reading.rows(str(tmp_path / "json.parquet"), report, False)]
+    read = [row for _, row in reading.rows(str(tmp_path / "json.parquet"), report)]
     assert read == [{"a": {"x": None}}, {}]
     ((why, number),) = report.left_out.items()
     assert "JSON" in why and number == 1

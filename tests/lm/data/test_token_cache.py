@@ -17,10 +17,9 @@ from chats import conversations, openai, tokenizer
 from megatrain_jax import data
 from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.lm.data import corpus as corpus_module
-from megatrain_jax._src.lm.data import packing
-from megatrain_jax._src.lm.data.corpus import CorpusBuilder
+from megatrain_jax._src.lm.data.batches import batch
+from megatrain_jax._src.lm.data.corpus import CorpusBuilder, GrowingFiles
 from megatrain_jax._src.lm.data.report import Report, RowOrigin
-from megatrain_jax._src.lm.data.token_cache import GrowingFiles
 from messages import refuses, warns
 
 OPTIONS: dict[str, Any] = {"length": 256, "batch_size": 2, "progress": False, "seed": 3}
@@ -279,13 +278,13 @@ def test_memory_holds_a_part_of_the_tokens(tmp_path, monkeypatch):
         files = GrowingFiles(new) if name == "files" else None
         tracemalloc.start()
         try:
-            builder = CorpusBuilder(1000, "error", True, Report(), lambda _: None, files=files)
+            builder = CorpusBuilder(1000, "error", Report(), lambda _: None, files=files)
             for _ in range(500):
                 builder.extend(document, document > 0, entries)
                 builder.end(RowOrigin("a"))
             corpus = builder.finish()
             # Rows are read by index.
-            pieces = packing.batch(corpus, [np.array([3]), np.array([499])], 1000)
+            pieces = batch(corpus, [np.array([3]), np.array([499])], 1000)
             assert pieces["tokens"].tolist() == [document.tolist()] * 2
             peaks[name] = tracemalloc.get_traced_memory()[1]
         finally:

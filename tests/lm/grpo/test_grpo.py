@@ -22,7 +22,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses, models
-from megatrain_jax._src.lm.grpo import rollouts
+from megatrain_jax._src.lm.grpo import grpo_run
 from megatrain_jax._src.lm.grpo.policy_batch import (
     documents_per_row,
     grpo_loss,
@@ -247,7 +247,7 @@ def test_prompts_come_once_an_epoch_in_another_order():
     rows = [{"prompt": [1] * length} for length in (2, 1, 3, 5, 4)]
 
     def epochs(**options: Any) -> list[tuple[int, ...]]:
-        prompts = rollouts.Prompts(rows, None, models.GrpoOptions(prompts_per_step=3, **options))
+        prompts = grpo_run.Prompts(rows, None, models.GrpoOptions(prompts_per_step=3, **options))
         assert prompts.length == 5
         drawn = [i for number in range(10) for i in prompts.of_generation(number)]
         return [tuple(drawn[at : at + 5]) for at in range(0, 30, 5)]
@@ -277,18 +277,18 @@ def asked(monkeypatch) -> list[dict[str, Any]]:
             for i, sample in made
         ]
 
-    monkeypatch.setattr(rollouts, "generate", written)
+    monkeypatch.setattr(grpo_run, "generate", written)
     return asked
 
 
-def made_of(rewards: Any, **options: Any) -> rollouts.Rollouts:
+def made_of(rewards: Any, **options: Any) -> grpo_run.Rollouts:
     """The batches of a run of one microbatch on one device."""
     given = models.GrpoOptions(**(OPTIONS | options))
-    prompts = rollouts.Prompts(ROWS, None, given)
-    return rollouts.Rollouts(prompts, Rewards(rewards), given, tokenizer=None, unit=4)
+    prompts = grpo_run.Prompts(ROWS, None, given)
+    return grpo_run.Rollouts(prompts, Rewards(rewards), given, tokenizer=None, unit=4)
 
 
-def batches(made: rollouts.Rollouts, steps: Any, microbatches: int = 1, devices: int = 1) -> Any:
+def batches(made: grpo_run.Rollouts, steps: Any, microbatches: int = 1, devices: int = 1) -> Any:
     """Takes the batches of some steps, counted from 1."""
     plan = SimpleNamespace(microbatches=microbatches, num_devices=devices)
     trainer: Any = SimpleNamespace(num_steps=0, plan=plan, flush=lambda: None)

@@ -9,8 +9,12 @@ import pytest
 from flax import nnx
 
 from megatrain_jax import losses, models
-from megatrain_jax._src.lm.grpo.grpo_options import GrpoOptions
-from megatrain_jax._src.lm.grpo.policy_batch import grpo_loss, packed_rows, policy_batch
+from megatrain_jax._src.lm.grpo.policy_batch import (
+    GrpoOptions,
+    grpo_loss,
+    packed_rows,
+    policy_batch,
+)
 from megatrain_jax._src.lm.models.decoder import WithReference
 from megatrain_jax._src.lm.models.generation.generate import Completion
 

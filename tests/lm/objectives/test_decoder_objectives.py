@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from megatrain_jax import models, objectives
-from megatrain_jax._src.lm.cli.objectives import counted
-from megatrain_jax._src.lm.data.packing import with_counts
+from megatrain_jax._src.lm.cli.recipe import counted
+from megatrain_jax._src.lm.data.batches import with_counts
 from messages import refuses
 from tiny_sizes import tiny_decoder
 

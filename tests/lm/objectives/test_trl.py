@@ -13,7 +13,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models, objectives
-from megatrain_jax._src.lm.cli.objective_kinds import OBJECTIVE_KINDS
+from megatrain_jax._src.lm.cli.finetune_settings import OBJECTIVE_KINDS
 
 needs = 'compared with TRL: pip install -e ".[torch]"'
 datasets, torch, transformers, trl = (

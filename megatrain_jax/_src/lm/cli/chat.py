@@ -1,35 +1,60 @@
-"""`megatrain-jax chat`: a conversation with an exported model."""
+"""`megatrain-jax chat` and `merge`: exported models, in conversation or merged with adapters."""
 
 import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megatrain_jax as mt
-from megatrain_jax._src.common.outside import integer, naming
-from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
-from megatrain_jax._src.lm.cli.errors import as_command_errors
-from megatrain_jax._src.lm.cli.jax_chat_model import JaxChatModel, open_jax_chat_model
+from megatrain_jax import models
+from megatrain_jax._src.common.outside import integer, naming, number
+from megatrain_jax._src.lm.cli.errors import as_command_errors, as_value_errors
+from megatrain_jax._src.lm.cli.plan_settings import ChatSettings, MergeSettings
+from megatrain_jax._src.lm.common import hf_folder
 from megatrain_jax._src.lm.common.adapter_layers import EMBEDDINGS, different_layers
-from megatrain_jax._src.lm.common.hf_folder import (
-    CHAT_TEMPLATE,
-    GENERATION_CONFIG,
-    end_tokens_of,
-    read_all_json,
-    read_json,
-    regular_file,
-    required_file,
-)
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download
+from megatrain_jax._src.lm.common.prompts import prompt_ids
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 _HOLDS = f"a model ({_CONFIG}) or adapters ({_ADAPTER})"
 _NEEDS_TORCH = "chat needs PyTorch: pip install torch"
 Messages = list[dict[str, str]]
+# Transformers' default of `top_k`, for a generation_config.json without it.
+_TOP_K = 50
+# Fields of generation_config.json without effect here; `generate` reads the stop ids itself.
+_WITHOUT_EFFECT = {"max_length", "max_new_tokens", "transformers_version", "use_cache"}
+_WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
+
+
+def sampling_of(folder: Path, settings: ChatSettings) -> dict[str, Any]:
+    """The options of `generate` for a checkpoint.
+
+    Raises:
+        ValueError: If its generation_config.json has an option that `generate` lacks.
+    """
+    path = hf_folder.regular_file(folder, "generation_config.json")
+    given = hf_folder.read_json(path) if path else {}
+    found = {name: x for name, x in given.items() if x is not None and x is not False}
+    top_k = integer(str(path), "top_k", found.pop("top_k", _TOP_K))
+    top_p = number(str(path), "top_p", found.pop("top_p", 1.0), least=0)
+    temperature = number(str(path), "temperature", found.pop("temperature", 1.0), least=0)
+    temperature = temperature if found.pop("do_sample", False) else 0.0
+    found = {n: x for n, x in found.items() if n not in _WITHOUT_EFFECT and not n.startswith("_")}
+    if found:
+        raise ValueError(f"{path} has {', '.join(sorted(found))}, which generation in JAX lacks")
+    if settings.temperature is not None:
+        temperature = settings.temperature
+    return {
+        "max_tokens": settings.max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": settings.seed,
+    }
 
 
 def run(settings: ChatSettings) -> int:
@@ -49,7 +74,7 @@ def run(settings: ChatSettings) -> int:
     return 0
 
 
-def _converse(chat_model: "TransformersChatModel | JaxChatModel", messages: Messages) -> None:
+def _converse(chat_model: "ChatModel", messages: Messages) -> None:
     """Answers questions until the input ends; an interrupted answer leaves no trace."""
     while True:
         try:
@@ -71,18 +96,34 @@ def _converse(chat_model: "TransformersChatModel | JaxChatModel", messages: Mess
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
+def merge(settings: MergeSettings) -> int:
+    """Merges; returns the exit status.
+
+    Raises:
+        CommandError: If the adapters don't fit the base model, or `out` is not new.
+    """
+    out = Path(settings.out).expanduser()
+    with as_command_errors():
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise FileExistsError(f"there is something at `out` = {out} already: choose another")
+        print(f"merged: {models.merge_adapter(settings.adapter, out, base=settings.base)}")
+    return 0
+
+
 @dataclass(frozen=True)
-class TransformersChatModel:
-    """A model of Transformers that answers on the terminal, word by word.
+class ChatModel:
+    """A model that answers on the terminal, some words at a time.
 
     Attributes:
-        model: The model.
-        tokenizer: Its tokenizer.
+        model: The model: a `models.Generator`, or one of Transformers.
+        tokenizer: Its tokenizer, of Transformers.
+        longest: Maximum number of tokens of a conversation; None if there is none.
         options: Options of the model's `generate`.
     """
 
     model: Any
     tokenizer: Any
+    longest: int | None
     options: Mapping[str, Any]
 
     @property
@@ -96,47 +137,80 @@ class TransformersChatModel:
         Raises:
             ValueError: If the chat template fails on them, or they are too long for the model.
         """
+        raise NotImplementedError
+
+    def encoded(self, messages: Messages, encode: Callable[[Any], Any]) -> Any:
+        """The result of a function for the messages, or the last one's text if there are no turns.
+
+        Raises:
+            ValueError: If it fails.
+        """
+        name = self.tokenizer.name_or_path
+        with as_value_errors(f"the chat template of {name} fails on these messages"):
+            return encode(messages if self.has_turns else messages[-1]["content"])
+
+    def check_length(self, length: int) -> None:
+        """Checks the number of tokens of a conversation.
+
+        Raises:
+            ValueError: If they are too many.
+        """
+        if self.longest is not None and length >= self.longest:
+            raise ValueError(
+                f"the conversation has {length:,} tokens, but the model's maximum is "
+                f"{self.longest:,}: begin a new chat"
+            )
+
+
+class JaxChatModel(ChatModel):
+    """A model in JAX, for those that this library knows."""
+
+    def answer(self, messages: Messages) -> str:
+        """See `ChatModel.answer`."""
+        ids = self.encoded(messages, lambda prompt: prompt_ids(prompt, self.tokenizer))
+        self.check_length(len(ids))
+        shown = ""
+
+        def show(prompt: int, sample: int, text: str) -> None:
+            nonlocal shown
+            # A character may consist of several tokens; the last ones may still be missing.
+            if not text.endswith("\ufffd"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+
+        (found,) = self.model.generate([ids], on_text=show, **self.options)
+        print(found.text[len(shown) :], flush=True)
+        return found.text
+
+
+class TransformersChatModel(ChatModel):
+    """A model of Transformers."""
+
+    def answer(self, messages: Messages) -> str:
+        """See `ChatModel.answer`."""
         import transformers
 
-        inputs = self._inputs(messages).to(self.model.device)
+        inputs = self.encoded(messages, self._inputs).to(self.model.device)
         length = inputs["input_ids"].shape[-1]
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        where = f"{self.model.name_or_path}/{_CONFIG}"
-        if most is not None and length >= integer(where, "max_position_embeddings", most, least=1):
-            raise ValueError(
-                f"the conversation has {length:,} tokens, but the model's maximum is {most:,}: "
-                "begin a new chat"
-            )
+        self.check_length(length)
         streamer = transformers.TextStreamer(
             self.tokenizer, skip_prompt=True, skip_special_tokens=True
         )
-        try:
+        # Transformers' errors for wrong settings have no common type.
+        with as_value_errors(f"Transformers can't answer with {self.model.name_or_path}"):
             with _without_warnings():
                 found = self.model.generate(**inputs, streamer=streamer, **self.options)
-        except Exception as error:  # Transformers' errors for wrong settings have no common type
-            why = " ".join(str(error).split())[:500]
-            raise ValueError(
-                f"Transformers can't answer with {self.model.name_or_path}: "
-                f"{type(error).__name__}: {why}"
-            ) from error
         return self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
 
-    def _inputs(self, messages: Messages) -> Any:
-        if not self.has_turns:
-            return self.tokenizer(messages[-1]["content"], return_tensors="pt")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # a template may raise any error
-            why = " ".join(str(error).split())[:500]
-            name = self.tokenizer.name_or_path
-            raise ValueError(
-                f"the chat template of {name} fails on these messages: {why}"
-            ) from error
+    def _inputs(self, prompt: Any) -> Any:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt, return_tensors="pt")
+        return self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
 
 
-def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatModel:
+def open_chat_model(settings: ChatSettings) -> ChatModel:
     """Loads the model, with its adapters if the folder has some.
 
     Raises:
@@ -154,7 +228,7 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
     has_adapters = (folder / _ADAPTER).is_file()
     base, about = folder, {}
     if has_adapters:
-        about = read_json(required_file(folder, _ADAPTER))
+        about = hf_folder.read_json(hf_folder.required_file(folder, _ADAPTER))
         named = settings.base or about.get("base_model_name_or_path")
         if not isinstance(named, str) or not named:
             raise ValueError(f"{folder / _ADAPTER} names no base model: set `base`")
@@ -163,7 +237,7 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
         raise ValueError(f"`base` is for adapters, but {folder} is a whole model")
     with_tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
     tokenizer = _loaded(transformers.AutoTokenizer, with_tokenizer)
-    if has_adapters and (own := regular_file(folder, CHAT_TEMPLATE)):
+    if has_adapters and (own := hf_folder.regular_file(folder, hf_folder.CHAT_TEMPLATE)):
         with naming(own):  # the one that the adapters were trained with
             tokenizer.chat_template = own.read_text(encoding="utf-8")
     if settings.system is not None and tokenizer.chat_template is None:
@@ -177,7 +251,9 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
                     f"`library`=jax answers with whole models, but {folder} has adapters: "
                     "`megatrain-jax merge` makes one of them"
                 )
-            return open_jax_chat_model(settings, base, tokenizer)
+            sampling = sampling_of(base, settings)
+            generator = models.Generator(models.load_pretrained(base), tokenizer=tokenizer)
+            return JaxChatModel(generator, tokenizer, _longest(base), sampling)
         except (TypeError, ValueError):
             if settings.library == "jax":
                 raise
@@ -190,11 +266,17 @@ def open_chat_model(settings: ChatSettings) -> TransformersChatModel | JaxChatMo
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(settings.seed)
     ends = {*_listed(model.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
-    if has_adapters and (path := regular_file(folder, GENERATION_CONFIG)):
-        ends.update(end_tokens_of(read_json(path)))  # PEFT doesn't read it
-    return TransformersChatModel(
-        model.to(device).eval(), tokenizer, _options(settings, sorted(ends), tokenizer)
-    )
+    if has_adapters and (path := hf_folder.regular_file(folder, hf_folder.GENERATION_CONFIG)):
+        ends.update(hf_folder.end_tokens_of(hf_folder.read_json(path)))  # PEFT doesn't read it
+    options = _options(settings, sorted(ends), tokenizer)
+    return TransformersChatModel(model.to(device).eval(), tokenizer, _longest(base), options)
+
+
+def _longest(folder: Path) -> int | None:
+    """The maximum number of tokens of a conversation, as a model's configuration says."""
+    path, name = folder / _CONFIG, "max_position_embeddings"
+    given = hf_folder.read_json(path).get(name)
+    return None if given is None else integer(path, name, given, least=1)
 
 
 @contextlib.contextmanager
@@ -285,15 +367,13 @@ def _adapted(peft: Any, model: Any, folder: Path, about: Mapping[str, Any]) -> A
             f"the adapters in {folder} are of a base with another number of layers: either they or "
             f"this base has no {', '.join(different[:3])}"
         )
-    try:
+    # PEFT's errors for files that don't fit have no common type.
+    with as_value_errors(f"PEFT can't load the adapters in {folder}"):
         whole = (name for name in shapes if EMBEDDINGS.search(name) and name.endswith(".weight"))
         embeddings = (shapes[name] for name in whole if ".lora_" not in name)
         if (shape := next(embeddings, None)) is not None:
             model.resize_token_embeddings(shape[0], mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))
-    except Exception as error:  # PEFT's errors for files that don't fit have no common type
-        why = " ".join(str(error).split())[:500]
-        raise ValueError(f"PEFT can't load the adapters in {folder}: {why}") from error
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
@@ -308,15 +388,13 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
-    for name, values in read_all_json(folder).items():
+    for name, values in hf_folder.read_all_json(folder).items():
         ids = values.get("eos_token_id")
         for end in ids if isinstance(ids, list) else [ids]:
             if end is not None:
                 integer(folder / name, "eos_token_id", end, least=-1)  # for none
-    try:
+    # Transformers' errors for damaged files have no common type.
+    with as_value_errors(f"Transformers can't load {folder}"):
         return kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as error:  # Transformers' errors for damaged files have no common type
-        why = " ".join(str(error).split())[:500]
-        raise ValueError(f"Transformers can't load {folder}: {why}") from error

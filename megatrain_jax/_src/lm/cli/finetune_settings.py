@@ -1,23 +1,72 @@
-"""The settings of `megatrain-jax finetune`, in addition to those of all training."""
+"""The objectives of `megatrain-jax finetune` by name, and its settings beside the common ones.
+
+The losses have the same names in `megatrain_jax.objectives`. This file needs no JAX.
+"""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.cli.objective_kinds import (
-    OBJECTIVE_KINDS,
-    ObjectiveKind,
-    ObjectiveName,
-    objectives_with,
-)
-from megatrain_jax._src.lm.cli.run_settings import listed
-from megatrain_jax._src.lm.cli.setting_rules import Frozen, check_unused_options
-from megatrain_jax._src.lm.cli.training_settings import TrainingSettings
+from megatrain_jax._src.lm.cli import run_settings
+
+ObjectiveName = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill"]
+RowKind = Literal["chat", "preferences", "margins", "unpaired", "distilled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneSettings(TrainingSettings):
+class ObjectiveKind:
+    """A training objective, as the settings see it.
+
+    Attributes:
+        options: Names of the settings that the objective reads beside the common ones.
+        rows: The kind of its rows, which `finetune_data` reads.
+        has_reference: Whether it compares the model with the model before training.
+        scores: Whether it trains a reward model, with a score head.
+        has_dropout: Whether adapters are trained with their dropout. TRL's trainers of preferences
+            and of reward models switch it off (`disable_dropout`).
+        adapter_rate: Default of the learning rate of adapters.
+    """
+
+    options: tuple[str, ...] = ()
+    rows: RowKind = "preferences"
+    has_reference: bool = False
+    scores: bool = False
+    has_dropout: bool = False
+    adapter_rate: float = 1e-5
+
+
+OBJECTIVE_KINDS: Mapping[str, ObjectiveKind] = {
+    "sft": ObjectiveKind(rows="chat", has_dropout=True, adapter_rate=1e-4),
+    "dpo": ObjectiveKind(options=("beta",), has_reference=True),
+    "ipo": ObjectiveKind(options=("beta",), has_reference=True),
+    "simpo": ObjectiveKind(options=("beta", "simpo_gamma", "cpo_alpha")),
+    "orpo": ObjectiveKind(options=("beta",)),
+    "kto": ObjectiveKind(
+        options=("beta", "desirable_weight", "undesirable_weight"),
+        rows="unpaired",
+        has_reference=True,
+    ),
+    "distill": ObjectiveKind(
+        options=("distill_alpha", "temperature", "tail", "topk"),
+        rows="distilled",
+        has_dropout=True,
+        adapter_rate=1e-4,
+    ),
+    "reward": ObjectiveKind(
+        options=("center_rewards_coefficient",), rows="margins", scores=True, adapter_rate=1e-4
+    ),
+}
+
+
+def objectives_with(option: str) -> list[str]:
+    """The names of the objectives that read an option; empty if it is no option of one."""
+    return [name for name, kind in OBJECTIVE_KINDS.items() if option in kind.options]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings(run_settings.TrainingSettings):
     """Fine-tunes a checkpoint and exports it for Transformers; the same command resumes the run.
 
     Attributes:
@@ -96,7 +145,7 @@ class FinetuneSettings(TrainingSettings):
     merge: str | None = None
     leading: Literal["error", "keep", "drop"] = "error"
     trainable: list[str] | str | None = None
-    frozen: Frozen | None = None
+    frozen: run_settings.Frozen | None = None
     adapter: str | None = None
     lora_rank: int | None = None
     lora_alpha: float = 32.0
@@ -115,29 +164,24 @@ class FinetuneSettings(TrainingSettings):
         """
         super().__post_init__()
         checks.path("model", self.model)
-        checks.number("beta", self.beta, above=0)
-        for name in ("simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"):
-            checks.number(name, getattr(self, name), least=0)
-        if not 0 <= self.distill_alpha <= 1:
-            raise ValueError(
-                checks.refused("distill_alpha", "a share from 0 to 1", self.distill_alpha)
-            )
-        checks.integer("topk", self.topk)
-        if self.neftune_noise_alpha is not None:
-            checks.number("neftune_noise_alpha", self.neftune_noise_alpha, above=0)
-        if checks.number("temperature", self.temperature, above=0) != 1 and self.tail:
+        self.check_each(checks.number, "beta neftune_noise_alpha temperature", above=0)
+        names = "simpo_gamma cpo_alpha desirable_weight undesirable_weight"
+        self.check_each(checks.number, f"{names} center_rewards_coefficient", least=0)
+        self.check_shares("distill_alpha")
+        self.check_each(checks.integer, "topk lora_rank")
+        if self.temperature != 1 and self.tail:
             raise ValueError(
                 f"`temperature`={self.temperature} needs `tail`=false: the probability of tokens "
                 "beyond the stored ones is known at temperature 1 only"
             )
-        if self.center_rewards_coefficient is not None:
-            coefficient = self.center_rewards_coefficient
-            checks.number("center_rewards_coefficient", coefficient, least=0)
-        for pattern in listed(self.trainable):
-            _check_pattern("trainable", pattern)
-        _check_pattern("lora_targets", self.lora_targets)
+        patterns = [("trainable", pattern) for pattern in run_settings.listed(self.trainable)]
+        for name, pattern in (*patterns, ("lora_targets", self.lora_targets)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                text = f"`{name}`={pattern!r} is no regular expression: {error}"
+                raise ValueError(text) from error
         if self.lora_rank is not None:
-            checks.integer("lora_rank", self.lora_rank)
             checks.number("lora_alpha", self.lora_alpha, above=0)
             if not 0 <= self.lora_dropout < 1:
                 allowed = "a share from 0, below 1"
@@ -160,7 +204,7 @@ class FinetuneSettings(TrainingSettings):
         self._check_needed()
 
     def _check_new_tokens(self) -> None:
-        if not all(listed(self.new_tokens)) or not self.new_tokens:
+        if not all(run_settings.listed(self.new_tokens)) or not self.new_tokens:
             raise ValueError("`new_tokens` must be texts that are not empty")
         trained = self.trainable or self.lora_modules_to_save
         if self.lora_rank is not None and not trained:
@@ -171,43 +215,36 @@ class FinetuneSettings(TrainingSettings):
             )
 
     def _check_needed(self) -> None:
-        check_unused_options(
-            self,
-            ("lora_alpha", "lora_dropout", "lora_rslora", "lora_dora")
-            + ("lora_targets", "lora_modules_to_save"),
-            is_there=self.lora_rank is not None,
-            needed="fresh adapters: set `lora_rank`",
+        self.check_use(
+            "lora_alpha lora_dropout lora_rslora lora_dora lora_targets lora_modules_to_save",
+            self.lora_rank is not None,
+            "fresh adapters: set `lora_rank`",
         )
         for name in sorted({name for kind in OBJECTIVE_KINDS.values() for name in kind.options}):
-            check_unused_options(
-                self,
-                (name,),
-                is_there=name in self._kind.options,
-                needed=f"`objective`={' or '.join(objectives_with(name))}",
+            self.check_use(
+                name,
+                name in self._kind.options,
+                f"`objective`={' or '.join(objectives_with(name))}",
             )
-        check_unused_options(
-            self,
-            ("neftune_noise_alpha",),
-            is_there=self.objective == "sft",
-            needed="`objective`=sft, which compares with no other model",
+        self.check_use(
+            "neftune_noise_alpha",
+            self.objective == "sft",
+            "`objective`=sft, which compares with no other model",
         )
-        check_unused_options(
-            self,
-            ("frozen",),
-            is_there=self.has_adapters or self.trainable is not None,
-            needed="parameters that are not trained: set `trainable` or `lora_rank`",
+        self.check_use(
+            "frozen",
+            self.has_adapters or self.trainable is not None,
+            "parameters that are not trained: set `trainable` or `lora_rank`",
         )
-        check_unused_options(
-            self,
-            ("chat_template", "template_variables", "merge", "leading", "train_on"),
-            is_there=self.format == "chat",
-            needed="conversations, but `format` is text",
+        self.check_use(
+            "chat_template template_variables merge leading train_on",
+            self.format == "chat",
+            "conversations, but `format` is text",
         )
-        check_unused_options(
-            self,
-            ("chat_template", "template_variables", "merge", "leading"),
-            is_there=self._kind.rows != "distilled",
-            needed="conversations, but `objective`=distill learns token ids",
+        self.check_use(
+            "chat_template template_variables merge leading",
+            self._kind.rows != "distilled",
+            "conversations, but `objective`=distill learns token ids",
         )
 
     def _check_objective(self) -> None:
@@ -269,12 +306,4 @@ class FinetuneSettings(TrainingSettings):
     def exports(self) -> tuple[str, ...]:
         """The subfolders of `out` to export."""
         default = "adapter" if self.has_adapters and not self._kind.scores else "model"
-        kind = self.export_as or default
-        return ("adapter", "model") if kind == "both" else (kind,)
-
-
-def _check_pattern(name: str, given: str) -> None:
-    try:
-        re.compile(given)
-    except re.error as error:
-        raise ValueError(f"`{name}`={given!r} is no regular expression: {error}") from error
+        return self.exports_as(self.export_as or default)

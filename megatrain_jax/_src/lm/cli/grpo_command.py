@@ -1,11 +1,12 @@
 """`megatrain-jax grpo`: from a checkpoint, prompts and reward functions to a new checkpoint."""
 
 import hashlib
+import importlib
+import importlib.util
 import json
-import resource
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,13 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import callbacks, data, models
 from megatrain_jax._src.common.progress import phase_lines
-from megatrain_jax._src.lm.cli.devices import peak_device_bytes
-from megatrain_jax._src.lm.cli.errors import (
-    CommandError,
-    as_command_errors,
-    error_text,
-    with_cli_options,
-)
+from megatrain_jax._src.lm.cli import errors, model_and_batch, run_report
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-from megatrain_jax._src.lm.cli.logs import make_logs
-from megatrain_jax._src.lm.cli.model_and_batch import checkpoint_folder, frozen_of, with_adapters
-from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
-from megatrain_jax._src.lm.cli.reward_functions import load_rewards
+from megatrain_jax._src.lm.cli.recipe import optimizer_of_run, run_options, schedule_of_run
 from megatrain_jax._src.lm.cli.run_data import errors_name_option
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
-from megatrain_jax._src.lm.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
 from megatrain_jax._src.lm.cli.run_settings import listed
-from megatrain_jax._src.lm.cli.tokenizers import load_tokenizer
-
-# As in a shell: 128 plus the number of SIGINT.
-_INTERRUPTED = 130
+from megatrain_jax._src.lm.data.tokenizer import load_tokenizer
 
 
 def run(settings: GrpoSettings) -> int:
@@ -45,7 +33,7 @@ def run(settings: GrpoSettings) -> int:
         CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    with as_command_errors():
+    with errors.as_command_errors():
         folder.check(settings)
         if folder.is_done(settings):
             print(f"{folder.path} is done. See {folder.path}")
@@ -58,12 +46,10 @@ def run(settings: GrpoSettings) -> int:
     except (ValueError, TypeError, OSError, ImportError) as error:
         if start_callback.is_past:
             raise
-        raise CommandError(error_text(error)) from error
+        raise errors.CommandError(errors.error_text(error)) from error
     steps = result.trainer.num_steps
     if result.interrupted:
-        goes_on = "goes on from there" if settings.checkpoints else "begins anew"
-        print(f"interrupted after step {steps} of {settings.steps}: the same command {goes_on}")
-        return _INTERRUPTED
+        return run_report.tell_interrupted(settings, steps, settings.steps)
     _finish(settings, folder, result)
     print(f"finished after {steps} step{'s' * (steps != 1)}: {folder.path}")
     return 0
@@ -73,15 +59,17 @@ def _arguments(
     settings: GrpoSettings, folder: RunFolder, start_callback: "_StartCallback"
 ) -> dict[str, Any]:
     """The arguments of `models.train_grpo`."""
-    options = _options(settings)
+    names = {field.name for field in fields(models.GrpoOptions)}
+    given = {name: value for name, value in asdict(settings).items() if name in names}
+    options = models.GrpoOptions(**given)
     rewards = load_rewards(listed(settings.rewards))
     with errors_name_option("data"):
         rows = data.prompts(settings.data, invalid=settings.invalid, columns=settings.columns)
-    checkpoint = checkpoint_folder(settings.model)
-    tokenizer = load_tokenizer("model", checkpoint)
+    checkpoint = model_and_batch.checkpoint_folder(settings.model)
+    tokenizer = load_tokenizer(checkpoint, "model")
     model = _model(settings, checkpoint)
     identity = folder.note("identity") or uuid.uuid4().hex
-    logs = make_logs(settings, folder, identity)
+    logs = run_report.make_logs(settings, folder, identity)
     schedule = schedule_of_run(settings, settings.steps)
     optimizer = optimizer_of_run(settings, schedule)
     fingerprint = _fingerprint(rows)
@@ -89,7 +77,7 @@ def _arguments(
     # External logs recognise a resumed run by its identity.
     start_callback.notes = {"identity": identity, "data": fingerprint}
     print(f"{len(rows):,} prompts; {', '.join(listed(settings.rewards))}", flush=True)
-    lines = ProgressLines(settings.steps, schedule, settings.log_every, folder.begin_at)
+    lines = run_report.ProgressLines(settings.steps, schedule, settings.log_every, folder.begin_at)
     return {
         "rows": rows,
         "rewards": rewards,
@@ -97,13 +85,10 @@ def _arguments(
         "steps": settings.steps,
         "tokenizer": tokenizer,
         "options": options,
-        **_saving(settings, folder),
+        **folder.saving(settings),
         "callbacks": [start_callback, lines, *logs],
         "progress": sys.stderr.isatty(),
         "microbatches": settings.microbatches,
-        "device_budget": settings.device_budget,
-        "host_budget": settings.host_budget,
-        "seed": settings.seed,
         **model,
     }
 
@@ -130,24 +115,7 @@ class _StartCallback(callbacks.Callback):
         for name, value in self.notes.items():
             self._folder.take_note(name, value)
         self.is_past = True
-        print(with_cli_options(str(trainer.plan)), flush=True)
-
-
-def _saving(settings: GrpoSettings, folder: RunFolder) -> dict[str, Any]:
-    if not settings.checkpoints:
-        return {}
-    return {
-        "checkpoint_dir": folder.checkpoints,
-        "checkpoint_every": settings.checkpoint_every,
-        "keep": settings.keep,
-    }
-
-
-def _options(settings: GrpoSettings) -> models.GrpoOptions:
-    """The options of GRPO, from the settings with their names."""
-    names = {field.name for field in fields(models.GrpoOptions)}
-    given = {name: value for name, value in asdict(settings).items() if name in names}
-    return models.GrpoOptions(**given)
+        print(errors.with_cli_options(str(trainer.plan)), flush=True)
 
 
 def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
@@ -155,26 +123,13 @@ def _model(settings: GrpoSettings, checkpoint: str) -> dict[str, Any]:
     pretrained = models.load_pretrained(checkpoint, ignore=settings.ignore or ())
     model, params, trainable = pretrained.model, pretrained.params, settings.trainable
     if settings.lora_rank is not None:
-        model, params, trainable = with_adapters(
-            model,
-            None,
-            targets=settings.lora_targets,
-            rank=settings.lora_rank,
-            alpha=settings.lora_alpha,
-            seed=settings.seed,
-            params=params,
+        more = {"seed": settings.seed, "params": params}
+        model, params, trainable = model_and_batch.with_adapters(
+            model, None, model_and_batch.lora_options(settings), **more
         )
-    here = mt.this_machine()
-    frozen = frozen_of(
-        settings.frozen, settings.lora_rank is not None, pretrained.config.saved_dtype
-    )
-    return {
-        "model": model,
-        "params": params,
-        "trainable": trainable,
-        "precision": precision_of_run(settings, frozen, here),
-        "hardware": here,
-    }
+    has_adapters = settings.lora_rank is not None
+    frozen = model_and_batch.frozen_of(settings.frozen, has_adapters, pretrained.config.saved_dtype)
+    return {"model": model, "params": params} | run_options(settings, frozen, trainable)
 
 
 def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -187,11 +142,10 @@ def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
 def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> None:
     """Exports the model and writes the report."""
     if settings.export != "never":
-        for name in settings.exports:
-            to = folder.path / name
-            if not to.exists():
-                print(f"exported to {_export(settings, result.trainer, name, to)}", flush=True)
-    history, peak = result.history, peak_device_bytes()
+        run_report.export_all(
+            settings, folder, lambda *given: _export(settings, result.trainer, *given)
+        )
+    history = result.history
     result.history.plot().savefig(folder.path / "loss.png")
     seconds = {
         name: [record.get(f"{name}/seconds", 0.0) for record in history]
@@ -213,8 +167,7 @@ def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> 
         "last_reward": history[-1].get("reward"),
         "completion_tokens_per_second": written / max(sum(map(sum, seconds.values())), 1e-9),
         "seconds": {name: sum(each) for name, each in seconds.items()},
-        "peak_device_gib": peak and peak / 2**30,
-        "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        **run_report.peak_memory(),
         "history": list(history),
     }
     folder.finish(report)
@@ -224,3 +177,63 @@ def _export(settings: GrpoSettings, trainer: mt.Trainer, name: str, folder: Path
     if name == "adapter":
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
     return models.save_pretrained(trainer, folder, dtype=settings.export_dtype)
+
+
+def load_rewards(given: Sequence[str]) -> list[Callable[..., Any]]:
+    """Imports reward functions.
+
+    Args:
+        given: Names such as "rewards.py:short" (a file, with imports from its folder) or
+            "package.module:short" (a module that Python finds, also in the current folder).
+
+    Raises:
+        ValueError: If a name has another form, its module can't be imported, or lacks the function.
+    """
+    return [_loaded(name) for name in given]
+
+
+def _loaded(given: str) -> Callable[..., Any]:
+    place, _, name = given.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(
+            f"`rewards` = {given} must be a file and a function, such as rewards.py:short, or a "
+            "module and a function, such as package.module:short"
+        )
+    try:
+        module = _of_file(place) if place.endswith(".py") else _of_module(place)
+    except Exception as error:  # the module is the user's, and may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"`rewards` = {given}: {place} can't be imported: {why}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"`rewards` = {given}: {place} has no function {name}")
+    return function
+
+
+def _of_module(place: str) -> Any:
+    _look_in(Path.cwd())
+    return importlib.import_module(place)
+
+
+def _look_in(folder: Path) -> None:
+    """Appends a folder to `sys.path`, after installed modules.
+
+    It is not removed again, because a function may import a module when it is called.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _of_file(place: str) -> Any:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    _look_in(path.resolve().parent)
+    name = f"megatrain_jax_rewards_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, because dataclasses look up their module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

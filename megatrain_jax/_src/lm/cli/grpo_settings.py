@@ -4,14 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.cli.run_settings import RunSettings, listed
-from megatrain_jax._src.lm.cli.setting_rules import Decay, Frozen, check_unused_options
-
-_POSITIVE = ("steps", "num_generations", "prompts_per_step")
+from megatrain_jax._src.lm.cli import run_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSettings(RunSettings):
+class GrpoSettings(run_settings.RunSettings):
     """Trains a checkpoint by rewards of its own completions (GRPO); the same command resumes.
 
     Attributes:
@@ -76,12 +73,12 @@ class GrpoSettings(RunSettings):
     mask_truncated_completions: bool = False
     log_completions: int = 0
     trainable: list[str] | str | None = None
-    frozen: Frozen | None = None
+    frozen: run_settings.Frozen | None = None
     lora_rank: int | None = None
     lora_alpha: float = 32.0
     lora_targets: str = "layers/.*_proj"
     warmup: float = 0.0
-    decay: Decay = "constant"
+    decay: run_settings.Decay = "constant"
     b2: float = 0.999
     export: Literal["finished", "never"] = "finished"
     export_as: Literal["model", "adapter", "both"] | None = None
@@ -94,15 +91,14 @@ class GrpoSettings(RunSettings):
         """
         super().__post_init__()
         checks.path("model", self.model)
-        for name in _POSITIVE:
-            checks.integer(name, getattr(self, name))
+        self.check_each(checks.integer, "steps num_generations prompts_per_step")
         rows = self.num_generations * self.prompts_per_step
         if rows % self.least_microbatches:
             raise ValueError(
                 f"`microbatches`={self.microbatches} must divide the {rows} completions of a step: "
                 "`num_generations` times `prompts_per_step`"
             )
-        weights, functions = self.reward_weights, listed(self.rewards)
+        weights, functions = self.reward_weights, run_settings.listed(self.rewards)
         if not functions:
             raise ValueError("`rewards` is empty: it names no function")
         if weights is not None and len(weights) != len(functions):
@@ -113,11 +109,8 @@ class GrpoSettings(RunSettings):
             raise ValueError(f"`export_as`={self.export_as} needs adapters: set `lora_rank`")
         if self.trainable is not None and self.lora_rank is not None:
             raise ValueError("`trainable` can't be set beside `lora_rank`, which trains adapters")
-        check_unused_options(
-            self,
-            ("lora_alpha", "lora_targets"),
-            is_there=self.lora_rank is not None,
-            needed="adapters: set `lora_rank`",
+        self.check_use(
+            "lora_alpha lora_targets", self.lora_rank is not None, "adapters: set `lora_rank`"
         )
 
     @property
@@ -127,5 +120,5 @@ class GrpoSettings(RunSettings):
     @property
     def exports(self) -> tuple[str, ...]:
         """The subfolders of `out` to export."""
-        kind = self.export_as or ("model" if self.lora_rank is None else "adapter")
-        return ("adapter", "model") if kind == "both" else (kind,)
+        default = "model" if self.lora_rank is None else "adapter"
+        return self.exports_as(self.export_as or default)

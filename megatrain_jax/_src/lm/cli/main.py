@@ -1,18 +1,14 @@
 """The entry point `megatrain-jax`: a command's name, then its options."""
 
+import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatrain_jax import __version__
-from megatrain_jax._src.lm.cli.errors import (
-    CommandError,
-    as_command_errors,
-    error_text,
-    with_cli_options,
-)
+from megatrain_jax._src.lm.cli import errors
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
@@ -28,6 +24,17 @@ commands:
 # Exit statuses: training failed; invalid request, as in argparse; and 128 plus the number of
 # SIGINT, as in a shell.
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
+# For each command: its settings, the option that takes an argument without a name, and the function
+# that runs it. Only these modules are imported, because imports take seconds or need optional
+# packages; most of them come after the options have been checked.
+_COMMANDS = {
+    "plan": ("plan_settings.PlanSettings", "model", "plan_command.run"),
+    "finetune": ("finetune_settings.FinetuneSettings", "config", "finetune.run"),
+    "grpo": ("grpo_settings.GrpoSettings", "config", "grpo_command.run"),
+    "pretrain": ("run_settings.PretrainSettings", "config", "pretrain.run"),
+    "chat": ("plan_settings.ChatSettings", "model", "chat.run"),
+    "merge": ("plan_settings.MergeSettings", "adapter", "chat.merge"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,21 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(__version__)
         return 0
-    commands = {
-        "plan": _plan,
-        "finetune": _finetune,
-        "grpo": _grpo,
-        "pretrain": _pretrain,
-        "chat": _chat,
-        "merge": _merge,
-    }
-    if name not in commands:
-        known = "plan, finetune, grpo, pretrain, chat and merge"
+    if name not in _COMMANDS:
+        *first, last = _COMMANDS
+        known = f"{', '.join(first)} and {last}"
         return _told(f"megatrain-jax: error: unknown command {name!r}; commands are {known}")
     try:
         with _short_warnings():
-            return commands[name](arguments)
-    except CommandError as error:
+            return _run(name, arguments)
+    except errors.CommandError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (FloatingPointError, MemoryError) as error:
         return _failed(name, error)
@@ -71,97 +71,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-# Each command imports only its own modules, because imports take seconds or need optional packages.
-# Most of them come after its options have been checked.
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.catalogue import config_values
-        from megatrain_jax._src.lm.cli.parsing import parsed
-        from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
-
-        settings = parsed("plan", PlanSettings, arguments, "model")
-        # Names before sizes: a corrected name may change the valid sizes.
-        if settings.model is not None:
-            config_values(settings.model)
-        if settings.gpu is not None:
-            from megatrain_jax import card
-
-            card(settings.gpu)
-        settings.check_batch()
-
-        from megatrain_jax._src.lm.cli import plan_command as plan
-
-        return plan.run(settings)
-
-
-def _finetune(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.finetune_settings import FinetuneSettings
-        from megatrain_jax._src.lm.cli.parsing import parsed
-
-        settings = parsed("finetune", FinetuneSettings, arguments, "config")
-
-        from megatrain_jax._src.lm.cli import finetune
-    return _trained("finetune", lambda: finetune.run(settings))
-
-
-def _grpo(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
-        from megatrain_jax._src.lm.cli.parsing import parsed
-
-        settings = parsed("grpo", GrpoSettings, arguments, "config")
-
-        from megatrain_jax._src.lm.cli import grpo_command
-    return _trained("grpo", lambda: grpo_command.run(settings))
-
-
-def _pretrain(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.parsing import parsed
-        from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
-
-        settings = parsed("pretrain", PretrainSettings, arguments, "config")
-
-        from megatrain_jax._src.lm.cli import pretrain
-    return _trained("pretrain", lambda: pretrain.run(settings))
-
-
-def _chat(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.chat_settings import ChatSettings
-        from megatrain_jax._src.lm.cli.parsing import parsed
-
-        settings = parsed("chat", ChatSettings, arguments, "model")
-
-        from megatrain_jax._src.lm.cli import chat
-    return chat.run(settings)
-
-
-def _merge(arguments: Sequence[str]) -> int:
-    with as_command_errors():
-        from megatrain_jax._src.lm.cli.merge_settings import MergeSettings
-        from megatrain_jax._src.lm.cli.parsing import parsed
-
-        settings = parsed("merge", MergeSettings, arguments, "adapter")
-
-        from megatrain_jax._src.lm.cli import merge
-    return merge.run(settings)
-
-
-def _trained(name: str, run: Callable[[], int]) -> int:
+def _run(name: str, arguments: Sequence[str]) -> int:
+    settings_class, first, command = _COMMANDS[name]
+    with errors.as_command_errors():
+        settings = _named("parsing.parsed")(name, _named(settings_class), arguments, first)
+        if name == "plan":
+            settings.check_names()
+        run = _named(command)
     from megatrain_jax import CheckpointError
 
     try:
-        return run()
+        return run(settings)
     except CheckpointError as error:
         return _failed(name, error)
 
 
+def _named(name: str) -> Any:
+    """A function or class of this package, whose module is imported now."""
+    module, _, member = name.partition(".")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), member)
+
+
 def _failed(name: str, error: Exception) -> int:
-    _told(f"megatrain-jax {name}: {with_cli_options(error_text(error))}")
+    _told(f"megatrain-jax {name}: {errors.with_cli_options(errors.error_text(error))}")
     return _FAILED
 
 
@@ -175,7 +107,7 @@ def _short_warnings() -> Iterator[None]:
     """Prints warnings in one line, without their place in this library's code."""
 
     def tell(message: Warning | str, *_: Any) -> None:
-        print(f"warning: {with_cli_options(str(message))}", file=sys.stderr, flush=True)
+        print(f"warning: {errors.with_cli_options(str(message))}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = tell

@@ -1,16 +1,16 @@
 """A run's model and batch as its settings describe them, for plans and for runs."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from megatrain_jax import models
-from megatrain_jax._src.lm.cli.run_settings import listed
-from megatrain_jax._src.lm.cli.setting_rules import Frozen
+from megatrain_jax._src.lm.cli.run_settings import Frozen, listed
 from megatrain_jax._src.lm.common.hub import CHECKPOINT_FILES, folder_or_download, is_hub_model
 
 # Options of `models.lora`, named in its errors.
@@ -34,42 +34,47 @@ def checkpoint_folder(given: str) -> str:
     return given
 
 
-class Adapted(NamedTuple):
-    """A model with adapters, and its trained parameters.
-
-    Attributes:
-        model: Function that builds the model.
-        params: Parameters to start from, if any.
-        trainable: Pattern of the adapters and of further trained parameters.
-    """
-
-    model: Any
-    params: Any
-    trainable: str
+def lora_options(settings: Any) -> dict[str, Any]:
+    """The options of `models.lora` in a dataclass of settings: their names begin with `lora_`."""
+    names = [field.name for field in fields(settings) if field.name.startswith("lora_")]
+    found = {name.removeprefix("lora_"): getattr(settings, name) for name in names}
+    if "modules_to_save" in found:
+        found["modules_to_save"] = listed(found["modules_to_save"])
+    return found
 
 
-def with_adapters(model: Any, trainable: Sequence[str] | str | None, **options: Any) -> Adapted:
-    """Adds adapters to a model.
+def with_adapters(
+    model: Any, trainable: Sequence[str] | str | None, options: Mapping[str, Any], **more: Any
+) -> tuple[Any, Any, str]:
+    """Adds adapters to a model; see `trained_with`.
 
     Args:
         model: Function that builds the model.
         trainable: Patterns of further parameters to train; None for none.
-        **options: Options of `models.lora`.
+        options: Options of `models.lora`, from settings.
+        **more: Further options of it.
 
     Raises:
         ValueError: If the model can't have such adapters.
     """
     try:
-        adapted = models.lora(model, **options)
+        adapted = models.lora(model, **options, **more)
     except (ValueError, TypeError) as error:
         raise ValueError(re.sub(_OF_ADAPTERS, r"`lora_\1`", str(error))) from error
     return trained_with(adapted, trainable)
 
 
-def trained_with(adapted: models.Lora, trainable: Sequence[str] | str | None) -> Adapted:
-    """A model with adapters, with patterns of further parameters to train; None for none."""
+def trained_with(
+    adapted: models.Lora, trainable: Sequence[str] | str | None
+) -> tuple[Any, Any, str]:
+    """A model with adapters, its parameters, and the pattern of all that are trained.
+
+    Args:
+        adapted: The model with adapters.
+        trainable: Patterns of further parameters to train; None for none.
+    """
     pattern = "|".join([adapted.trainable, *filter(None, listed(trainable))])
-    return Adapted(adapted.model, adapted.params, pattern)
+    return adapted.model, adapted.params, pattern
 
 
 def frozen_of(given: Frozen | None, has_adapters: bool, saved: str | None) -> Frozen | None:

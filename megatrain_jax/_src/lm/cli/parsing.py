@@ -15,7 +15,7 @@ except ImportError as caught:
         f'the command line needs {caught.name}: pip install "megatrain-jax[cli]"'
     ) from caught
 
-from megatrain_jax._src.lm.cli.option_words import cli_error_message, option
+from megatrain_jax._src.lm.cli.errors import cli_error_message, option
 
 _Settings = TypeVar("_Settings")
 # The values that a flag may have.

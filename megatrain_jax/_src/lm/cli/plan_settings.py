@@ -1,26 +1,16 @@
-"""The settings of `megatrain-jax plan`."""
+"""The settings of the commands that don't train: `plan`, `chat` and `merge`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sizes import counted
-from megatrain_jax._src.lm.cli.setting_rules import (
-    Compute,
-    Frozen,
-    Master,
-    Microbatches,
-    PrecisionName,
-    Products,
-    State,
-    Sums,
-    check_optimizer,
-    check_unused_options,
-)
+from megatrain_jax._src.lm.cli import run_settings
+from megatrain_jax._src.lm.cli.catalogue import config_values
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(run_settings.Settings):
     """Plans a training run on any machine; without --tokens, finds the largest run that fits.
 
     Attributes:
@@ -67,18 +57,18 @@ class PlanSettings:
     host: int | str | None = None
     tokens: int | None = None
     length: int = 4096
-    microbatches: Microbatches = 1
-    precision: PrecisionName = "auto"
-    state: State | None = None
-    master: Master | None = None
-    sums: Sums = "float32"
-    compute: Compute | None = None
-    products: Products | None = None
+    microbatches: run_settings.Microbatches = 1
+    precision: run_settings.PrecisionName = "auto"
+    state: run_settings.State | None = None
+    master: run_settings.Master | None = None
+    sums: run_settings.Sums = "float32"
+    compute: run_settings.Compute | None = None
+    products: run_settings.Products | None = None
     optimizer: str = "adamw"
     optimizer_options: dict[str, Any] | None = None
     clip: float | None = 1.0
     trainable: list[str] | str | None = None
-    frozen: Frozen | None = None
+    frozen: run_settings.Frozen | None = None
     lora_rank: int | None = None
     lora_dora: bool = False
     lora_targets: str = "layers/.*_proj"
@@ -92,36 +82,36 @@ class PlanSettings:
         Raises:
             ValueError: If one is out of range, or needs an option that is missing.
         """
-        for name in ("gpus", "length"):
-            checks.integer(name, getattr(self, name))
-        if self.microbatches != "auto":
-            checks.integer("microbatches", self.microbatches)
-        elif self.tokens is None:
+        self.check_each(checks.integer, "gpus length microbatches lora_rank")
+        if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
-        check_optimizer(self.optimizer)
-        if self.clip is not None:
-            checks.number("clip", self.clip, above=0)
-        check_unused_options(
-            self,
-            ("frozen",),
-            is_there=self.trainable is not None or self.lora_rank is not None,
-            needed="parameters that are not trained: set `trainable` or `lora_rank`",
+        run_settings.check_optimizer(self.optimizer)
+        self.check_each(checks.number, "clip", above=0)
+        self.check_use(
+            "frozen",
+            self.trainable is not None or self.lora_rank is not None,
+            "parameters that are not trained: set `trainable` or `lora_rank`",
         )
-        if self.lora_rank is not None:
-            checks.integer("lora_rank", self.lora_rank)
-        check_unused_options(
-            self,
-            ("lora_dora", "lora_targets", "lora_modules_to_save"),
-            is_there=self.lora_rank is not None,
-            needed="adapters: set `lora_rank`",
+        self.check_use(
+            "lora_dora lora_targets lora_modules_to_save",
+            self.lora_rank is not None,
+            "adapters: set `lora_rank`",
         )
 
-    def check_batch(self) -> None:
-        """Checks the sizes of the batch.
+    def check_names(self) -> None:
+        """Checks the names of the model and the GPU, and then the sizes of the batch.
 
         Raises:
-            ValueError: If they are inconsistent.
+            FileNotFoundError: If there is no such model.
+            ValueError: If there is no such GPU, or sizes are inconsistent.
         """
+        # A corrected name may change the valid sizes.
+        if self.model is not None:
+            config_values(self.model)
+        if self.gpu is not None:
+            from megatrain_jax import card  # not needed without a name
+
+            card(self.gpu)
         if self.tokens is None:
             return
         if self.model is None:
@@ -153,3 +143,71 @@ class PlanSettings:
 def rows_of(rows: int, length: int) -> str:
     """A number of rows in words."""
     return f"{counted(rows, 'row')} of {counted(length, 'token')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(run_settings.Settings):
+    """Chats with an exported model; Ctrl-D ends the chat.
+
+    Attributes:
+        model: Folder of a run, of a model or of adapters, or a name on the Hugging Face Hub.
+        base: Folder or name of the base model of adapters; default: the one that they name.
+        prompt: A question to answer once, for scripts; default: questions are read from the
+            terminal.
+        system: A system message at the beginning.
+        max_tokens: Maximum number of tokens of an answer.
+        temperature: Temperature of sampling, 0 for the most likely tokens; default: as the model's
+            generation_config.json says.
+        seed: Seed of sampling.
+        library: What computes the answers, this library (jax) or Transformers; default: jax where
+            JAX finds a GPU and knows the model, and no device is given.
+        device: Device of PyTorch, such as cpu; default: cuda if there is a GPU, otherwise cpu.
+    """
+
+    model: str
+    base: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    max_tokens: int = 512
+    temperature: float | None = None
+    seed: int = 0
+    library: Literal["jax", "transformers"] | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks constraints beyond types.
+
+        Raises:
+            ValueError: If an option is out of range.
+        """
+        checks.path("model", self.model)
+        checks.integer("max_tokens", self.max_tokens)
+        self.check_each(checks.integer, "seed", least=0)
+        self.check_each(checks.number, "temperature", least=0)
+        if self.library == "jax" and self.device is not None:
+            raise ValueError("`device` is a device of PyTorch: leave it out with `library`=jax")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("`prompt` is empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings(run_settings.Settings):
+    """Merges adapters into their base model, and writes the result as a checkpoint.
+
+    Attributes:
+        adapter: Folder of the adapters, in PEFT's format, or a name on the Hugging Face Hub.
+        out: Folder to write.
+        base: Folder or name of the base model; default: the one that the adapters name.
+    """
+
+    adapter: str
+    out: str
+    base: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that paths are not empty.
+
+        Raises:
+            ValueError: If one is.
+        """
+        self.check_each(checks.path, "adapter out")

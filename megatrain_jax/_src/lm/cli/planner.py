@@ -13,12 +13,10 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import naming
 from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.lm.cli import model_and_batch
 from megatrain_jax._src.lm.cli.catalogue import config_values
-from megatrain_jax._src.lm.cli.model_and_batch import batch_shapes, frozen_of, with_adapters
-from megatrain_jax._src.lm.cli.optimizers import optimizer_of
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
-from megatrain_jax._src.lm.cli.recipe import precision_of
-from megatrain_jax._src.lm.cli.run_settings import listed
+from megatrain_jax._src.lm.cli.recipe import optimizer_of, precision_of
 
 # No host with a GPU has less; a number without a unit means bytes.
 _LEAST_HOST = 2**30
@@ -78,42 +76,33 @@ class Planner:
             options["device_budget"] = "minimum"
         model, trainable = self._model(config)
         settings = self.settings
-        frozen = frozen_of(settings.frozen, settings.lora_rank is not None, _saved_dtype(config))
+        has_adapters = settings.lora_rank is not None
+        frozen = model_and_batch.frozen_of(settings.frozen, has_adapters, _saved_dtype(config))
         return mt.plan(
             model,
             models.next_token_loss,
             self._optimizer,
-            remembered("batch", lambda: (rows, length), lambda: batch_shapes(rows, length)),
-            precision=precision_of(
-                settings.precision,
-                settings.state,
-                settings.master,
-                frozen,
-                settings.compute,
-                sums=settings.sums,
-                products=settings.products,
+            remembered(
+                "batch", lambda: (rows, length), lambda: model_and_batch.batch_shapes(rows, length)
             ),
+            precision=precision_of(settings, frozen),
             trainable=trainable,
             **options,
         )
 
     def _model(self, config: models.DecoderConfig) -> tuple[Any, tuple[str, ...] | str | None]:
         """The function that builds a model, and the patterns of the trained parameters."""
-        rank, targets = self.settings.lora_rank, self.settings.lora_targets
-        saved, dora = tuple(listed(self.settings.lora_modules_to_save)), self.settings.lora_dora
-        given = self.settings.trainable
+        lora, given = model_and_batch.lora_options(self.settings), self.settings.trainable
         trainable = tuple(given) if isinstance(given, list) else given  # hashable
 
         def make() -> tuple[Any, tuple[str, ...] | str | None]:
             build = partial(_build, config)
-            if rank is None:
+            if lora["rank"] is None:
                 return build, trainable
-            adapted = with_adapters(
-                build, trainable, rank=rank, targets=targets, modules_to_save=saved, dora=dora
-            )
-            return adapted.model, adapted.trainable
+            adapted, _, trained = model_and_batch.with_adapters(build, trainable, lora)
+            return adapted, trained
 
-        return remembered("build", lambda: (config, rank, targets, saved, dora, trainable), make)
+        return remembered("build", lambda: (config, repr(lora), trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, with the minimum budget."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from flax import nnx
@@ -10,15 +9,14 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.common.outside import naming
-from megatrain_jax._src.lm.cli import objectives
 from megatrain_jax._src.lm.cli import training_recipe as training
 from megatrain_jax._src.lm.cli.catalogue import config_values
-from megatrain_jax._src.lm.cli.job import Job
 from megatrain_jax._src.lm.cli.model_and_batch import batch_shapes
-from megatrain_jax._src.lm.cli.pretrain_settings import PretrainSettings
+from megatrain_jax._src.lm.cli.recipe import Job
 from megatrain_jax._src.lm.cli.run_data import common_options, summarised
-from megatrain_jax._src.lm.cli.tokenizers import load_tokenizer
+from megatrain_jax._src.lm.cli.run_settings import PretrainSettings
 from megatrain_jax._src.lm.common.hub import TOKENIZER_FILES, folder_or_download, is_hub_model
+from megatrain_jax._src.lm.data.tokenizer import load_tokenizer
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -40,9 +38,9 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_of=cache(lambda number: objectives.counted(models.next_token_loss, number)),
+        loss=models.next_token_loss,
         shapes=batch_shapes(settings.batch, settings.length),
-        prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
+        prompting=lambda: (load_tokenizer(settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
@@ -61,7 +59,7 @@ def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
             f"`model` = {settings.model} has parts beside its decoder, which can't be trained: "
             "write its `text_config` alone into a config.json"
         )
-    tokenizer = load_tokenizer("tokenizer", settings.tokenizer)
+    tokenizer = load_tokenizer(settings.tokenizer)
     special = {name: getattr(tokenizer, name) for name in _SPECIAL}
     with naming(f"`model` = {settings.model}"):
         config = models.DecoderConfig.from_hf({**values, **special})

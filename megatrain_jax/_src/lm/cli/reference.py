@@ -10,7 +10,6 @@ import gc
 import hashlib
 import itertools
 import os
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,8 @@ import megatrain_jax as mt
 from megatrain_jax import data, objectives
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.unfinished import naming_file
-from megatrain_jax._src.lm.cli.job import Job
+from megatrain_jax._src.lm.cli.recipe import Job, counted
+from megatrain_jax._src.lm.cli.run_data import has_bar
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.common.hf_folder import regular_file
 
@@ -187,23 +187,19 @@ def _computed(
     # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
-        job.loss_of(options["microbatches"]),
+        counted(job.loss, options["microbatches"]),
         optax.sgd(0.0),
         {**sample, "reference": np.zeros((rows, 2 * pairs), np.float32)},
         params=job.params,
-        progress=_has_bar(),
+        progress=has_bar(),
         **options,
     )
     try:
-        for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
+        for batch in tqdm(batches, "reference", unit="batch", disable=not has_bar()):
             yield batch, trainer.predict([batch], objectives.answer_log_probabilities)
     finally:
         del trainer
         gc.collect()  # frees its host memory for the run
-
-
-def _has_bar() -> bool:
-    return sys.stderr.isatty()
 
 
 def _digest(model: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from megatrain_jax import data
 from megatrain_jax._src.lm.cli.errors import CommandError, error_text
-from megatrain_jax._src.lm.cli.training_settings import TrainingSettings
-from megatrain_jax._src.lm.common.hub import hub_rows, is_hub_model
+from megatrain_jax._src.lm.cli.run_settings import TrainingSettings, listed
+from megatrain_jax._src.lm.common.hub import hub_rows
+from megatrain_jax._src.lm.data.sources import find_files
 
 # A keyword in a message of `megatrain_jax.data`: `length=`, `invalid="drop"` or `tail=True`.
 _KEYWORD = re.compile(r'`(\w+)=(?:"?(\w+)"?)?`')
@@ -66,30 +67,19 @@ def check_files(settings: TrainingSettings) -> None:
     """Checks that the files named in the settings exist, before they are read.
 
     Raises:
-        FileNotFoundError: If a file or folder does not exist, or a pattern has no match.
+        CommandError: If a file or folder does not exist, or a pattern has no match.
         ImportError: If a dataset on the Hugging Face Hub can't be read without a package.
     """
     for option, given in _given(settings).items():
         for source in given:
-            path = os.path.expanduser(source)
-            is_on_hub = hub_rows(source) is not None
-            if is_on_hub and find_spec("datasets") is None:
+            if hub_rows(source) is None:
+                with errors_name_option(option):
+                    find_files(source, texts=True)
+            elif find_spec("datasets") is None:
                 raise ImportError(
                     f"`{option}` = {source} is a dataset on the Hugging Face Hub, which is read by "
                     "`datasets`: pip install datasets"
                 )
-            if (
-                is_on_hub
-                or os.path.exists(path)
-                or any(map(os.path.isfile, glob.iglob(path, recursive=True)))
-            ):
-                continue
-            if glob.has_magic(path):
-                raise FileNotFoundError(f"`{option}`: no file is found by the pattern {source}")
-            hint = ""
-            if is_hub_model(source):
-                hint = f". A dataset of the Hub is named with its split, such as {source}:train"
-            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}{hint}")
 
 
 def file_stamps(settings: TrainingSettings) -> dict[str, str]:
@@ -106,9 +96,7 @@ def file_stamps(settings: TrainingSettings) -> dict[str, str]:
 
 def _given(settings: TrainingSettings) -> dict[str, list[str]]:
     """The files, folders and patterns of each option that names data."""
-    evaluated = settings.eval_data or []
-    evaluated = [evaluated] if isinstance(evaluated, str) else list(evaluated)
-    return {"data": settings.sources, "eval_data": evaluated}
+    return {"data": settings.sources, "eval_data": listed(settings.eval_data)}
 
 
 def _files_at(source: str) -> list[Path]:
@@ -194,7 +182,7 @@ def common_options(settings: TrainingSettings, epochs: int | None, too_long: str
         "invalid": settings.invalid,
         "columns": settings.columns,
         "workers": settings.workers,
-        "progress": _has_bar(),
+        "progress": has_bar(),
         "cache": _token_cache(settings.data_cache),
     }
 
@@ -214,7 +202,7 @@ def _token_cache(given: str | None) -> Path | None:
 
 def summarised(dataset: data.Dataset) -> data.Dataset:
     """Prints a summary of the dataset if no progress bar has printed it; returns the dataset."""
-    if not _has_bar():
+    if not has_bar():
         print(dataset.summary, file=sys.stderr, flush=True)
     return dataset
 
@@ -236,7 +224,8 @@ def _as_option(keyword: re.Match[str]) -> str:
     return " ".join([f"`--{name.replace('_', '-')}", *([value.lower()] if value else [])]) + "`"
 
 
-def _has_bar() -> bool:
+def has_bar() -> bool:
+    """Whether progress bars are shown."""
     return sys.stderr.isatty()
 
 

@@ -12,8 +12,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.common.unfinished import naming_file
-from megatrain_jax._src.lm.cli.run_settings import RunSettings
-from megatrain_jax._src.lm.cli.training_settings import CHANGEABLE_OPTIONS
+from megatrain_jax._src.lm.cli.run_settings import CHANGEABLE_OPTIONS, RunSettings
 from megatrain_jax._src.lm.common.hf_folder import read_json, regular_file
 
 # The initial settings; how training ended; notes for later processes; and the report, which comes
@@ -35,6 +34,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.path / "checkpoints"
+
+    def saving(self, settings: RunSettings) -> dict[str, Any]:
+        """The options of `fit` that save checkpoints; none if the settings have them off."""
+        if not settings.checkpoints:
+            return {}
+        return {
+            "checkpoint_dir": self.checkpoints,
+            "checkpoint_every": settings.checkpoint_every,
+            "keep": settings.keep,
+        }
 
     @property
     def best(self) -> Path:

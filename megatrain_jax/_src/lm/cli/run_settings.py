@@ -1,31 +1,99 @@
-"""The settings shared by all commands that train: data, optimizer, memory, checkpoints and logs."""
+"""The settings of commands that train: those of all, and those of `finetune` and `pretrain`.
+
+They need no JAX, so that settings are checked before anything heavy is imported.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.cli.setting_rules import (
-    Compute,
-    Decay,
-    Master,
-    Microbatches,
-    PrecisionName,
-    Products,
-    State,
-    Sums,
-    check_optimizer,
-    check_unused_options,
-)
+from megatrain_jax._src.common.suggestions import did_you_mean
+
+PrecisionName = Literal["auto", "compact", "two_bytes", "bfloat16", "float16", "float32"]
+State = Literal["float32", "bfloat16", "int8", "int4"]
+Compute = Literal["bfloat16", "float16", "float32"]
+Master = Literal["float32", "bfloat16", "int8"]
+Frozen = Literal["float32", "bfloat16", "int8", "nf4"]
+Sums = Literal["float32", "bfloat16"]
+Products = Literal["float8", "float8-all"]
+Microbatches = int | Literal["auto"]
+Decay = Literal["cosine", "linear", "constant"]
+OPTIMIZERS = ("adamw", "lion", "muon", "adafactor", "sgd")
+
+
+def check_optimizer(name: str) -> None:
+    """Checks the name of an optimizer.
+
+    Args:
+        name: The setting `optimizer`.
+
+    Raises:
+        ValueError: If it is neither a known name nor a function's.
+    """
+    if name not in OPTIMIZERS and not all(name.partition(":")):
+        allowed = f"{', '.join(OPTIMIZERS)} or module:function"
+        near = did_you_mean(name, OPTIMIZERS)
+        raise ValueError(f"{checks.refused('optimizer', allowed, name)}{near}")
+
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 
-_SHARES = ("warmup", "final_rate", "b1", "b2")
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a command, with checks of several at once."""
+
+    def check_each(self, check: Callable[..., Any], names: str, **bounds: float) -> None:
+        """Checks settings by a function of `checks`, except for None and "auto".
+
+        Args:
+            check: The function.
+            names: The settings, with spaces between them.
+            **bounds: Bounds of each.
+        """
+        for name in names.split():
+            if (value := getattr(self, name)) is not None and value != "auto":
+                check(name, value, **bounds)
+
+    def check_shares(self, names: str) -> None:
+        """Checks settings that are shares.
+
+        Args:
+            names: The settings, with spaces between them.
+
+        Raises:
+            ValueError: If one is not a number from 0 to 1.
+        """
+        for name in names.split():
+            if not 0 <= (value := getattr(self, name)) <= 1 or math.isnan(value):
+                raise ValueError(checks.refused(name, "a share from 0 to 1", value))
+
+    def check_use(self, names: str, is_used: bool, needed: str) -> None:
+        """Checks that options without an effect have their default values.
+
+        Args:
+            names: Options that have an effect only with another one, with spaces between them.
+            is_used: Whether the settings have that other option.
+            needed: The needed option, in words, and how to set it.
+
+        Raises:
+            ValueError: If an option was given without the option that it needs.
+        """
+        if is_used:
+            return
+        defaults = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(self)
+        }
+        for name in names.split():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f"`{name}`={value} counts only with {needed}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunSettings(Settings):
     """Trains; the same command resumes the run.
 
     Attributes:
@@ -121,51 +189,33 @@ class RunSettings:
         checks.path("out", self.out)
         if not self.sources:
             raise ValueError("`data` is empty: it names no file")
-        for name in ("keep", "log_every"):
-            checks.integer(name, getattr(self, name))
-        if self.microbatches != "auto":
-            checks.integer("microbatches", self.microbatches)
-        if self.checkpoint_every is not None:
-            checks.integer("checkpoint_every", self.checkpoint_every)
-        checks.integer("seed", self.seed, least=0)
-        for name in ("learning_rate", "clip"):
-            if (value := getattr(self, name)) is not None:
-                checks.number(name, value, above=0)
-        checks.number("weight_decay", self.weight_decay, least=0)
-        check_shares(self, _SHARES)
+        self.check_each(checks.integer, "keep log_every microbatches checkpoint_every")
+        self.check_each(checks.integer, "seed", least=0)
+        self.check_each(checks.number, "learning_rate clip", above=0)
+        self.check_each(checks.number, "weight_decay", least=0)
+        self.check_shares("warmup final_rate b1 b2")
         checks.device_budget(self.device_budget)
         checks.num_bytes("host_budget", self.host_budget)
-        self._check_optimizer()
+        check_optimizer(self.optimizer)
+        self.check_use(
+            "b1 b2",
+            self.optimizer in ("adamw", "lion", "muon"),
+            "`optimizer`=adamw, lion or muon; others have `optimizer_options`",
+        )
+        self.check_use(
+            "weight_decay",
+            ":" not in self.optimizer,
+            "an `optimizer` known by name; functions have `optimizer_options`",
+        )
+        self.check_use(
+            "final_rate",
+            self.decay != "constant",
+            "a rate that falls, but `decay` is constant",
+        )
         for name in ("wandb", "mlflow"):
             if getattr(self, name) is not None and name not in self.log_names:
                 raise ValueError(f"`{name}` says how to log there, but `logs` has no {name}")
-        check_unused_options(
-            self,
-            ("checkpoint_every", "keep"),
-            is_there=self.checkpoints,
-            needed="`checkpoints`, which are off",
-        )
-
-    def _check_optimizer(self) -> None:
-        check_optimizer(self.optimizer)
-        check_unused_options(
-            self,
-            ("b1", "b2"),
-            is_there=self.optimizer in ("adamw", "lion", "muon"),
-            needed="`optimizer`=adamw, lion or muon; others have `optimizer_options`",
-        )
-        check_unused_options(
-            self,
-            ("weight_decay",),
-            is_there=":" not in self.optimizer,
-            needed="an `optimizer` known by name; functions have `optimizer_options`",
-        )
-        check_unused_options(
-            self,
-            ("final_rate",),
-            is_there=self.decay != "constant",
-            needed="a rate that falls, but `decay` is constant",
-        )
+        self.check_use("checkpoint_every keep", self.checkpoints, "`checkpoints`, which are off")
 
     @property
     def _default_rate(self) -> float:
@@ -181,6 +231,10 @@ class RunSettings:
         """The subfolders of `out` to export."""
         return ("model",)
 
+    def exports_as(self, kind: str) -> tuple[str, ...]:
+        """The subfolders for a value of `export_as`."""
+        return ("adapter", "model") if kind == "both" else (kind,)
+
     @property
     def sources(self) -> list[str]:
         """The entries of `data`."""
@@ -192,23 +246,190 @@ class RunSettings:
         return listed(self.logs)
 
 
-def check_shares(settings: Any, names: Sequence[str]) -> None:
-    """Checks settings that are shares.
-
-    Args:
-        settings: A dataclass of settings.
-        names: The settings.
-
-    Raises:
-        ValueError: If one is not a number from 0 to 1.
-    """
-    for name in names:
-        if not 0 <= (value := getattr(settings, name)) <= 1 or math.isnan(value):
-            raise ValueError(checks.refused(name, "a share from 0 to 1", value))
-
-
 def listed(given: Sequence[str] | str | None) -> list[str]:
     """The entries of a setting that may be one text or several."""
     if given is None:
         return []
     return [given] if isinstance(given, str) else list(given)
+
+
+# Options that may change when a run is resumed, because they affect neither batches nor updates;
+# `out`, because a folder may be moved, or its path written differently.
+CHANGEABLE_OPTIONS = frozenset(
+    "checkpoint_every checkpoints data_cache device_budget eval_data eval_every export export_as "
+    "export_dtype host_budget keep log_every logs mlflow out push push_private "
+    "sample_temperatures sample_tokens samples wandb workers".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(RunSettings):
+    """Trains and exports; the same command resumes the run.
+
+    Attributes:
+        weights: Proportion of the rows from each of several entries of data; default: all rows of
+            all entries.
+        too_long: Treatment of longer documents; default: split for text, else error.
+        workers: Threads that build batches ahead.
+        data_cache: Folder that keeps tokenised data for later starts, or none; default:
+            megatrain_jax/tokens in the user's cache folder.
+        held_out: Fraction of the documents in the evaluation set; 0 for none.
+        eval_data: Files to evaluate on, instead of documents split off from data.
+        length: Tokens of a row, into which documents are packed.
+        batch: Rows per step.
+        epochs: How often all documents are seen; default: once, or as often as --steps needs.
+        steps: Number of steps; documents repeat as needed unless --epochs is given; default: all
+            epochs.
+        on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
+        eval_every: Evaluate after each multiple of this number of steps, and at the end.
+        metric: Evaluation metric that determines the best evaluation.
+        metric_mode: Whether a smaller metric is better (min), or a larger one (max).
+        min_delta: Minimum improvement of the metric that counts.
+        stop_after: Stop after this many evaluations in a row without improvement; null never stops
+            early.
+        keep_best: Whether to keep the checkpoint of the best evaluation, and to export it.
+        push: Name of a repository on the Hugging Face Hub, such as someone/mine, to upload the
+            export of a finished run to.
+        push_private: Whether that repository is private if it is new.
+        samples: Prompts that are continued at each evaluation, one or several, for the terminal,
+            the logs and the report.
+        sample_tokens: Maximum number of tokens of a continuation; each costs a pass through the
+            model.
+        sample_temperatures: Temperatures at which each prompt is continued; 0 takes the most likely
+            token.
+    """
+
+    weights: list[float] | None = None
+    too_long: Literal["error", "cut", "split", "drop"] | None = None
+    workers: int = 0
+    data_cache: str | None = None
+    held_out: float = 0.02
+    eval_data: list[str] | str | None = None
+    length: int = 2048
+    batch: int = 16
+    epochs: int | None = None
+    steps: int | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    eval_every: int | None = None
+    metric: str = "eval_loss"
+    metric_mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+    stop_after: int | None = None
+    keep_best: bool = False
+    push: str | None = None
+    push_private: bool = True
+    samples: list[str] | str | None = None
+    sample_tokens: int = 32
+    sample_temperatures: list[float] = field(default_factory=lambda: [0.0])
+
+    def __post_init__(self) -> None:
+        """Checks constraints beyond types.
+
+        Raises:
+            ValueError: If an option is out of range, or some contradict each other.
+        """
+        super().__post_init__()
+        names = "length batch sample_tokens epochs steps eval_every stop_after"
+        self.check_each(checks.integer, names)
+        self.check_each(checks.integer, "workers", least=0)
+        self.check_shares("held_out")
+        self.check_each(checks.number, "min_delta", least=0)
+        self._check_data()
+        self._check_push()
+        self._check_evaluation()
+        self._check_samples()
+
+    def _check_data(self) -> None:
+        if self.weights is not None and not (len(self.sources) == len(self.weights) > 1):
+            raise ValueError(
+                f"`weights` must be one for each of two or more files of `data`, but are "
+                f"{len(self.weights)} for {len(self.sources)}"
+            )
+        for weight in self.weights or ():
+            checks.number("weights", weight, above=0)
+        if self.batch % self.least_microbatches:
+            raise ValueError(f"`microbatches`={self.microbatches} must divide `batch`={self.batch}")
+
+    def _check_push(self) -> None:
+        if self.push is not None and self.export == "never":
+            raise ValueError(f"`push`={self.push} uploads an export, but `export` is never")
+        if self.push is not None and len(self.exports) > 1:
+            raise ValueError(
+                f"`push`={self.push} uploads one export, but there are {' and '.join(self.exports)}"
+            )
+        self.check_use(
+            "push_private", self.push is not None, "a repository to upload to: set `push`"
+        )
+
+    def _check_evaluation(self) -> None:
+        evaluates = self.held_out > 0 or self.eval_data is not None
+        if self.eval_every is not None and not evaluates:
+            raise ValueError(f"`eval_every`={self.eval_every} needs `held_out` or `eval_data`")
+        for name in ("stop_after", "keep_best"):
+            if (value := getattr(self, name)) and self.eval_every is None:
+                raise ValueError(f"`{name}`={value} needs evaluations: set `eval_every`")
+        if not self.metric.startswith("eval_"):
+            raise ValueError(checks.refused("metric", "one of evaluations, eval_...", self.metric))
+        if self.keep_best and not self.checkpoints:
+            raise ValueError("`keep_best` needs `checkpoints`")
+        self.check_use(
+            "metric metric_mode min_delta",
+            self.keep_best or self.stop_after is not None,
+            "an evaluation that decides: set `keep_best` or `stop_after`",
+        )
+        # `eval_data` already implies that no documents are held out.
+        self.check_use(
+            "held_out",
+            self.eval_data is None or not self.held_out,
+            "documents of `data` to evaluate on, but `eval_data` names others",
+        )
+
+    def _check_samples(self) -> None:
+        evaluates = self.held_out > 0 or self.eval_data is not None
+        if self.samples is not None and not evaluates:
+            raise ValueError("`samples` are of evaluations: set `held_out` or `eval_data`")
+        if self.samples is not None and not (self.prompts and all(self.prompts)):
+            raise ValueError("`samples` must be prompts that are not empty")
+        for temperature in self.sample_temperatures:
+            checks.number("sample_temperatures", temperature, least=0)
+        if not self.sample_temperatures:
+            raise ValueError("`sample_temperatures` must not be empty")
+        self.check_use(
+            "sample_tokens sample_temperatures",
+            self.samples is not None,
+            "prompts: set `samples`",
+        )
+
+    @property
+    def prompts(self) -> list[str]:
+        """The entries of `samples`."""
+        return listed(self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings(TrainingSettings):
+    """Trains a model from random weights on text; the same command resumes the run.
+
+    Attributes:
+        model: Sizes of the model: a config.json or its folder, or the name of a known model.
+        tokenizer: Folder of the tokenizer, or its name on the Hugging Face Hub; it is copied to
+            the exported model too.
+        sizes: Fields of config.json to set, such as {num_hidden_layers: 8, vocab_size: 32000}.
+    """
+
+    model: str
+    tokenizer: str
+    sizes: dict[str, Any] | None = None
+    learning_rate: float = 3e-4
+    warmup: float = 0.01
+    weight_decay: float = 0.1
+    held_out: float = 0.005
+
+    def __post_init__(self) -> None:
+        """Checks constraints beyond types.
+
+        Raises:
+            ValueError: If an option is out of range, or some contradict each other.
+        """
+        super().__post_init__()
+        self.check_each(checks.path, "model tokenizer")

@@ -16,13 +16,8 @@ from megatrain_jax import callbacks
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.lm.cli.devices import num_gpus
+from megatrain_jax._src.lm.cli import recipe, run_report
 from megatrain_jax._src.lm.cli.errors import as_command_errors, with_cli_options
-from megatrain_jax._src.lm.cli.figures import PhaseTimer, figures
-from megatrain_jax._src.lm.cli.job import Job
-from megatrain_jax._src.lm.cli.logs import make_logs, make_samples
-from megatrain_jax._src.lm.cli.progress_lines import ProgressLines
-from megatrain_jax._src.lm.cli.push import check_push, push
 from megatrain_jax._src.lm.cli.reference import (
     BatchesWithReference,
     ReferenceLogProbs,
@@ -30,14 +25,14 @@ from megatrain_jax._src.lm.cli.reference import (
 )
 from megatrain_jax._src.lm.cli.run_data import RunData, check_files, file_stamps, read
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
-from megatrain_jax._src.lm.cli.run_recipe import optimizer_of_run, precision_of_run, schedule_of_run
-from megatrain_jax._src.lm.cli.training_settings import TrainingSettings
+from megatrain_jax._src.lm.cli.run_settings import TrainingSettings
+from megatrain_jax._src.lm.common import hub
 
-# As in a shell: 128 plus the number of SIGINT.
-_INTERRUPTED = 130
+# The name of the note that holds the repository of an uploaded export.
+_PUSHED = "pushed to"
 
 
-def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
+def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
     """Starts a run, or resumes it.
 
     Args:
@@ -52,10 +47,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         CommandError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
-    timer = PhaseTimer()
+    timer = run_report.PhaseTimer()
     with as_command_errors():
         folder.check(settings)
-        check_push(settings)
+        if settings.push is not None:
+            hub.check_upload("push", settings.push)
         if folder.is_done(settings):
             print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
             if changed := folder.changed_files(file_stamps(settings)):
@@ -68,8 +64,9 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
-        logs = [*make_samples(settings, job), *make_logs(settings, folder, identity)]
-        options = _options(settings, job) | _parts(settings, folder)
+        found = _callbacks(settings, folder, job, identity)
+        options = recipe.run_options(settings, job.frozen, job.trainable) | _parts(settings, folder)
+        options["on_nonfinite"] = settings.on_nonfinite
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
             options |= {"microbatches": plan.microbatches, "waves": plan.waves}
@@ -84,28 +81,39 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
             folder.take_note(name, value)
     timer.lap("data")
     with as_command_errors():
-        schedule = schedule_of_run(settings, batches.steps)
+        schedule = recipe.schedule_of_run(settings, batches.steps)
         reference = load_or_compute_reference(folder, batches.datasets, job, options)
     if reference is not None:
         timer.lap("reference")
-    result = _train(settings, folder, job, options, batches, schedule, logs, reference)
+    result = _train(settings, folder, job, options, batches, schedule, found, reference)
     timer.lap("training")
-    steps = result.trainer.num_steps
+    trainer, steps = result.trainer, result.trainer.num_steps
+
+    def export(suffix: str = "") -> None:
+        template = batches.chat_template
+        run_report.export_all(
+            settings, folder, lambda name, to: job.export(trainer, name, to, template), suffix
+        )
+
     if result.interrupted:
         if settings.export == "always":
-            _export(settings, job, result.trainer, batches, folder.path, f"-step-{steps}")
-        goes_on = "goes on from there" if settings.checkpoints else "begins anew"
-        print(f"interrupted after step {steps} of {batches.steps}: the same command {goes_on}")
-        return _INTERRUPTED
+            export(f"-step-{steps}")
+        return run_report.tell_interrupted(settings, steps, batches.steps)
     ending = {"ended": result.ended, "reason": result.reason, "steps": steps}
     ending = folder.ended or {**ending, "steps_asked_for": batches.steps}
     if settings.checkpoints:
         folder.end(ending)
-    report = {**ending, **figures(result, settings, folder.began)}
+    report = {**ending, **run_report.figures(result, settings, folder.began)}
     report["tokens_held_out"] = batches.num_held_out
     result.history.plot().savefig(folder.path / "loss.png")
     if settings.export != "never":
-        report["exported_step"] = _export_finished(settings, job, result.trainer, batches, folder)
+        best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
+        if best is not None:
+            if int(best.name) != steps:
+                trainer.restore(best)
+            print(f"the best evaluation was that of step {best.name}, which is exported")
+        export()
+        report["exported_step"] = trainer.num_steps
         timer.lap("export")
     folder.finish({**report, "seconds": timer.seconds, "history": list(result.history)})
     print(f"finished after {_how(ending)}: {folder.path}")
@@ -118,20 +126,6 @@ def _how(ending: Mapping[str, Any]) -> str:
         of = f"{ending['steps']} of {ending['steps_asked_for']} steps"
         return f"{of}, stopped early: {ending['reason']}"
     return f"{ending['steps']} step{'s' * (ending['steps'] != 1)}"
-
-
-def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
-    """The options that a plan and a run share."""
-    here = mt.this_machine()
-    return {
-        "precision": precision_of_run(settings, job.frozen, here),
-        "trainable": job.trainable,
-        "device_budget": settings.device_budget,
-        "host_budget": settings.host_budget,
-        "on_nonfinite": settings.on_nonfinite,
-        "seed": settings.seed,
-        "hardware": here,
-    }
 
 
 def _parts(settings: TrainingSettings, folder: RunFolder) -> dict[str, Any]:
@@ -154,15 +148,15 @@ def _notes(
     return found | stamps
 
 
-def _plan(settings: TrainingSettings, job: Job, options: Mapping[str, Any]) -> mt.Plan:
+def _plan(settings: TrainingSettings, job: recipe.Job, options: Mapping[str, Any]) -> mt.Plan:
     number = options["microbatches"]
     return mt.plan(
         job.model,
         # The number only scales metrics, which a plan doesn't have.
-        job.loss_of(1 if number == "auto" else number),
-        optimizer_of_run(settings, schedule_of_run(settings, settings.steps or 1)),
+        recipe.counted(job.loss, 1 if number == "auto" else number),
+        recipe.optimizer_of_run(settings, recipe.schedule_of_run(settings, settings.steps or 1)),
         job.shapes,
-        num_gpus=num_gpus(),
+        num_gpus=run_report.num_gpus(),
         **options,
     )
 
@@ -196,63 +190,51 @@ def _check_memory(plan: mt.Plan, settings: TrainingSettings) -> None:
 def _train(
     settings: TrainingSettings,
     folder: RunFolder,
-    job: Job,
+    job: recipe.Job,
     options: Mapping[str, Any],
     batches: RunData,
     schedule: optax.Schedule,
-    logs: list[callbacks.Callback],
+    found: list[callbacks.Callback],
     reference: ReferenceLogProbs | None,
 ) -> mt.FitResult:
     every = settings.log_every
-    lines = ProgressLines(batches.steps, schedule, every, folder.begin_at)
-    saving: dict[str, Any] = {}
-    if settings.checkpoints:
-        saving = {
-            "checkpoint_dir": folder.checkpoints,
-            "checkpoint_every": settings.checkpoint_every,
-            "keep": settings.keep,
-        }
+    lines = run_report.ProgressLines(batches.steps, schedule, every, folder.begin_at)
+
+    def with_reference(some: Any) -> Any:
+        if reference is None or some is None:
+            return some
+        return BatchesWithReference(some, reference)
+
     # A run that was stopped early has nothing left to train, but may have to be exported.
     ended = folder.ended if settings.checkpoints else None
     with phase_lines():
         return mt.fit(
             job.model,
-            job.loss_of(options["microbatches"]),
-            _with_reference(reference, batches.train),
-            optimizer_of_run(settings, schedule),
+            recipe.counted(job.loss, options["microbatches"]),
+            with_reference(batches.train),
+            recipe.optimizer_of_run(settings, schedule),
             steps=ended["steps"] if ended else batches.steps,
             params=job.params,
-            eval_data=_with_reference(reference, batches.held_out),
+            eval_data=with_reference(batches.held_out),
             eval_every=settings.eval_every,
-            callbacks=_callbacks(settings, folder, lines, logs),
+            callbacks=[lines, *found],
             progress=sys.stderr.isatty(),
-            **saving,
+            **folder.saving(settings),
             **options,
         )
 
 
-def _with_reference(reference: ReferenceLogProbs | None, batches: Any) -> Any:
-    """Batches with the log-probabilities of the reference, if there is one."""
-    return (
-        batches
-        if reference is None or batches is None
-        else BatchesWithReference(batches, reference)
-    )
-
-
 def _callbacks(
-    settings: TrainingSettings,
-    folder: RunFolder,
-    lines: ProgressLines,
-    logs: list[callbacks.Callback],
-) -> list[Any]:
+    settings: TrainingSettings, folder: RunFolder, job: recipe.Job, identity: str
+) -> list[callbacks.Callback]:
     """The callbacks in order: callbacks that add values before logs, callbacks that stop last."""
     judged: dict[str, Any] = {
         "metric": settings.metric,
         "mode": settings.metric_mode,
         "min_delta": settings.min_delta,
     }
-    found: list[Any] = [lines, *logs]
+    found = run_report.make_samples(settings, job)
+    found += run_report.make_logs(settings, folder, identity)
     if settings.keep_best:
         found.append(callbacks.KeepBest(folder.best, **judged))
     if settings.stop_after is not None:
@@ -260,28 +242,27 @@ def _callbacks(
     return found
 
 
-def _export_finished(
-    settings: TrainingSettings, job: Job, trainer: mt.Trainer, batches: RunData, folder: RunFolder
-) -> int:
-    """Exports the result of a finished run; returns its step."""
-    best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
-    if best is not None:
-        if int(best.name) != trainer.num_steps:
-            trainer.restore(best)
-        print(f"the best evaluation was that of step {best.name}, which is exported")
-    _export(settings, job, trainer, batches, folder.path)
-    return trainer.num_steps
+def push(settings: TrainingSettings, folder: RunFolder) -> int:
+    """Uploads the export, unless it was uploaded before or the settings name no repository.
 
-
-def _export(
-    settings: TrainingSettings,
-    job: Job,
-    trainer: mt.Trainer,
-    batches: RunData,
-    folder: Path,
-    suffix: str = "",
-) -> None:
-    for name in settings.exports:
-        to = folder / f"{name}{suffix}"
-        if not to.exists():
-            print(f"exported to {job.export(trainer, name, to, batches.chat_template)}", flush=True)
+    Returns:
+        The exit status: 1 if the upload failed; the export stays where it is.
+    """
+    name = settings.push
+    if name is None or folder.note(_PUSHED) == name:
+        return 0
+    export = folder.path / settings.exports[0]
+    try:
+        commit = hub.upload(export, name, private=settings.push_private)
+    except Exception as error:  # HTTP and disk errors have no common type
+        why = " ".join(str(error).split())[:300]
+        print(
+            f"`push`={name} failed: {type(error).__name__}: {why}. The export is complete in "
+            f"{export}; the same command tries again, and so does `hf upload {name} {export}`",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+    folder.take_note(_PUSHED, name)
+    print(f"pushed to {commit}", flush=True)
+    return 0

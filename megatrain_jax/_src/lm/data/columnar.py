@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow
 
 from megatrain_jax._src.common.outside import parsed_json
-from megatrain_jax._src.lm.data.json_values import NO_JSON, invalid_utf8
-from megatrain_jax._src.lm.data.report import InvalidRow, to_fault
+from megatrain_jax._src.lm.data.report import NO_JSON, InvalidRow, invalid_utf8, to_fault
 
 
 def without_filler_nulls(value: Any, kind: Any, is_decoded: bool = False) -> Any:

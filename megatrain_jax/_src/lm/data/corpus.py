@@ -1,23 +1,28 @@
 """All tokens of a dataset in flat host arrays: five bytes per token, and a few per document."""
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
+from megatrain_jax._src.common.unfinished import UnfinishedFolder
 from megatrain_jax._src.lm.data.image_files import ImageProcessor, ImageReference
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, RowOrigin, TooLong
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
-TOO_LONG = ("error", "cut", "split", "drop")
 # Tokens that are collected in memory before they are written to files.
 _SPILLED = 2**22
+# Begins the names of arrays with numbers of each token.
+_ENTRIES = "token_values-"
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 _NO_ENTRIES: Mapping[str, np.ndarray] = MappingProxyType({})
 
@@ -91,27 +96,80 @@ class Corpus:
         return kept + sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
 
 
-class TokenFiles(Protocol):
-    """Flat arrays in files."""
+class GrowingFiles:
+    """Flat arrays in a new folder, extended piece by piece.
+
+    Attributes:
+        folder: The folder.
+    """
+
+    def __init__(self, unfinished: UnfinishedFolder):
+        """Writes to a folder, which `discard` deletes."""
+        self._unfinished, self.folder = unfinished, unfinished.path
+        self._open: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
 
     def append(self, name: str, items: np.ndarray) -> None:
-        """Writes further items of an array."""
+        """Writes further items of an array; the first ones determine its dtype and its rows."""
+        if name not in self._open:
+            file = (self.folder / f"{name}.npy").open("w+b")
+            self._open[name] = (file, items.dtype, items.shape[1:])
+            _write_header(file, items.dtype, (0, *items.shape[1:]))
+        with naming_cache(self.folder):
+            self._open[name][0].write(np.ascontiguousarray(items).data.cast("B"))
 
     def mapped(self, name: str, count: int) -> np.ndarray:
         """Ends an array with this number of items, and maps it."""
-        ...
+        file, dtype, rest = self._open.pop(name)
+        # The header leaves space for the largest number of items, so its size stays the same.
+        with naming_cache(self.folder), file:
+            file.seek(0)
+            _write_header(file, dtype, (count, *rest))
+        return mapped(self.folder, name)
 
     def discard(self) -> None:
-        """Deletes all files."""
+        """Deletes the folder, unless it has its final name by now."""
+        for file, _, _ in self._open.values():
+            with suppress(OSError):  # of a full disk
+                file.close()
+        self._unfinished.discard()
 
 
-class _Entries:
-    """Values of all tokens so far: `size` numbers per token."""
+@contextmanager
+def naming_cache(folder: Path) -> Iterator[None]:
+    """Names the cache in errors of writing a folder there."""
+    try:
+        yield
+    except OSError as error:
+        # Keeps the subclass of OSError, such as PermissionError.
+        raise type(error)(
+            f"tokens can't be written to `cache` = {folder.parent}: {error.strerror or error}. "
+            "Choose another one, or none"
+        ) from error
 
-    def __init__(self, size: int, dtype: np.dtype[Any]):
-        self.size, self.dtype = size, dtype
-        self.width = size * dtype.itemsize
+
+def _write_header(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, about)
+
+
+def mapped(folder: Path, name: str) -> np.ndarray:
+    """An array in a folder, mapped from its file."""
+    return np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
+
+
+class _Flat:
+    """An array that grows at its end in host memory; items have a dtype and a shape."""
+
+    def __init__(self, dtype: Any, shape: tuple[int, ...] = ()):
+        self.dtype, self.shape = np.dtype(dtype), shape
+        self.width = self.dtype.itemsize * math.prod(shape)
         self.bytes = bytearray()
+
+    def extend(self, items: np.ndarray) -> None:
+        self.bytes += np.ascontiguousarray(items, self.dtype).tobytes()
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.bytes, self.dtype).reshape(-1, *self.shape)
 
 
 class CorpusBuilder:
@@ -130,18 +188,16 @@ class CorpusBuilder:
         self,
         length: int,
         too_long: WhenTooLong,
-        errors: bool,
         report: Report,
         fault_of: Callable[[Int32[np.ndarray, " n"]], InvalidRow | None],
         num_parts: int = 1,
-        files: "TokenFiles | None" = None,
+        files: GrowingFiles | None = None,
     ):
         """Makes an empty corpus.
 
         Args:
             length: Tokens of a row.
             too_long: Treatment of longer documents.
-            errors: Whether a document without a token to learn is an error.
             report: Report in which left-out documents are recorded.
             fault_of: Returns the fault of unusable tokens, or None.
             num_parts: Parts of each document: 2 if documents are pairs.
@@ -152,14 +208,14 @@ class CorpusBuilder:
         self._num_written = 0
         self._length = length
         self._too_long = too_long
-        self._errors = errors
         self._report = report
         self._fault_of = fault_of
         self.num_parts = num_parts
         self._bounds: list[int] = []
         self._fault: InvalidRow | None = None
-        self._tokens = bytearray()
-        self._learned = bytearray()
+        # The arrays with an item per token, by name.
+        self._flat = {"tokens": _Flat(np.int32), "learned": _Flat(np.bool_)}
+        self._learned = self._flat["learned"].bytes
         self._hash = hashlib.blake2b(digest_size=16)
         self._begin = 0
         self._starts = array("q")
@@ -167,7 +223,6 @@ class CorpusBuilder:
         self._goes_on = bytearray()
         self._documents = array("i")
         self._values: dict[str, list[float]] = {}
-        self._entries: dict[str, _Entries] = {}
         self._num_documents = 0
         self.longest = 0
         # The processor of images, if documents may have some.
@@ -193,11 +248,11 @@ class CorpusBuilder:
             entries: Numbers of each token by name; all documents have the same names and shapes.
         """
         self._fault = self._fault or self._fault_of(tokens)
-        self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
-        self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
+        self._flat["tokens"].extend(tokens)
+        self._flat["learned"].extend(learned)
         for name, numbers in entries.items():
-            kept = self._entries.setdefault(name, _Entries(numbers.shape[1], numbers.dtype))
-            kept.bytes += np.ascontiguousarray(numbers).tobytes()
+            kept = _Flat(numbers.dtype, numbers.shape[1:])
+            self._flat.setdefault(f"{_ENTRIES}{name}", kept).extend(numbers)
 
     def refuse(self, fault: InvalidRow) -> None:
         """Gives the current document a fault, so that it is left out at its end."""
@@ -234,7 +289,7 @@ class CorpusBuilder:
         bounds, self._bounds = [begin, *self._bounds], []
         fault, self._fault = self._fault or fault, None
         if fault is not None:
-            self._leave_out(origin, fault, self._errors)
+            self._leave_out(origin, fault)
             return False
         # The first token of each part is never a label: nothing precedes it.
         for bound in bounds:
@@ -252,7 +307,7 @@ class CorpusBuilder:
         if len(pieces) < self.num_parts:
             cut = " within `length`" if too_long else ""
             fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
-            self._leave_out(origin, fault, self._errors and not too_long)
+            self._leave_out(origin, fault, self._report.is_strict and not too_long)
             return False
         self._report.num_cut += too_long and self._too_long == "cut"
         # The number of pieces if each had a token to learn.
@@ -278,11 +333,8 @@ class CorpusBuilder:
             self._lengths.append(stop - start)
             self._goes_on.append(goes_on)
             self._documents.append(self._num_documents)
-        for flat, width in ((self._tokens, 4), (self._learned, 1)):
+        for kept in self._flat.values():
             # A live view would keep the bytearray from growing.
-            with memoryview(flat) as view, view[width * begin :] as new:
-                self._hash.update(new)
-        for kept in self._entries.values():
             with memoryview(kept.bytes) as view, view[kept.width * begin :] as new:
                 self._hash.update(new)
         # Equal tokens with different document boundaries are different data.
@@ -299,37 +351,26 @@ class CorpusBuilder:
     def _write(self) -> None:
         """Moves all tokens to the files."""
         assert self.files is not None
-        for name, flat, dtype, size in self._flat():
-            items = np.frombuffer(bytes(flat), dtype)
-            self.files.append(name, items if size is None else items.reshape(-1, size))
-            flat.clear()
+        for name, kept in self._flat.items():
+            self.files.append(name, kept.array())
+            kept.bytes.clear()
         self._num_written += self._begin
         self._begin = 0
-
-    def _flat(self) -> Iterator[tuple[str, bytearray, Any, int | None]]:
-        """The arrays with an item per token: names, bytes, dtypes, and numbers of a token."""
-        yield "tokens", self._tokens, np.int32, None
-        yield "learned", self._learned, np.bool_, None
-        for name, kept in self._entries.items():
-            yield f"token_values-{name}", kept.bytes, kept.dtype, kept.size
 
     def finish(self) -> Corpus:
         """Returns the corpus; the builder must not be used afterwards."""
         # The zero after the last token is read as its label, and masked.
-        nothing = {
-            name: np.zeros((1, kept.size), kept.dtype) for name, kept in self._entries.items()
-        }
-        self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_), nothing)
-        if self.files is not None:
+        for kept in self._flat.values():
+            kept.extend(np.zeros((1, *kept.shape), kept.dtype))
+        if self.files is None:
+            flat = {name: kept.array() for name, kept in self._flat.items()}
+        else:
             self._begin = self.num_tokens
             self._write()
-        flat = {
-            name: self._finished(name, items, dtype, size)
-            for name, items, dtype, size in self._flat()
-        }
+            flat = {name: self.files.mapped(name, self._num_written) for name in self._flat}
         return Corpus(
-            tokens=flat["tokens"],
-            learned=flat["learned"],
+            tokens=flat.pop("tokens"),
+            learned=flat.pop("learned"),
             starts=np.frombuffer(self._starts, np.int64),
             lengths=np.frombuffer(self._lengths, np.int32),
             goes_on=np.frombuffer(self._goes_on, np.bool_),
@@ -340,16 +381,10 @@ class CorpusBuilder:
                 name: np.array(values, np.bool_ if isinstance(values[0], bool) else np.float32)
                 for name, values in self._values.items()
             },
-            token_values={name: flat[f"token_values-{name}"] for name in self._entries},
+            token_values={name.removeprefix(_ENTRIES): array for name, array in flat.items()},
             images=self._images,
             processor=self.processor,
         )
-
-    def _finished(self, name: str, items: bytearray, dtype: Any, size: int | None) -> np.ndarray:
-        if self.files is not None:
-            return self.files.mapped(name, self._num_written)
-        array = np.frombuffer(items, dtype)
-        return array if size is None else array.reshape(-1, size)
 
     def _pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
         """The pieces of a part that have a token to learn, and whether each continues."""
@@ -361,11 +396,10 @@ class CorpusBuilder:
                 pieces.append((start, stop, stop < end))
         return pieces
 
-    def _leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:
+    def _leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool | None = None) -> None:
         self._report.leave_out(origin, fault, error)
         self._truncate(self._begin)
 
     def _truncate(self, num_tokens: int) -> None:
-        del self._tokens[4 * num_tokens :], self._learned[num_tokens:]
-        for kept in self._entries.values():
+        for kept in self._flat.values():
             del kept.bytes[kept.width * num_tokens :]

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.data.documents import read_rows
+from megatrain_jax._src.lm.data.documents import Document, noted, read_rows
 from megatrain_jax._src.lm.data.image_files import ImageProcessor, to_reference
 from megatrain_jax._src.lm.data.report import InvalidRow, Report, to_fault
 from megatrain_jax._src.lm.data.row_formats import Conversation, to_conversation
 from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
 from megatrain_jax._src.lm.data.template import Template
-from megatrain_jax._src.lm.data.tokenise import Document
 from megatrain_jax._src.lm.data.turns import CONVERSATIONS, Message, TurnRules, opened_turns
 
 # Private-use characters of Unicode: the mark of an image, and the border of two texts.
@@ -30,28 +29,23 @@ _SOURCES = ("image", "path", "url")
 Row = Mapping[str, Any]
 
 
-def image_conversations(
-    parts: Parts, rules: TurnRules, report: Report, errors: bool
-) -> Iterator[Document]:
+def image_conversations(parts: Parts, rules: TurnRules, report: Report) -> Iterator[Document]:
     """Reads a conversation from each row, with its images; see `documents.conversations`."""
 
     def convert(row: Row) -> tuple[Conversation, list[Any]]:
         row, images = replace_images(row)
         return to_conversation(row, rules), images
 
-    for origin, (one, images) in read_rows(parts, convert, report, errors):
+    for origin, (one, images) in read_rows(parts, convert, report):
         try:
             check_places(one, images)
             folder = Path(origin.path).parent
-            references = tuple(
-                to_reference(image, folder, str(origin), whole=not errors) for image in images
-            )
+            whole = not report.is_strict
+            references = [to_reference(image, folder, str(origin), whole=whole) for image in images]
         except Exception as error:  # a row may have anything in any place
-            report.leave_out(origin, to_fault(error), errors)
+            report.leave_out(origin, to_fault(error))
             continue
-        report.ignored.update(one.ignored)
-        report.changed.update(one.changed)
-        yield Document(origin, (one,), images=references)
+        yield noted(Document(origin, (one,), images=references), report)
 
 
 def replace_images(row: Row) -> tuple[Row, list[Any]]:
@@ -107,7 +101,7 @@ def has_images(source: Source, most: int = 1000, columns: Mapping[str, str] | No
     most = checks.integer("most", most)
     parts = resolve(source, texts=False, columns=columns)
     for part in parts:
-        read = read_rows(replace(parts, items=[part]), _has_images, Report(), False)
+        read = read_rows(replace(parts, items=[part]), _has_images, Report(is_strict=False))
         if any(found for _, found in islice(read, most)):
             return True
     return False

@@ -1,37 +1,284 @@
-"""The calls that make a dataset: `chat`, `preferences`, `unpaired` and `text`."""
+"""The calls that make a dataset: option checks, then the cache, or else a build."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.lm.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.lm.data import documents
+from megatrain_jax._src.lm.data.batches import DatasetOptions
+from megatrain_jax._src.lm.data.corpus import CorpusBuilder, WhenTooLong
 from megatrain_jax._src.lm.data.dataset import Dataset
-from megatrain_jax._src.lm.data.documents import (
-    conversations,
-    pairs,
-    pairs_with_margins,
-    text_parts,
+from megatrain_jax._src.lm.data.image_files import ImageProcessor
+from megatrain_jax._src.lm.data.image_rows import ImageTemplate, image_conversations
+from megatrain_jax._src.lm.data.report import (
+    AnswerLost,
+    AssistantTextNotFound,
+    DataError,
+    InvalidRow,
+    Report,
+    Summary,
+    TooLong,
 )
-from megatrain_jax._src.lm.data.documents import unpaired as labelled
-from megatrain_jax._src.lm.data.fast_tokenizer import load_fast_tokenizer
-from megatrain_jax._src.lm.data.finish import (
-    INVALID,
-    Invalid,
-    check_choices,
-    check_template,
-    find_or_build,
-    to_options,
-    to_rules,
-    with_progress_bar,
-)
-from megatrain_jax._src.lm.data.load_pairs import paired_dataset
-from megatrain_jax._src.lm.data.report import Report
-from megatrain_jax._src.lm.data.sources import Source, resolve
+from megatrain_jax._src.lm.data.row_formats import to_distilled
+from megatrain_jax._src.lm.data.sources import Parts, Source, resolve
 from megatrain_jax._src.lm.data.template import Template
-from megatrain_jax._src.lm.data.token_cache import open_cache
-from megatrain_jax._src.lm.data.tokenise import TRAIN_ON, TrainOn, add_conversations, add_texts
-from megatrain_jax._src.lm.data.turns import LEADING, Leading
+from megatrain_jax._src.lm.data.token_cache import Cached, GrowingFiles, TokenCache, open_cache
+from megatrain_jax._src.lm.data.tokenizer import (
+    BeyondVocabulary,
+    FastTokenizer,
+    load_fast_tokenizer,
+)
+from megatrain_jax._src.lm.data.turns import Leading, TurnRules, read_turns, valid_text
+
+T = TypeVar("T")
+Invalid = Literal["error", "drop"]
+_ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
+_ADVICE_TOO_LONG = (
+    'Pass a larger `length` (the longest has {longest:,} tokens), or pass `too_long="cut"` (drop '
+    'their end), "split" (continue in another row, without the earlier context) or "drop".'
+)
+_ADVICE_TOO_LONG_PAIRS = (
+    "Pass a larger `length`, which has to hold both conversations of a pair (the longest has "
+    '{longest:,} tokens), or pass `too_long="drop"`.'
+)
+_ADVICE_TOO_LONG_IMAGES = (
+    "Pass a larger `length`, which has to hold a conversation with all its images (the longest has "
+    '{longest:,} tokens), or pass `too_long="drop"`.'
+)
+_ADVICE_BEYOND = (
+    "Use the tokenizer that the model was trained with, or a model with a row for each token that "
+    'was added to it; or pass `invalid="drop"` to leave such rows out.'
+)
+_ADVICE_JOINED = (
+    "Move the space to the completion: `prompt` then ends before it, and `completion` begins with "
+    "it. If a chat template writes it, let the template write it after its prompt"
+)
+_ADVICE_UNCLEAR = (
+    "Pass `chat_template=` with the assistant's turns, the special token at the end of each "
+    'included, between {% generation %} and {% endgeneration %}; or pass `train_on="all"`, or '
+    '`invalid="drop"` to leave such rows out.'
+)
+
+
+def _checked(given: Mapping[str, Any], too_long: Any = WhenTooLong) -> DatasetOptions:
+    """Checks the options of a call; returns those that make batches of its documents.
+
+    Args:
+        given: The arguments of the call, by name.
+        too_long: The words that its option `too_long` allows.
+
+    Raises:
+        TypeError: If one has a wrong type.
+        ValueError: If one is out of range, or a word is not allowed.
+    """
+    checks.boolean("progress", given["progress"])
+    options = DatasetOptions(**{field.name: given[field.name] for field in fields(DatasetOptions)})
+    words = {
+        "train_on": documents.TrainOn,
+        "too_long": too_long,
+        "invalid": Invalid,
+        "leading": Leading,
+    }
+    for name, known in words.items():
+        if name in given:
+            _check_word(name, given[name], get_args(known))
+    kinds = (
+        ("chat_template", str, "a Jinja template or the name of one, as a str"),
+        ("template_variables", Mapping, "a mapping of names to values"),
+        ("merge", str, "the text between merged turns, as a str, or None"),
+    )
+    for name, kind, allowed in kinds:
+        value = given.get(name)
+        is_named = not isinstance(value, Mapping) or all(isinstance(key, str) for key in value)
+        if not isinstance(value, kind | None) or not is_named:
+            raise TypeError(checks.refused(name, allowed, value))
+    return options
+
+
+def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(checks.refused(name, f"one of {known}", value))
+
+
+def _dataset(
+    kind: str,
+    given: Mapping[str, Any],
+    options: DatasetOptions,
+    parts: Parts,
+    tokens: FastTokenizer,
+    fill: Callable[[CorpusBuilder, Report], None],
+    *used: Any,
+    chat_template: str | None = None,
+    num_parts: int = 1,
+) -> Dataset:
+    """The dataset from a cache, or else built from rows.
+
+    Args:
+        kind: Name of the function that makes the documents.
+        given: The arguments of the call, by name.
+        options: Options of the dataset.
+        parts: The files and rows.
+        tokens: The tokenizer.
+        fill: Function that reads the rows and adds their documents to a builder, and faults to a
+            report.
+        *used: Further options that determine tokens, labels or documents.
+        chat_template: The Jinja template that renders conversations.
+        num_parts: Parts of each document: 2 if documents are pairs.
+
+    Raises:
+        DataError: If there was a fault that the user did not allow, or there is no document.
+    """
+    words = [given[name] for name in ("too_long", "invalid", "train_on") if name in given]
+    used = (options.length, *words, *used)
+    cache = open_cache(given.get("cache"), kind, parts, tokens, used, chat_template)
+    if cache is not None and (found := cache.find()) is not None:
+        return _to_dataset(found, options, given["progress"])
+    report = Report(is_strict=given["invalid"] == "error")
+    with _files_of(cache) as files:
+        builder = CorpusBuilder(
+            options.length, given["too_long"], report, tokens.fault, num_parts, files
+        )
+        fill(builder, report)
+        made = _finished(builder, report, chat_template, cache)
+    return _to_dataset(made, options, given["progress"])
+
+
+def _with_bar(items: Iterable[T], given: Mapping[str, Any]) -> Iterable[T]:
+    """The items, with a progress bar if the call asks for it."""
+    return tqdm(items, "tokenising", unit=" rows", disable=not given["progress"])
+
+
+def _finished(
+    builder: CorpusBuilder, report: Report, chat_template: str | None, cache: TokenCache | None
+) -> Cached:
+    """The corpus of all documents that were read, with its summary; kept in the cache.
+
+    Raises:
+        DataError: If there was a fault that the user did not allow, or there is no document.
+    """
+    if builder.processor is not None:
+        too_long = _ADVICE_TOO_LONG_IMAGES
+    else:
+        too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
+    report.check(
+        {
+            InvalidRow: _ADVICE_INVALID,
+            # Over all documents, even dropped ones, so that the advice names a sufficient `length`.
+            TooLong: too_long.format(longest=builder.longest),
+            BeyondVocabulary: _ADVICE_BEYOND,
+            AssistantTextNotFound: _ADVICE_UNCLEAR,
+            AnswerLost: f'{_ADVICE_JOINED}; or pass `invalid="drop"` to leave such rows out.',
+        }
+    )
+    corpus = builder.finish()
+    # If allowed drops leave nothing, the reasons are shown.
+    if not corpus.num_documents:
+        raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
+    summary = Summary(
+        **report.counted(),
+        num_documents=corpus.num_documents,
+        num_pieces=len(corpus.lengths),
+        num_tokens=int(corpus.lengths.sum(dtype="int64")),
+        num_learned=int(corpus.learned.sum()),
+        longest=builder.longest,
+        num_bytes=corpus.num_bytes,
+        examples=tuple(report.examples()),
+        cached=None if cache is None else str(cache.path),
+    )
+    made = Cached(corpus, summary, chat_template)
+    if cache is not None:
+        assert builder.files is not None
+        cache.keep(builder.files, made)
+    return made
+
+
+def _to_dataset(made: Cached, options: DatasetOptions, progress: bool) -> Dataset:
+    """The dataset of a corpus; prints its summary if `progress` is set."""
+    if progress:
+        print(made.summary, file=sys.stderr, flush=True)
+    if joined := made.summary.num_joined:
+        warn_user(
+            f"{joined:,} of {made.summary.num_documents:,} rows have an answer whose first token "
+            f"also contains the end of the prompt, so that it is not learned. {_ADVICE_JOINED}.",
+        )
+    for name, labels in made.corpus.unit_values.items():
+        if labels.dtype == np.bool_ and (labels == labels[0]).all():
+            kind = name if labels[0] else f"not {name}"
+            warn_user(
+                f"all {len(labels):,} answers of a dataset are labelled {kind}: alone it has no "
+                "difference between answers that can be learned",
+            )
+    return Dataset(made.corpus, made.summary, options, made.chat_template)
+
+
+@contextmanager
+def _files_of(cache: TokenCache | None) -> Iterator[GrowingFiles | None]:
+    """New files for the tokens of a dataset, deleted if the body fails; None without a cache."""
+    if cache is None:
+        yield None
+        return
+    files = cache.files()
+    try:
+        yield files
+    except BaseException:
+        files.discard()
+        raise
+
+
+def _conversations(
+    given: Mapping[str, Any],
+    read: Callable[..., Iterator[documents.Document]],
+    too_long: Any = Invalid,
+    num_parts: int = 1,
+) -> Dataset:
+    """The dataset of documents of conversations, for the calls that render a chat template.
+
+    Args:
+        given: The arguments of the call, by name.
+        read: Function that reads them.
+        too_long: The words that its option `too_long` allows.
+        num_parts: Conversations of a document.
+    """
+    # Errors are found in order of cost: options, file names, the tokenizer (maybe downloaded),
+    # rows.
+    options = _checked(given, too_long)
+    rules = TurnRules(given["merge"], given["leading"])
+    parts = resolve(given["source"], texts=False, columns=given["columns"])
+    images = ImageProcessor(given["processor"]) if "processor" in given else None
+    tokens = load_fast_tokenizer(given["tokenizer"] if images is None else images.tokenizer)
+    variables = given["template_variables"]
+    if images is None:
+        template = Template(tokens.tokenizer, given["chat_template"], variables)
+    else:
+        template = ImageTemplate(images, given["chat_template"], variables)
+    train_on = given.get("train_on", "assistant")
+    unlearned = frozenset() if images is None else images.tokens
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
+        builder.processor = images
+        found = _with_bar(read(parts, rules, report), given)
+        documents.add_conversations(found, template, tokens, train_on, builder, report, unlearned)
+
+    return _dataset(
+        read.__name__,
+        given,
+        options,
+        parts,
+        tokens,
+        fill,
+        rules,
+        variables,
+        chat_template=template.source,
+        num_parts=num_parts,
+    )
 
 
 def chat(
@@ -43,7 +290,7 @@ def chat(
     seed: int = 0,
     shuffle: bool = True,
     epochs: int | None = 1,
-    train_on: TrainOn = "assistant",
+    train_on: documents.TrainOn = "assistant",
     too_long: WhenTooLong = "error",
     invalid: Invalid = "error",
     merge: str | None = None,
@@ -115,38 +362,7 @@ def chat(
         TypeError: If an argument has a wrong type.
         ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    # Errors are found in order of cost: options, file names, the tokenizer (maybe downloaded),
-    # rows.
-    options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
-    check_choices(
-        train_on=(train_on, TRAIN_ON),
-        too_long=(too_long, TOO_LONG),
-        invalid=(invalid, INVALID),
-        leading=(leading, LEADING),
-    )
-    check_template(chat_template, template_variables)
-    rules = to_rules(merge, leading)
-    parts = resolve(source, texts=False, columns=columns)
-    tokens = load_fast_tokenizer(tokenizer)
-    template = Template(tokens.tokenizer, chat_template, template_variables)
-    used = [options.length, too_long, invalid, train_on, rules, template_variables]
-    place = open_cache(cache, "chat", parts, tokens, used, template.source)
-    errors = invalid == "error"
-
-    def fill(builder: CorpusBuilder, report: Report) -> None:
-        documents = with_progress_bar(conversations(parts, rules, report, errors), progress)
-        add_conversations(documents, template, tokens, train_on, errors, builder, report)
-
-    return find_or_build(
-        place,
-        options,
-        progress,
-        fill,
-        too_long=too_long,
-        invalid=invalid,
-        tokens=tokens,
-        chat_template=template.source,
-    )
+    return _conversations(locals(), documents.conversations, WhenTooLong)
 
 
 def preferences(
@@ -208,21 +424,9 @@ def preferences(
         TypeError: If an argument has a wrong type.
         ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    return paired_dataset(
-        pairs_with_margins if checks.boolean("margins", margins) else pairs,
-        source,
-        tokenizer,
-        to_options(length, batch_size, seed, shuffle, epochs, workers, progress),
-        too_long=too_long,
-        invalid=invalid,
-        merge=merge,
-        leading=leading,
-        chat_template=chat_template,
-        template_variables=template_variables,
-        columns=columns,
-        progress=progress,
-        cache=cache,
-    )
+    given = locals()
+    read = documents.pairs_with_margins if checks.boolean("margins", margins) else documents.pairs
+    return _conversations(given, read, num_parts=2)
 
 
 def unpaired(
@@ -282,21 +486,7 @@ def unpaired(
         TypeError: If an argument has a wrong type.
         ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    return paired_dataset(
-        labelled,
-        source,
-        tokenizer,
-        to_options(length, batch_size, seed, shuffle, epochs, workers, progress),
-        too_long=too_long,
-        invalid=invalid,
-        merge=merge,
-        leading=leading,
-        chat_template=chat_template,
-        template_variables=template_variables,
-        columns=columns,
-        progress=progress,
-        cache=cache,
-    )
+    return _conversations(locals(), documents.unpaired, num_parts=2)
 
 
 def text(
@@ -346,17 +536,208 @@ def text(
         TypeError: If an argument has a wrong type.
         ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
-    check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))
+    given = locals()
+    options = _checked(given)
     parts = resolve(source, texts=True, columns=columns)
     tokens = load_fast_tokenizer(tokenizer)
-    place = open_cache(cache, "text", parts, tokens, [options.length, too_long, invalid])
-    errors = invalid == "error"
 
     def fill(builder: CorpusBuilder, report: Report) -> None:
-        texts = with_progress_bar(text_parts(parts, report, errors), progress)
-        add_texts(texts, tokens, errors, builder, report)
+        texts = _with_bar(documents.text_parts(parts, report), given)
+        documents.add_texts(texts, tokens, builder, report)
 
-    return find_or_build(
-        place, options, progress, fill, too_long=too_long, invalid=invalid, tokens=tokens
-    )
+    return _dataset("text", given, options, parts, tokens, fill)
+
+
+def distillation(
+    source: Source,
+    tokenizer: Any,
+    *,
+    length: int,
+    batch_size: int,
+    topk: int,
+    tail: bool = True,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = 1,
+    too_long: WhenTooLong = "error",
+    invalid: Invalid = "error",
+    columns: Mapping[str, str] | None = None,
+    workers: int = 0,
+    progress: bool = True,
+    cache: str | PathLike[str] | None = None,
+) -> Dataset:
+    """Makes packed batches of token ids with a teacher's stored top-k log-probabilities.
+
+    A row has "input_ids", a list of ids, and "topk_token_ids" and "topk_logprobs", a list of ids
+    and one of log-probabilities for each of them: the teacher's prediction of the next token, as a
+    model's logits at that place. An optional "completion_mask" is 1 for the tokens to learn. All
+    tokens and entries are kept in host memory: 5 + 8 `topk` bytes per token.
+
+    Args:
+        source: See `chat`.
+        tokenizer: See `chat`; ids beyond the vocabulary of the model in its folder are invalid.
+        length: Tokens of a row.
+        batch_size: Rows of a batch.
+        topk: Number of entries per token: of more, the likeliest are kept; for fewer, entries with
+            a log-probability of minus infinity are added.
+        tail: Whether the loss counts the rest of the vocabulary (`losses.distillation`). If it
+            does, a position's numbers must be log-probabilities: none above 0, and probabilities
+            that sum to at most 1, or 1.02 if they were rounded. If not, logits are as good.
+        seed: See `chat`.
+        shuffle: See `chat`.
+        epochs: See `chat`.
+        too_long: See `chat`.
+        invalid: See `chat`.
+        columns: See `chat`.
+        workers: See `chat`.
+        progress: See `chat`.
+        cache: See `chat`.
+
+    Raises:
+        DataError: See `chat`; rows are invalid if a list has a wrong length or wrong numbers.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
+    """
+    given = locals()
+    options = _checked(given)
+    topk = checks.integer("topk", topk)
+    checks.boolean("tail", tail)
+    parts = resolve(source, texts=False, columns=columns)
+    tokens = load_fast_tokenizer(tokenizer)
+
+    def fill(builder: CorpusBuilder, report: Report) -> None:
+        read = documents.read_rows(parts, lambda row: to_distilled(row, topk, tail), report)
+        for origin, row in _with_bar(read, given):
+            report.ignored.update(row.ignored)
+            entries = {name: getattr(row, name) for name in ("topk_token_ids", "topk_logprobs")}
+            builder.extend(row.tokens, row.learned, entries)
+            builder.check_ids(row.topk_token_ids)
+            builder.end(origin)
+
+    return _dataset("distillation", given, options, parts, tokens, fill, topk, tail)
+
+
+def image_chat(
+    source: Source,
+    processor: Any,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = 1,
+    train_on: documents.TrainOn = "assistant",
+    too_long: Invalid = "error",
+    invalid: Invalid = "error",
+    merge: str | None = None,
+    leading: Leading = "error",
+    chat_template: str | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    columns: Mapping[str, str] | None = None,
+    workers: int = 2,
+    progress: bool = True,
+) -> Dataset:
+    """Makes packed batches of conversations with images, for Gemma 3.
+
+    Rows have the formats of `chat`. An image is a part of a user's message, ``{"type": "image",
+    "image": IMAGE}``, or the row has a column `images` with a list of them, or `image`: they belong
+    to the parts ``{"type": "image"}`` in order, or, if there is none, to the beginning of the first
+    question. IMAGE is the path of a file, the bytes of one, or a PIL image. A relative path begins
+    at the folder of its data file. Rows without images may be among them.
+
+    Batches also have `pixel_values`, float32 (batch_size, images, channels, height, width): the
+    images of each row in order, and zeros behind them. `images` is the same in all batches, the
+    largest number that a row of this packing can have. Tokens of images are never labels.
+
+    Tokens and references to images are kept in host memory; each image is opened, resized and
+    normalised for its batch. Images given as bytes or by PIL stay in memory. Pixels are those of
+    Transformers for the same image: a file is turned upright and loses its transparency, a PIL
+    image is not turned, and its transparent pixels are put on white. Bytes are turned
+    upright, as `datasets` does, and then treated like a PIL image.
+
+    Args:
+        source: See `chat`.
+        processor: The folder of the checkpoint, its name on the Hugging Face Hub, or a
+            `Gemma3Processor` of Transformers.
+        length: See `chat`. A conversation is never cut.
+        batch_size: See `chat`.
+        seed: See `chat`.
+        shuffle: See `chat`.
+        epochs: See `chat`.
+        train_on: See `chat`.
+        too_long: Treatment of conversations longer than `length`: "error" lists them, "drop" leaves
+            them out.
+        invalid: See `chat`. With "drop", each image is decoded before training, so that damaged
+            ones are found; otherwise only its header is read.
+        merge: See `chat`.
+        leading: See `chat`.
+        chat_template: See `chat`.
+        template_variables: See `chat`.
+        columns: See `chat`.
+        workers: Number of threads that open images ahead; with 0 a step waits for its images.
+        progress: See `chat`.
+
+    Raises:
+        DataError: See `chat`; rows are also invalid if an image can't be read, belongs to an
+            answer, or has no place.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the processor can't be loaded or is of
+            another kind.
+    """
+    return _conversations(locals(), image_conversations)
+
+
+def prompts(
+    source: Source,
+    *,
+    invalid: Literal["error", "drop"] = "error",
+    columns: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Reads rows with a prompt each, and all their columns.
+
+    Args:
+        source: See `chat`. The column `prompt` is a text or a list of messages; a reward function
+            gets all further columns.
+        invalid: Whether a row without a prompt is an error, or left out, with a note in the
+            terminal.
+        columns: See `chat`, such as ``{"prompt": "question"}``.
+
+    Returns:
+        The rows, for `models.train_grpo`.
+
+    Raises:
+        DataError: If a row has no prompt and that is an error, no row is left, or a file can't be
+            read.
+        FileNotFoundError: If a file does not exist.
+        TypeError: If an argument has a wrong type.
+        ValueError: If `invalid` is unknown, or `source` is empty.
+
+    Examples:
+        >>> prompts([{"prompt": "2 + 2 =", "answer": "4"}])
+        [{'prompt': '2 + 2 =', 'answer': '4'}]
+    """
+    _check_word("invalid", invalid, get_args(Invalid))
+    parts = resolve(source, texts=False, columns=columns)
+    report = Report(is_strict=invalid == "error")
+    found = [row for _, row in documents.read_rows(parts, _with_prompt, report)]
+    report.check({InvalidRow: _ADVICE_INVALID})
+    left_out = report.examples()
+    if not found:
+        raise DataError("\n".join(["there is no prompt:", *left_out]))
+    if left_out:
+        print("prompts that are left out:", *left_out, sep="\n", file=sys.stderr, flush=True)
+    return found
+
+
+def _with_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str | list) or not prompt:
+        kind = type(prompt).__name__
+        raise InvalidRow("a row has no `prompt`", f"it must be a text or messages, but is {kind}")
+    if isinstance(prompt, str):
+        valid_text(prompt, "prompt")
+    elif not all(type(token) is int and token >= 0 for token in prompt):
+        read_turns("prompt", prompt)
+    return dict(row)

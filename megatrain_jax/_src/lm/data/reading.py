@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -19,14 +20,146 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from megatrain_jax._src.lm.data.columnar import batch_rows, check_batch
-from megatrain_jax._src.lm.data.json_values import (
+from megatrain_jax._src.lm.data.report import (
     NO_JSON,
-    Scanner,
-    checked_utf8,
+    DataError,
+    InvalidRow,
+    Report,
+    RowOrigin,
     invalid_utf8,
-    unusable_json,
 )
-from megatrain_jax._src.lm.data.report import DataError, InvalidRow, Report, RowOrigin
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_TOKEN = re.compile(r'[\[\]{},]|"[^"\\]*(?:\\.[^"\\]*)*"|[^\[\]{},"]+', re.DOTALL)
+# The characters that `surrogateescape` makes from bytes that are not UTF-8.
+_ESCAPED = re.compile("[\udc80-\udcff]")
+
+
+def checked_utf8(text: str, value: Any) -> Any:
+    """Returns a value, or a fault if the text it was read from is not UTF-8."""
+    if not text.isascii() and (escaped := _ESCAPED.search(text)):
+        return invalid_utf8(ord(escaped[0]) - 0xDC00)
+    return value
+
+
+def unusable_json(error: ValueError | RecursionError) -> InvalidRow:
+    """The fault of JSON that Python refuses: its numbers are too long, or it is too deep."""
+    deep = isinstance(error, RecursionError)
+    return InvalidRow(NO_JSON, "it is nested too deeply" if deep else str(error))
+
+
+class Scanner:
+    """Reads JSON values from a stream, holding at most one value and a chunk."""
+
+    def __init__(self, path: str, stream: TextIO, chunk: int):
+        """Begins at the stream's position.
+
+        Args:
+            path: The file's name in errors.
+            stream: The characters.
+            chunk: Number of them read at a time.
+        """
+        self._path = path
+        self._stream = stream
+        self._chunk = chunk
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._decoder = json.JSONDecoder()
+
+    def array(self) -> Iterator[tuple[RowOrigin, Any]]:
+        """Yields the values of an array, and checks that nothing follows it."""
+        self._take("[")
+        if self.peek() == "]":
+            self._take("]")
+        else:
+            while True:
+                yield self.value()
+                if self.peek() == "]":
+                    break
+                self._take(",")
+            self._take("]")
+        if self.peek():
+            raise self._broken("text after the end of the array")
+
+    def value(self) -> tuple[RowOrigin, Any]:
+        """Reads one value."""
+        self.peek()
+        origin = RowOrigin(self._path, self._line)
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as caught:
+                if not self._more():
+                    raise self._broken(caught.msg, caught.pos) from None
+                continue
+            except (ValueError, RecursionError) as caught:
+                self._skip()
+                return origin, unusable_json(caught)
+            # A number may continue in the next chunk.
+            if end < len(self._text) or not self._more():
+                break
+        text = self._text[self._at : end]
+        self._move(end)
+        return origin, checked_utf8(text, value)
+
+    def _skip(self) -> None:
+        """Goes behind a value, by its brackets, without making it."""
+        depth = 0
+        while token := self._token():
+            depth += (token in ("[", "{")) - (token in ("]", "}"))
+            if not depth:
+                return
+        raise self._broken("a value without an end")
+
+    def _token(self) -> str:
+        """The next bracket, comma, text, or run of other characters; empty at the end."""
+        self.peek()
+        while True:
+            found = _TOKEN.match(self._text, self._at)
+            # It may continue in the next chunk.
+            if (found is not None and found.end() < len(self._text)) or not self._more():
+                break
+        found = _TOKEN.match(self._text, self._at)
+        if found is None:
+            return ""
+        self._move(found.end())
+        return found[0]
+
+    def peek(self) -> str:
+        """The next character that is not whitespace; empty at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._move(match.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def _take(self, wanted: str) -> None:
+        if self.peek() != wanted:
+            raise self._broken(f"expected {wanted!r}")
+        self._move(self._at + 1)
+
+    def _move(self, to: int) -> None:
+        self._line += self._text.count("\n", self._at, to)
+        self._at = to
+
+    def _more(self) -> bool:
+        # The chunk grows with the held text, so that a huge value is parsed only a few times.
+        chunk = self._stream.read(max(self._chunk, len(self._text) - self._at))
+        self._text = self._text[self._at :] + chunk
+        self._at = 0
+        return bool(chunk)
+
+    def _broken(self, message: str, at: int | None = None) -> DataError:
+        lines = self._text.count("\n", self._at, self._at if at is None else at)
+        return DataError(
+            f"{RowOrigin(self._path, self._line + lines)}: {NO_JSON}: {message}; the rest can't be "
+            "read (JSON Lines, in a file named .jsonl, can be read around a broken line)"
+        )
+
 
 Row = Mapping[str, Any]
 
@@ -50,28 +183,24 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     return name.suffix if (inner := Path(name.stem).suffix) in _COLUMNAR else inner
 
 
-def given_rows(
-    name: str, items: Iterable[Any], report: Report, error: bool
-) -> Iterator[tuple[RowOrigin, Row]]:
+def given_rows(name: str, items: Iterable[Any], report: Report) -> Iterator[tuple[RowOrigin, Row]]:
     """Reads given rows, as `rows` does with a file's rows.
 
     Args:
         name: Their name in errors.
         items: The rows.
         report: See `rows`.
-        error: See `rows`.
     """
     numbered = ((RowOrigin(name, i, "row"), item) for i, item in enumerate(items, 1))
-    yield from _objects(numbered, RowOrigin(name), "there is no row", report, error)
+    yield from _objects(numbered, RowOrigin(name), "there is no row", report)
 
 
-def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Row]]:
+def rows(path: str, report: Report) -> Iterator[tuple[RowOrigin, Row]]:
     """Reads the rows of a file of one of `KINDS`.
 
     Args:
         path: The file.
         report: The report that counts rows and lists unreadable ones.
-        error: Whether unreadable rows are errors.
 
     Yields:
         The origin of each row, and the row.
@@ -82,7 +211,7 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Ro
     reader = _READERS.get(kind_of(path))
     if reader is None:
         raise ValueError(f"{path} is plain text, which has no rows: use `data.text`")
-    yield from _objects(reader(path), RowOrigin(path), _EMPTY, report, error)
+    yield from _objects(reader(path), RowOrigin(path), _EMPTY, report)
 
 
 def _objects(
@@ -90,7 +219,6 @@ def _objects(
     whole: RowOrigin,
     if_empty: str,
     report: Report,
-    error: bool,
 ) -> Iterator[tuple[RowOrigin, Row]]:
     last = whole
     for origin, row in _named_failures(items, whole):
@@ -100,11 +228,11 @@ def _objects(
             row = InvalidRow("a row is no object of fields", f"it is of type {type(row).__name__}")
         # Readers yield a fault in place of its row, so that reading continues after it.
         if isinstance(row, InvalidRow):
-            report.leave_out(origin, row, error)
+            report.leave_out(origin, row)
         else:
             yield origin, row
     if last is whole:
-        report.leave_out(whole, InvalidRow(if_empty), error)
+        report.leave_out(whole, InvalidRow(if_empty))
 
 
 def _named_failures(
@@ -199,23 +327,23 @@ def _characters(path: str) -> TextIO:
     )
 
 
-def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
+def blocks(path: str, report: Report) -> Iterator[str]:
     """Reads a plain text file in blocks of about `_CHUNK` characters that end with a line.
 
     Tokenizers that split words at line ends, such as byte-level ones, give the same tokens for the
     blocks as for the whole. Nothing is yielded for a file that is empty or not UTF-8.
     """
-    for _, block in _named_failures(_blocks(path, report, error), RowOrigin(path)):
+    for _, block in _named_failures(_blocks(path, report), RowOrigin(path)):
         yield block
 
 
-def _blocks(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, str]]:
+def _blocks(path: str, report: Report) -> Iterator[tuple[RowOrigin, str]]:
     whole = RowOrigin(path)
     fault = _text_fault(path)
     if fault is not None:
         origin, what = fault
         report.num_rows += bool(origin.number)
-        report.leave_out(origin, what, error)
+        report.leave_out(origin, what)
         return
     report.num_rows += 1
     with _characters(path) as stream:

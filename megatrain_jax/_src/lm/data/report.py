@@ -6,8 +6,9 @@ Every row that is dropped is recorded here.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+NO_JSON = "no valid JSON"
 _EXAMPLES_SHOWN = 5
 _REASONS_SHOWN = 20
 
@@ -27,6 +28,11 @@ class InvalidRow(ValueError):
         """Makes the error of a row with a fault."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def invalid_utf8(byte: int) -> InvalidRow:
+    """The fault of a row with a byte that is not UTF-8."""
+    return InvalidRow("invalid UTF-8", f"byte 0x{byte:02x}")
 
 
 class TooLong(InvalidRow):
@@ -77,6 +83,7 @@ class Report:
     """Counts of rows read and left out while files are read.
 
     Attributes:
+        is_strict: Whether unusable rows are errors.
         num_rows: Rows read, including rows left out.
         left_out: The number of rows left out, by reason.
         file_faults: The number of files that were faulty as a whole (for example empty), by reason.
@@ -92,6 +99,7 @@ class Report:
         errors: The number of faults that the user did not allow, by their class.
     """
 
+    is_strict: bool = True
     num_rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     file_faults: Counter[str] = field(default_factory=Counter)
@@ -107,18 +115,18 @@ class Report:
     errors: Counter[type[InvalidRow]] = field(default_factory=Counter)
     _examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:
+    def leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool | None = None) -> None:
         """Records a row (or a file, if `origin` has no number) that is not used.
 
         Args:
             origin: Origin of the row.
             fault: Fault of the row.
-            error: Whether `check` will raise for it.
+            error: Whether `check` will raise for it; None for what `is_strict` says.
         """
         # Number 0 stands for the whole file, which is not a row.
         counts = self.left_out if origin.number else self.file_faults
         counts[fault.reason] += 1
-        if error:
+        if self.is_strict if error is None else error:
             self.errors[type(fault)] += 1
         examples = self._examples.setdefault(fault.reason, [])
         # Only counted from then on: a file with a million faulty rows takes no memory.
@@ -137,6 +145,14 @@ class Report:
         if self.errors:
             hints = [advice[kind] for kind in self.errors]
             raise DataError("\n".join([f"{self._total()}:", *self.examples(), *hints]))
+
+    def counted(self) -> dict[str, Any]:
+        """The counts that a `Summary` has too, as plain values."""
+        kept = {
+            name: getattr(self, name) for name in Summary.__dataclass_fields__.keys() & vars(self)
+        }
+        named = {k: dict(v) for k, v in kept.items() if isinstance(v, Counter)}
+        return kept | named | {"end_tokens": sorted(self.end_tokens)}
 
     def examples(self) -> list[str]:
         """Returns the first origins by reason, most frequent first, and the rest as a count."""

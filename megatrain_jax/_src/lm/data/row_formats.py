@@ -1,14 +1,18 @@
-"""Converts rows of all supported formats to conversations, pairs of them, or text.
+"""Converts rows of all formats to conversations, pairs, labelled answers, texts, or stored ids.
 
 A row's fields identify its format: `messages` (OpenAI), `conversations` (ShareGPT), or a question
 and its answer, such as `instruction` and `output` (Alpaca) or `prompt` and `completion`. A row of
-preferences has `chosen` and `rejected` as answers.
+preferences has `chosen` and `rejected` as answers, one for KTO a `label`, and one for distillation
+token ids with a teacher's top-k log-probabilities.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
 
 from megatrain_jax._src.lm.data.report import InvalidRow
 from megatrain_jax._src.lm.data.turns import (
@@ -143,13 +147,13 @@ def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
     """
     row = _present(row)
     # In the order of `_FORMS`: a row of messages may also have a `prompt`, as metadata.
-    form = next((name for name in _FORMS if name in row), None)
+    form = _first(_FORMS, row)
     if form is None:
         raise _unknown(row)
     if form in CONVERSATIONS:
         read, turns = {form}, read_turns(form, row[form])
     else:
-        answer = _answer_field(form, row)
+        answer = _first(_ANSWERS[form], row)
         if answer is None:
             article = "an" if form[0] == "i" else "a"
             raise InvalidRow(
@@ -177,9 +181,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
             them must be part of their common beginning.
     """
     row = _present(row)
-    missing = [name for name in ("chosen", "rejected") if name not in row]
-    if missing:
-        raise InvalidRow("unknown form", f"no `{missing[0]}` among the fields {_names(row)}")
+    _check_fields(row, ("chosen", "rejected"))
     answers = {name: _answer(name, row[name]) for name in ("chosen", "rejected")}
     # An answer begins with the assistant, a whole conversation with someone else.
     whole = [turns.messages[0]["role"] != "assistant" for turns in answers.values()]
@@ -195,7 +197,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
             "unknown form", "one of `chosen` and `rejected` is a whole conversation, one an answer"
         )
     else:
-        form = next((name for name in _FORMS if name in row), None)
+        form = _first(_FORMS, row)
         if form is None:
             raise InvalidRow(
                 "unknown form",
@@ -237,7 +239,7 @@ def to_text(row: Row) -> Text:
     row = _present(row)
     if "text" in row:
         fields = ["text"]
-    elif "prompt" in row and (answer := _answer_field("prompt", row)):
+    elif "prompt" in row and (answer := _first(_ANSWERS["prompt"], row)):
         fields = ["prompt", answer]
     else:
         raise InvalidRow("unknown form", f"no text among the fields {_names(row)}")
@@ -316,7 +318,7 @@ def _question(form: str, row: Row) -> Turns:
     question = valid_text(given, form)
     turns = Turns([], [], set())
     if form == "instruction":
-        name = _context_field(row)
+        name = _first(_CONTEXTS, row)
         if name is not None and (context := valid_text(row[name], name)):
             question = f"{question}\n\n{context}" if question else context
         history = row.get("history", ())
@@ -328,19 +330,19 @@ def _question(form: str, row: Row) -> Turns:
     return _joined(turns, _turn("user", question, form))
 
 
-def _answer_field(form: str, row: Row) -> str | None:
-    return next((name for name in _ANSWERS[form] if name in row), None)
+def _first(names: Iterable[str], row: Row) -> str | None:
+    """The first of some fields that a row has."""
+    return next((name for name in names if name in row), None)
 
 
-def _context_field(row: Row) -> str | None:
-    return next((name for name in _CONTEXTS if name in row), None)
+def _check_fields(row: Row, names: Iterable[str]) -> None:
+    for name in names:
+        if name not in row:
+            raise InvalidRow("unknown form", f"no `{name}` among the fields {_names(row)}")
 
 
 def _also_read(form: str, row: Row) -> set[str]:
-    if form != "instruction":
-        return set()
-    context = _context_field(row)
-    return {"history"} if context is None else {"history", context}
+    return {"history", _first(_CONTEXTS, row) or "history"} if form == "instruction" else set()
 
 
 def _answer(field: str, given: Any) -> Turns:
@@ -377,10 +379,8 @@ def _present(row: Row) -> Row:
 
 
 def _unknown(row: Row) -> InvalidRow:
-    return InvalidRow(
-        "unknown form",
-        f"none of {', '.join(_FORMS)} is among the fields {_names(row)}{_hint(row)}",
-    )
+    found = f"none of {', '.join(_FORMS)} is among the fields {_names(row)}"
+    return InvalidRow("unknown form", f"{found}{_hint(row)}")
 
 
 def _hint(row: Row) -> str:
@@ -395,3 +395,176 @@ def _hint(row: Row) -> str:
 
 def _names(row: Row) -> str:
     return ", ".join(map(str, row)) or "(none)"
+
+
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class LabelledAnswer(NamedTuple):
+    """A conversation that ends with a labelled answer.
+
+    Attributes:
+        conversation: The conversation; only the answer is learned.
+        start: Number of messages before the answer.
+        desirable: The label.
+    """
+
+    conversation: Conversation
+    start: int
+    desirable: bool
+
+
+def to_labelled(row: Row, rules: TurnRules) -> list[LabelledAnswer]:
+    """Converts a row to labelled answers.
+
+    Args:
+        row: A conversation in one of the formats of `to_conversation`, and "label", true or false.
+            The answer is its text after the last user message. Without a label, "chosen" and
+            "rejected" as in `to_pair` are a desirable and an undesirable answer. A label may also
+            be named "kto_tag", as by LLaMA-Factory.
+        rules: See `to_conversation`.
+
+    Raises:
+        InvalidRow: If it has none of these formats, or the label is neither true nor false.
+    """
+    row = _present(row)
+    name = _first(("label", "kto_tag"), row)
+    if name is None:
+        if "chosen" not in row or "rejected" not in row:
+            raise InvalidRow(
+                "unknown form",
+                f"no `label`, and no `chosen` with `rejected`, among the fields {_names(row)}",
+            )
+        pair = to_pair(row, rules)
+        return [_labelled(pair.chosen, True), _labelled(pair.rejected, False)]
+    desirable = _label(row[name])
+    rest = {field: value for field, value in row.items() if field != name}
+    conversation = to_conversation(rest, rules)
+    asked = [i for i, message in enumerate(conversation.messages) if message["role"] == "user"]
+    start = asked[-1] + 1 if asked else 0
+    if any(conversation.learned[:start]) and "completion" in rest:
+        raise InvalidRow("unknown form", "`completion` has a turn of the user")
+    learned = [i >= start and it for i, it in enumerate(conversation.learned)]
+    if not any(learned):
+        raise InvalidRow("nothing to learn", "the answer has a weight of 0, or `train` false")
+    return [_labelled(conversation._replace(learned=learned), desirable)]
+
+
+def mismatched(one: LabelledAnswer, before: LabelledAnswer) -> Conversation:
+    """Returns the prompt of an answer with the answer of another one."""
+    prompt, answer = one.conversation, before.conversation
+    return prompt._replace(
+        messages=prompt.messages[: one.start] + answer.messages[before.start :],
+        learned=prompt.learned[: one.start] + answer.learned[before.start :],
+    )
+
+
+def _labelled(conversation: Conversation, desirable: bool) -> LabelledAnswer:
+    return LabelledAnswer(conversation, conversation.learned.index(True), desirable)
+
+
+def _label(given: Any) -> bool:
+    # Text as in .csv files.
+    label = _LABELS.get(str(given).lower()) if isinstance(given, str | bool | int) else None
+    if label is None:
+        raise InvalidRow("`label` that is neither true nor false", repr(given))
+    return label
+
+
+_NAMES = ("input_ids", "topk_token_ids", "topk_logprobs")
+_LARGEST_ID = 2**31 - 1
+# Log-probabilities that were rounded to bfloat16 may sum to a probability slightly above 1.
+_MOST_PROBABILITY = 1.02
+# The largest accepted value above 0: a difference of two fp32 numbers may be slightly positive.
+_MOST_ABOVE = 1e-4
+
+
+class DistilledRow(NamedTuple):
+    """The tokens of a row with the teacher's predictions.
+
+    Attributes:
+        tokens: The token ids.
+        learned: Whether each token is learned as a label.
+        topk_token_ids: For each token, the candidates for the next one.
+        topk_logprobs: Their log-probabilities; minus infinity for entries that don't exist.
+        ignored: Fields of the row that nothing reads.
+    """
+
+    tokens: Int32[np.ndarray, " n"]
+    learned: Bool[np.ndarray, " n"]
+    topk_token_ids: Int32[np.ndarray, "n k"]
+    topk_logprobs: Float32[np.ndarray, "n k"]
+    ignored: set[str]
+
+
+def to_distilled(row: Row, topk: int, tail: bool) -> DistilledRow:
+    """Converts a row.
+
+    Args:
+        row: "input_ids", a list of ids; "topk_token_ids" and "topk_logprobs", lists as long as that
+            one, of lists of ids and of numbers, in any order; optionally "completion_mask", as long
+            too, 1 for the tokens to learn.
+        topk: Number of entries per token: the likeliest are kept, missing ones filled.
+        tail: Whether the rest of the vocabulary counts; then logits are refused.
+
+    Raises:
+        InvalidRow: If it is no such row. The message names the field.
+    """
+    row = _present(row)
+    _check_fields(row, _NAMES)
+    tokens = _numbers("input_ids", row["input_ids"], len(row["input_ids"]), np.int32)
+    size = len(tokens)
+    mask = _numbers("completion_mask", row.get("completion_mask", [1] * size), size, np.float32)
+    ids, logs = (_lists(name, row[name], size) for name in _NAMES[1:])
+    found_ids = np.zeros((size, topk), np.int32)
+    found_logs = np.full((size, topk), -np.inf, np.float32)
+    for place, (some, values) in enumerate(zip(ids, logs, strict=True)):
+        own = _numbers("topk_token_ids", some, len(some), np.int32)
+        if len(set(own.tolist())) < len(own):
+            raise InvalidRow("`topk_token_ids` with an id twice at one position")
+        # JSON has no infinity: null stands for a token that can't follow.
+        scores = [-np.inf if value is None else value for value in values]
+        own_logs = _numbers("topk_logprobs", scores, len(own), np.float32)
+        if tail:
+            _check_probability(own_logs, place)
+        order = np.argsort(-own_logs, kind="stable")[:topk]
+        found_ids[place, : len(order)] = own[order]
+        found_logs[place, : len(order)] = own_logs[order]
+    if np.isnan(found_logs).any() or (found_logs == np.inf).any():
+        raise InvalidRow("`topk_logprobs` that are no numbers")
+    ignored = set(row) - {*_NAMES, "completion_mask"}
+    return DistilledRow(tokens, mask != 0, found_ids, found_logs, ignored)
+
+
+def _check_probability(logs: Float32[np.ndarray, " k"], place: int) -> None:
+    """Checks that a position's numbers can be log-probabilities: the tail gets the remainder."""
+    total = np.exp(logs.astype(np.float64)).sum()
+    above = logs[logs > _MOST_ABOVE]
+    if above.size or total > _MOST_PROBABILITY:
+        found = (
+            f"{above[0]:g} is above 0" if above.size else f"they sum to a probability of {total:g}"
+        )
+        raise InvalidRow(
+            "`topk_logprobs` that are no log-probabilities, which `tail=True` needs",
+            f"at position {place + 1}, {found}",
+        )
+
+
+def _lists(name: str, given: Any, size: int) -> Any:
+    is_list = isinstance(given, list | tuple | np.ndarray)
+    if not is_list or len(given) != size or not all(hasattr(one, "__len__") for one in given):
+        raise InvalidRow(f"`{name}` that is no list of lists as long as `input_ids`")
+    return given
+
+
+def _numbers(name: str, given: Any, size: int, dtype: Any) -> np.ndarray:
+    try:
+        found = np.array(given)
+        is_whole = dtype is not np.int32 or found.dtype.kind in "iu" or not found.size
+        if found.shape == (size,) and found.dtype.kind in "iufb" and is_whole:
+            if dtype is not np.int32 or (found >= 0).all() and (found <= _LARGEST_ID).all():
+                return found.astype(dtype)
+    except (TypeError, ValueError):
+        pass
+    kind = "token ids" if dtype is np.int32 else "numbers"
+    raise InvalidRow(f"`{name}` that is no list of {kind} of the right length")

@@ -160,7 +160,7 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
 
 def _named(given: Any, texts: bool) -> list[str | GivenRows]:
     found = hub_rows(given)
-    return [*_files(given, texts)] if found is None else [_downloaded(given, found)]
+    return [*find_files(given, texts)] if found is None else [_downloaded(given, found)]
 
 
 def _downloaded(given: str, found: HubRows) -> GivenRows:
@@ -186,7 +186,8 @@ def _downloaded(given: str, found: HubRows) -> GivenRows:
     return GivenRows(given, restored_rows(rows), rows._fingerprint)
 
 
-def _files(given: Any, texts: bool) -> list[str]:
+def find_files(given: Any, texts: bool) -> list[str]:
+    """The files of data that a path, a folder or a pattern names; see `resolve`."""
     path = os.path.expanduser(checks.path("source", given))
     if os.path.isdir(path):
         files = [file for file in Path(path).rglob("*") if _is_data(file, path, texts)]

@@ -16,8 +16,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -30,10 +30,10 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import check_regular
 from megatrain_jax._src.common.unfinished import UnfinishedFolder, sync, sync_tree
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.lm.data.corpus import Corpus
-from megatrain_jax._src.lm.data.fast_tokenizer import FastTokenizer
+from megatrain_jax._src.lm.data.corpus import Corpus, GrowingFiles, mapped, naming_cache
 from megatrain_jax._src.lm.data.report import Summary
 from megatrain_jax._src.lm.data.sources import GivenRows, Parts
+from megatrain_jax._src.lm.data.tokenizer import FastTokenizer
 
 _ABOUT = "corpus.json"
 # Changes with the format of the files and with the meaning of tokens and labels.
@@ -56,44 +56,6 @@ class Cached:
     corpus: Corpus
     summary: Summary
     chat_template: str | None
-
-
-class GrowingFiles:
-    """Flat arrays in a new folder, extended piece by piece.
-
-    Attributes:
-        folder: The folder.
-    """
-
-    def __init__(self, unfinished: UnfinishedFolder):
-        """Writes to a folder, which `discard` deletes."""
-        self._unfinished, self.folder = unfinished, unfinished.path
-        self._open: dict[str, tuple[Any, np.dtype[Any], tuple[int, ...]]] = {}
-
-    def append(self, name: str, items: np.ndarray) -> None:
-        """Writes further items of an array; the first ones determine its dtype and its rows."""
-        if name not in self._open:
-            file = (self.folder / f"{name}.npy").open("w+b")
-            self._open[name] = (file, items.dtype, items.shape[1:])
-            _write_header(file, items.dtype, (0, *items.shape[1:]))
-        with _named(self.folder):
-            self._open[name][0].write(np.ascontiguousarray(items).data.cast("B"))
-
-    def mapped(self, name: str, count: int) -> np.ndarray:
-        """Ends an array with this number of items, and maps it."""
-        file, dtype, rest = self._open.pop(name)
-        # The header leaves space for the largest number of items, so its size stays the same.
-        with _named(self.folder), file:
-            file.seek(0)
-            _write_header(file, dtype, (count, *rest))
-        return _mapped(self.folder, name)
-
-    def discard(self) -> None:
-        """Deletes the folder, unless it has its final name by now."""
-        for file, _, _ in self._open.values():
-            with suppress(OSError):  # of a full disk
-                file.close()
-        self._unfinished.discard()
 
 
 class TokenCache:
@@ -130,7 +92,7 @@ class TokenCache:
         Raises:
             OSError: If it can't be made.
         """
-        with _named(self.path):
+        with naming_cache(self.path):
             return GrowingFiles(UnfinishedFolder(self.path, 0o700))
 
     def keep(self, files: GrowingFiles, made: Cached) -> Cached:
@@ -143,7 +105,7 @@ class TokenCache:
         arrays = _arrays_of(made.corpus)
         for name, array in arrays.items():
             if not (files.folder / f"{name}.npy").exists():
-                with _named(files.folder):
+                with naming_cache(files.folder):
                     np.save(files.folder / f"{name}.npy", array)
         about = {
             "checksums": {name: _checksum(files.folder / f"{name}.npy") for name in arrays},
@@ -155,7 +117,7 @@ class TokenCache:
             "chat_template": made.chat_template,
         }
         text = json.dumps({"content": about, "checksum": _hash(about)})
-        with _named(files.folder):
+        with naming_cache(files.folder):
             (files.folder / _ABOUT).write_text(text, encoding="utf-8")
             # Before the name, or a machine that stops could leave a complete name with empty files.
             sync_tree(files.folder)
@@ -177,7 +139,7 @@ class TokenCache:
             # Of the whole file: its header decides how its numbers are read.
             if _checksum(self.path / f"{name}.npy") != checksum:
                 raise ValueError(f"{name}.npy has another checksum")
-            arrays[name] = _mapped(self.path, name)
+            arrays[name] = mapped(self.path, name)
         values: dict[str, Any] = {
             kind: {name: arrays[f"{kind}-{name}"] for name in about[kind]}
             for kind in ("unit_values", "token_values")
@@ -228,7 +190,7 @@ def open_cache(
         "columns": parts.columns,
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": [tokenizer.special_tokens_map, tokenizer("a").input_ids],
-        "vocabulary": tokens.vocabulary.size,
+        "vocabulary": tokens.vocabulary,
         "template": template,
         "options": options,
     }
@@ -246,29 +208,11 @@ def _identity(part: str | GivenRows) -> list[Any] | None:
     return [os.path.realpath(part), status.st_size, status.st_mtime_ns]
 
 
-@contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Names the cache in errors of writing a folder there."""
-    try:
-        yield
-    except OSError as error:
-        # Keeps the subclass of OSError, such as PermissionError.
-        raise type(error)(
-            f"tokens can't be written to `cache` = {folder.parent}: {error.strerror or error}. "
-            "Choose another one, or none"
-        ) from error
-
-
 def _arrays_of(corpus: Corpus) -> dict[str, np.ndarray]:
     arrays = {name: getattr(corpus, name) for name in _ARRAYS}
     for kind in ("unit_values", "token_values"):
         arrays |= {f"{kind}-{name}": array for name, array in getattr(corpus, kind).items()}
     return arrays
-
-
-def _write_header(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, about)
 
 
 def _checksum(path: Path) -> str:
@@ -283,7 +227,3 @@ def _checksum(path: Path) -> str:
 
 def _hash(about: Any) -> str:
     return xxhash.xxh3_128(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _mapped(folder: Path, name: str) -> np.ndarray:
-    return np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)

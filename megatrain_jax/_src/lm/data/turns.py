@@ -12,7 +12,6 @@ from megatrain_jax._src.lm.data.report import InvalidRow
 
 Message = dict[str, Any]
 Leading = Literal["error", "keep", "drop"]
-LEADING = ("error", "keep", "drop")
 
 # The fields of a row that are whole conversations.
 CONVERSATIONS = ("messages", "conversations", "conversation")

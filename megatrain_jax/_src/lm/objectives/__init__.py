@@ -1,1 +1,1 @@
-"""Losses of preferences, rewards and distillation; each family is one file."""
+"""Losses of preferences, rewards, distillation and reinforcement learning."""

@@ -1,26 +1,28 @@
-"""Means of losses that have one number per example, such as a pair of answers.
+"""Losses with one number per example: pairs of answers, labelled answers, pairs of scores.
 
-An example is a pair, an answer, or a pair of scores. Examples in a batch's padding have weight 0,
-and may hold any numbers, even NaN.
+Each equals the loss that TRL's trainers compute, with their names and defaults of options. Examples
+in a batch's padding have weight 0, and may hold any numbers, even NaN.
 """
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float, Shaped
 
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.cross_entropy import REAL, array_of
 
 
-def columns(given: Mapping[str, Any], mask: Any) -> list[Float[Array, "*examples"]]:
+def columns(mask: Any, **given: Any) -> list[Float[Array, "*examples"]]:
     """Returns arguments with one number per example as arrays in fp32.
 
     Examples without weight have 0 in all of them: zeros alone don't make gradients NaN.
 
     Args:
-        given: The arguments by name; all have the shape of the first, which is an array of floats.
         mask: See `mean`.
+        **given: The arguments; all have the shape of the first, which is an array of floats.
 
     Raises:
         TypeError: If one has a wrong kind of numbers.
@@ -67,3 +69,393 @@ def _weights(mask: Any, shape: tuple[int, ...], first: str) -> Float[Array, "*ex
     if weights.shape != shape:
         raise ValueError(f"`mask` has shape {weights.shape}, but `{first}` {shape}")
     return weights.astype(jnp.float32)
+
+
+Column = Float[ArrayLike, "*pairs"]
+Mask = Shaped[ArrayLike, "*pairs"] | None
+Count = Shaped[ArrayLike, ""] | None
+# Mean log-probabilities closer to 0 are rounding errors of a probability of 1.
+_LEAST_GAP = 1e-7
+
+
+def dpo(
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    reference_chosen: Column,
+    reference_rejected: Column,
+    *,
+    beta: float = 0.1,
+    mask: Mask = None,
+    count: Count = None,
+) -> Float[Array, ""]:
+    """Loss of direct preference optimisation (equation 7 of https://arxiv.org/abs/2305.18290).
+
+    The mean over pairs of `-log sigmoid(beta * ((chosen - rejected) - (reference_chosen -
+    reference_rejected)))`.
+
+    Args:
+        chosen: Log-probability of each pair's chosen answer under the model: the sum of its tokens'
+            `log_probabilities`.
+        rejected: The same for its rejected answer.
+        reference_chosen: The chosen answer's log-probability under the model before training. No
+            gradient flows into it.
+        reference_rejected: The same for the rejected answer.
+        beta: How strongly the model is kept close to the reference; above 0.
+        mask: Weights of pairs, or whether they count; None counts all.
+        count: Divisor of the sum over pairs; None takes the sum of their weights. See `next_token`.
+
+    Returns:
+        The loss in fp32; 0 if nothing counts.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or `beta` is out of range.
+
+    Examples:
+        A model that is the reference prefers neither answer.
+
+        >>> logs = jnp.array([-20.0, -31.0]), jnp.array([-25.0, -30.0])
+        >>> float(dpo(*logs, *logs))
+        0.693...
+    """
+    beta = checks.number("beta", beta, above=0)
+    ours, wrong, before, before_wrong = columns(
+        mask,
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    margin = (ours - wrong) - jax.lax.stop_gradient(before - before_wrong)
+    return mean(-jax.nn.log_sigmoid(beta * margin), mask, count, "chosen")
+
+
+def ipo(
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    reference_chosen: Column,
+    reference_rejected: Column,
+    chosen_tokens: Column,
+    rejected_tokens: Column,
+    *,
+    beta: float = 0.1,
+    mask: Mask = None,
+    count: Count = None,
+) -> Float[Array, ""]:
+    """Loss of identity preference optimisation (equation 17 of https://arxiv.org/abs/2310.12036).
+
+    The mean over pairs of `(gained - lost - 1 / (2 * beta)) ** 2`, where `gained` is `(chosen -
+    reference_chosen) / chosen_tokens`, and `lost` the same for the rejected answer. The paper has
+    no division by lengths; its authors' results, and TRL, do.
+
+    Args:
+        chosen: See `dpo`.
+        rejected: See `dpo`.
+        reference_chosen: See `dpo`.
+        reference_rejected: See `dpo`.
+        chosen_tokens: Number of tokens of each chosen answer; 0 counts as 1.
+        rejected_tokens: The same for the rejected answer.
+        beta: Called tau in the paper: the margin to reach is 1 / (2 * beta); above 0.
+        mask: See `dpo`.
+        count: See `dpo`.
+
+    Returns:
+        The loss in fp32; 0 if nothing counts.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or `beta` is out of range.
+
+    Examples:
+        A model that is the reference misses the whole margin, 1 / (2 * 0.1).
+
+        >>> logs = jnp.array([-20.0, -31.0]), jnp.array([-25.0, -30.0])
+        >>> float(ipo(*logs, *logs, jnp.array([4, 8]), jnp.array([5, 5])))
+        25.0
+    """
+    beta = checks.number("beta", beta, above=0)
+    ours, wrong, before, before_wrong, sizes, wrong_sizes = columns(
+        mask,
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+    )
+    gained = (ours - jax.lax.stop_gradient(before)) / jnp.maximum(sizes, 1)
+    lost = (wrong - jax.lax.stop_gradient(before_wrong)) / jnp.maximum(wrong_sizes, 1)
+    return mean((gained - lost - 1 / (2 * beta)) ** 2, mask, count, "chosen")
+
+
+def simpo(
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    chosen_tokens: Column,
+    rejected_tokens: Column,
+    nll: Float[ArrayLike, ""],
+    *,
+    beta: float = 0.1,
+    simpo_gamma: float = 0.5,
+    cpo_alpha: float = 1.0,
+    mask: Mask = None,
+    count: Count = None,
+) -> Float[Array, ""]:
+    """Loss of SimPO (equation 6 of https://arxiv.org/abs/2405.14734).
+
+    The mean over pairs of `-log sigmoid(beta * (chosen / chosen_tokens - rejected /
+    rejected_tokens) - simpo_gamma)`, plus `cpo_alpha * nll`. The second term is not part of the
+    paper: TRL's `CPOTrainer` adds it by default; `cpo_alpha=0` leaves it out.
+
+    Args:
+        chosen: See `dpo`.
+        rejected: See `dpo`.
+        chosen_tokens: See `ipo`.
+        rejected_tokens: See `ipo`.
+        nll: Mean cross-entropy of the chosen answers' tokens over the whole batch.
+        beta: Factor of the mean log-probabilities; above 0. The paper uses 2 to 10.
+        simpo_gamma: Margin that the chosen answer has to reach; at least 0.
+        cpo_alpha: Weight of `nll`; at least 0.
+        mask: See `dpo`.
+        count: See `dpo`.
+
+    Returns:
+        The loss in fp32.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or an option is out of range.
+
+    Examples:
+        >>> logs = jnp.array([-20.0]), jnp.array([-30.0])
+        >>> sizes = jnp.array([4]), jnp.array([6])
+        >>> float(simpo(*logs, *sizes, 0.0, simpo_gamma=0.0))
+        0.693...
+    """
+    beta = checks.number("beta", beta, above=0)
+    margin = checks.number("simpo_gamma", simpo_gamma, least=0)
+    alpha = checks.number("cpo_alpha", cpo_alpha, least=0)
+    ours, wrong = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
+    values = -jax.nn.log_sigmoid(beta * (ours - wrong) - margin)
+    return mean(values, mask, count, "chosen") + alpha * jnp.asarray(nll, jnp.float32)
+
+
+def orpo(
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    chosen_tokens: Column,
+    rejected_tokens: Column,
+    nll: Float[ArrayLike, ""],
+    *,
+    beta: float = 0.1,
+    mask: Mask = None,
+    count: Count = None,
+) -> Float[Array, ""]:
+    """Loss of ORPO (equation 6 of https://arxiv.org/abs/2403.07691).
+
+    `nll` plus `beta` times the mean over pairs of `-log sigmoid(log_odds(chosen) -
+    log_odds(rejected))`, where the odds are `p / (1 - p)` of each answer's geometric mean
+    probability per token. In float32 that may round to 1, whose odds are infinite: logarithms of
+    probabilities within 1e-7 of 0 count as -1e-7.
+
+    Args:
+        chosen: See `dpo`.
+        rejected: See `dpo`.
+        chosen_tokens: See `ipo`.
+        rejected_tokens: See `ipo`.
+        nll: Mean cross-entropy of the chosen conversations' tokens over the whole batch. TRL counts
+            the prompts' tokens, too.
+        beta: Weight of the odds; above 0. The paper calls it lambda.
+        mask: See `dpo`.
+        count: See `dpo`.
+
+    Returns:
+        The loss in fp32.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or `beta` is out of range.
+
+    Examples:
+        >>> logs = jnp.array([-20.0]), jnp.array([-30.0])
+        >>> sizes = jnp.array([4]), jnp.array([6])
+        >>> float(orpo(*logs, *sizes, 2.0))
+        2.069...
+    """
+    beta = checks.number("beta", beta, above=0)
+    both = _means(chosen, rejected, chosen_tokens, rejected_tokens, mask)
+    ours, wrong = map(_below_zero, both)
+    log_odds = (ours - wrong) - (_log_complement(ours) - _log_complement(wrong))
+    odds = mean(-jax.nn.log_sigmoid(log_odds), mask, count, "chosen")
+    return jnp.asarray(nll, jnp.float32) + beta * odds
+
+
+def _means(
+    chosen: Column, rejected: Column, chosen_tokens: Column, rejected_tokens: Column, mask: Mask
+) -> tuple[Float[Array, "*pairs"], Float[Array, "*pairs"]]:
+    """Returns the mean log-probability per token of both answers."""
+    ours, wrong, sizes, wrong_sizes = columns(
+        mask,
+        chosen=chosen,
+        rejected=rejected,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+    )
+    return ours / jnp.maximum(sizes, 1), wrong / jnp.maximum(wrong_sizes, 1)
+
+
+def _below_zero(logs: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
+    """Returns logarithms with those near 0 moved to -1e-7; gradients flow as if none had moved."""
+    moved = jnp.where(jnp.abs(logs) < _LEAST_GAP, -_LEAST_GAP, logs)
+    return logs + jax.lax.stop_gradient(moved - logs)
+
+
+def _log_complement(logs: Float[Array, "*pairs"]) -> Float[Array, "*pairs"]:
+    """Returns `log(1 - exp(logs))`, exact for probabilities near 0 and near 1."""
+    is_large = logs > -math.log(2)
+    # Each branch gets numbers that it is finite for, so the gradient of neither is NaN.
+    large = jnp.log(-jnp.expm1(jnp.where(is_large, logs, -1.0)))
+    small = jnp.log1p(-jnp.exp(jnp.where(is_large, -1.0, logs)))
+    return jnp.where(is_large, large, small)
+
+
+def reward(
+    chosen: Float[Array, "*pairs"],
+    rejected: Float[Array, "*pairs"],
+    margins: Float[ArrayLike, "*pairs"] | None = None,
+    *,
+    center_rewards_coefficient: float | None = None,
+    mask: Shaped[ArrayLike, "*pairs"] | None = None,
+    count: Shaped[ArrayLike, ""] | None = None,
+) -> Float[Array, ""]:
+    """Loss of a reward model: that of Bradley and Terry's model of preferences.
+
+    The mean over pairs of `-log sigmoid(chosen - rejected - margins)`, plus
+    `center_rewards_coefficient` times the mean of `(chosen + rejected) ** 2`, to keep scores
+    around 0 (equation 2 of https://arxiv.org/abs/2312.09244).
+
+    Args:
+        chosen: Score of each pair's chosen conversation.
+        rejected: Score of its rejected conversation.
+        margins: Minimum difference that the scores should have; None for 0.
+        center_rewards_coefficient: Weight of the second term, at least 0; None leaves it out.
+        mask: Weights of pairs, or whether they count; None counts all.
+        count: Divisor of the sums over pairs; None takes the sum of their weights. See
+            `next_token`.
+
+    Returns:
+        The loss in fp32; 0 if nothing counts.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or the coefficient is out of range.
+
+    Examples:
+        >>> scores = jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0])
+        >>> float(reward(*scores))
+        0.693...
+    """
+    good, bad, least = columns(
+        mask,
+        chosen=chosen,
+        rejected=rejected,
+        margins=jnp.zeros(jnp.shape(chosen)) if margins is None else margins,
+    )
+    values = -jax.nn.log_sigmoid(good - bad - least)
+    if center_rewards_coefficient is not None:
+        name = "center_rewards_coefficient"
+        weight = checks.number(name, center_rewards_coefficient, least=0)
+        values += weight * (good + bad) ** 2
+    return mean(values, mask, count, "chosen")
+
+
+def kto(
+    logs: Float[Array, "*answers"],
+    reference: Float[ArrayLike, "*answers"],
+    desirable: Shaped[ArrayLike, "*answers"],
+    baseline: Float[ArrayLike, ""],
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    mask: Shaped[ArrayLike, "*answers"] | None = None,
+    count: Shaped[ArrayLike, ""] | None = None,
+) -> Float[Array, ""]:
+    """Loss of Kahneman-Tversky optimisation (equation 8 of https://arxiv.org/abs/2402.01306).
+
+    The mean over answers of `desirable_weight * (1 - sigmoid(beta * (logs - reference -
+    baseline)))` for desirable ones, and of `undesirable_weight * (1 - sigmoid(beta * (baseline -
+    logs + reference)))` for the rest.
+
+    Args:
+        logs: Log-probability of each answer under the model: the sum of its tokens'
+            `log_probabilities`.
+        reference: The same under the model before training. No gradient flows into it.
+        desirable: Whether each answer is desirable.
+        baseline: An estimate of the divergence of the model from the reference; see
+            `kto_baseline`. No gradient flows into it.
+        beta: How strongly the model is kept close to the reference; above 0.
+        desirable_weight: Weight of desirable answers; at least 0.
+        undesirable_weight: Weight of undesirable answers; at least 0.
+        mask: Weights of answers, or whether they count; None counts all.
+        count: Divisor of the sum over answers; None takes the sum of their weights. See
+            `next_token`.
+
+    Returns:
+        The loss in fp32; 0 if nothing counts.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or an option is out of range.
+
+    Examples:
+        A model that is the reference is at the middle of the sigmoid.
+
+        >>> logs = jnp.array([-20.0, -31.0])
+        >>> float(kto(logs, logs, jnp.array([True, False]), 0.0))
+        0.5
+    """
+    beta = checks.number("beta", beta, above=0)
+    desirable_weight = checks.number("desirable_weight", desirable_weight, least=0)
+    undesirable_weight = checks.number("undesirable_weight", undesirable_weight, least=0)
+    ours, before, good = columns(mask, logs=logs, reference=reference, desirable=desirable)
+    gained = ours - jax.lax.stop_gradient(before)
+    above = gained - jax.lax.stop_gradient(jnp.asarray(baseline, jnp.float32))
+    # 1 - sigmoid(x) is sigmoid(-x).
+    values = jnp.where(
+        good != 0,
+        desirable_weight * jax.nn.sigmoid(-beta * above),
+        undesirable_weight * jax.nn.sigmoid(beta * above),
+    )
+    return mean(values, mask, count, "logs")
+
+
+def kto_baseline(
+    logs: Float[Array, "*answers"],
+    reference: Float[ArrayLike, "*answers"],
+    *,
+    mask: Shaped[ArrayLike, "*answers"] | None = None,
+) -> Float[Array, ""]:
+    """The baseline of `kto`: the mean of `logs - reference` over mismatched answers, at least 0.
+
+    Each prompt has the answer of another prompt, as in TRL's `KTOTrainer`. No gradient flows
+    through the result.
+
+    Args:
+        logs: Log-probability of each prompt's mismatched answer under the model.
+        reference: The same under the model before training.
+        mask: Weights of answers, or whether they count; None counts all.
+
+    Returns:
+        The baseline in fp32.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree.
+
+    Examples:
+        >>> float(kto_baseline(jnp.array([-20.0, -31.0]), jnp.array([-22.0, -30.0])))
+        0.5
+    """
+    ours, before = columns(mask, logs=logs, reference=reference)
+    return jax.lax.stop_gradient(jnp.maximum(mean(ours - before, mask, None, "logs"), 0))
