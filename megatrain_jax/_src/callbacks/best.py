@@ -1,6 +1,7 @@
 """Early stopping, and saving of the best checkpoint by a metric."""
 
 import math
+import re
 import shutil
 from os import PathLike
 from pathlib import Path
@@ -9,8 +10,14 @@ from typing import Any, Literal
 from megatrain_jax import FitResult, StopTraining, Trainer
 from megatrain_jax._src.callbacks.callback import Callback
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.suggestions import did_you_mean
 
-Mode = Literal["min", "max"]
+Mode = Literal["auto", "min", "max"]
+# Metrics of which more is better, by a word of their names.
+_MORE_IS_BETTER = frozenset(
+    "acc accuracy auc auroc bleu dice f1 iou margin margins precision r2 recall reward rewards "
+    "rouge score".split()
+)
 _EVAL_PREFIX = "eval_"
 # This file marks a folder as a checkpoint of this library.
 _MANIFEST = "megatrain.json"
@@ -32,9 +39,11 @@ class _Best:
     def __init__(self, metric: Any, mode: Any, min_delta: Any):
         if not isinstance(metric, str):
             raise TypeError(checks.refused("metric", "the name of a metric", metric))
-        if mode not in ("min", "max"):
-            raise ValueError(checks.refused("mode", '"min" or "max"', mode))
-        self.metric, self._sign = metric, 1.0 if mode == "min" else -1.0
+        if mode not in ("auto", "min", "max"):
+            raise ValueError(checks.refused("mode", '"auto", "min" or "max"', mode))
+        words = re.split(r"[^a-z0-9]+", metric.lower())
+        is_more = mode == "max" or mode == "auto" and not _MORE_IS_BETTER.isdisjoint(words)
+        self.metric, self._sign = metric, -1.0 if is_more else 1.0
         self._delta = checks.number("min_delta", min_delta, least=0)
         self.forget()
 
@@ -61,8 +70,9 @@ class _Best:
             kind = _EVAL_PREFIX if self.metric.startswith(_EVAL_PREFIX) else ""
             names = [name for name in record if name.startswith(kind)]
             if names:
+                near = did_you_mean(self.metric, names)
                 raise ValueError(
-                    f"no metric is called {self.metric!r}; there are {', '.join(names)}"
+                    f"no metric is called {self.metric!r}; there are {', '.join(names)}{near}"
                 )
             return None
         value = float(record[self.metric])
@@ -80,7 +90,7 @@ class EarlyStopping(Callback):
     """Ends a run when a metric no longer improves: `FitResult.ended` is "stopped".
 
     Earlier values in the history count: a run that continues, in this process or from a checkpoint,
-    stops where it would have stopped in one piece.
+    stops where it would have stopped in one piece, and one that was stopped stops at once.
 
     Attributes:
         metric: The name of the metric.
@@ -92,7 +102,7 @@ class EarlyStopping(Callback):
         *,
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: Mode = "min",
+        mode: Mode = "auto",
     ):
         """Waits for the first record.
 
@@ -101,7 +111,8 @@ class EarlyStopping(Callback):
             patience: Number of consecutive values without improvement; the last of them ends the
                 run.
             min_delta: Minimum improvement that counts.
-            mode: Whether less is better, "min", or more, "max".
+            mode: Whether less is better, "min", or more, "max". "auto" takes more of accuracies,
+                rewards, scores and the like, by the metric's name, and less of all others.
 
         Raises:
             TypeError: If an argument has a wrong type.
@@ -111,8 +122,13 @@ class EarlyStopping(Callback):
         self._patience = checks.integer("patience", patience)
 
     def begin(self, trainer: Trainer) -> None:
-        """Reads the values in the history."""
+        """Reads the values in the history.
+
+        Raises:
+            StopTraining: If a run that was stopped continues.
+        """
         self._best.replay(trainer)
+        self._stop()
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Ends the run after too many values without improvement.
@@ -121,8 +137,12 @@ class EarlyStopping(Callback):
             StopTraining: In that case.
             ValueError: If there is no such metric.
         """
+        if self._best.is_better(record) is False:
+            self._stop()
+
+    def _stop(self) -> None:
         best = self._best
-        if best.is_better(record) is False and best.since >= self._patience:
+        if best.since >= self._patience:
             value = (
                 "never finite" if best.value is None else f"{best.value:.6g} at step {best.step}"
             )
@@ -147,7 +167,7 @@ class KeepBest(Callback):
         metric: str = "eval_loss",
         *,
         min_delta: float = 0.0,
-        mode: Mode = "min",
+        mode: Mode = "auto",
     ):
         """Saves nothing yet.
 
@@ -156,7 +176,8 @@ class KeepBest(Callback):
                 subfolder named after its step.
             metric: The name of an evaluation metric in records.
             min_delta: Minimum improvement that counts.
-            mode: Whether less is better, "min", or more, "max".
+            mode: Whether less is better, "min", or more, "max". "auto" takes more of accuracies,
+                rewards, scores and the like, by the metric's name, and less of all others.
 
         Raises:
             TypeError: If an argument has a wrong type.

@@ -384,7 +384,9 @@ def _continue_from(
             warn_user(line)
         if loop.progress:
             tqdm.write(f"Resumed from {path}.{version_remark(before, now)}")
-    source.go_to(position, loop.progress and is_first)
+    # Nothing is drawn for a run that has all its steps, of data that may have no more.
+    if loop.steps is None or trainer.num_steps <= loop.steps:
+        source.go_to(position, loop.progress and is_first)
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import linen
+from flax import linen, nnx
 
 from megatrain_jax._src.engine.adapt.adapters import adapt_alone, check_model
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError, local_path, steps
@@ -27,8 +27,9 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
 
     Returns:
         Without `model`, the parameters as nested dicts of NumPy arrays. With one, the model with
-        the checkpoint's parameters, in the dtypes of the model, and statistics; of a Linen module,
-        the variables for ``module.apply``. Random keys are those of `model`.
+        the checkpoint's parameters, in the dtypes of the model, and statistics; an NNX module is in
+        evaluation mode. For a Linen module, the variables for ``module.apply``, which are not
+        compared with it. Random keys are those of `model`.
 
     Raises:
         TypeError: If `model` is of no supported kind.
@@ -81,7 +82,10 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
             strict=True,
         )
     ]
-    return adapted.rebuild(leaves, variables)
+    found = adapted.rebuild(leaves, variables)
+    if isinstance(found, nnx.Module):
+        found.eval()
+    return found
 
 
 def _nested(arrays: Mapping[tuple[str, ...], Any], below: tuple[str, ...]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class RunState:
         # Settings that are state in the restored checkpoint; None if nothing was restored.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
-        self._sample, self._warned = joined_shapes(sample_batch, 1), False
+        self._sample = joined_shapes(sample_batch, 1)
+        self._looked_at: set[Any] = set()  # whether they train
         self.bound: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
     def __reduce_ex__(self, protocol: Any) -> Never:
@@ -354,7 +355,12 @@ class RunState:
         """Computes arrays with a row for each example; see `Trainer.predict`."""
         check_loss(fn, "fn")
         here, found = self.store.placement.part_here, []
-        for arrays, _ in self._evaluated(batches, lambda batch: Prediction(fn)):
+
+        def prediction(batch: Any) -> Prediction:
+            self._warn_of_training(Prediction(fn), batch, ("let it call", ""))
+            return Prediction(fn)
+
+        for arrays, _ in self._evaluated(batches, prediction):
             if found:
                 found[-1] = jax.tree.map(here, found[-1])  # while this batch is computed
                 _check_joinable(found[0], arrays, len(found) + 1)
@@ -380,17 +386,23 @@ class RunState:
 
     def _loss_to_evaluate(self, batch: Any) -> Callable[..., Any]:
         """The run's loss for evaluation; warns once if it is the training loss, and trains."""
-        spec = self.spec
-        given = spec.options.eval_loss_fn
-        if given is None and not self._warned:
-            self._warned = True
-            if does := spec.adapted.only_in_training(spec.loss_fn, batch):
-                warn_user(
-                    f"in evaluations, {name_of(spec.loss_fn)} {does}, as in training: pass "
-                    "`eval_loss_fn`, a loss that calls the model as for inference, such as "
-                    "model(x, train=False), or the same loss if this is meant"
-                )
-        return given or spec.loss_fn
+        given = self.spec.options.eval_loss_fn
+        if given is None:
+            advice = "pass `eval_loss_fn`, a loss that calls", ", or the same loss if this is meant"
+            self._warn_of_training(self.spec.loss_fn, batch, advice)
+        return given or self.spec.loss_fn
+
+    def _warn_of_training(self, function: Any, batch: Any, advice: tuple[str, str]) -> None:
+        """Warns, once for a function, if it does what belongs to training."""
+        if function in self._looked_at:
+            return
+        self._looked_at.add(function)
+        if does := self.spec.adapted.only_in_training(function, batch):
+            name = name_of(function.fn if isinstance(function, Prediction) else function)
+            warn_user(
+                f"in evaluations, {name} {does}, as in training: {advice[0]} the model as for "
+                f"inference, such as model(x, train=False){advice[1]}"
+            )
 
     def _check_values(self, batch: Any) -> None:
         """Checks a batch to evaluate, which need not be like the first one to train on."""

@@ -85,7 +85,7 @@ def test_a_model_is_that_of_the_trainer(kind: str, precision: str, tmp_path: Pat
     elif isinstance(model, dict):
         equal(found, jax.tree.map(lambda x: np.asarray(x, np.float32), expected))
     else:
-        assert type(found) is Layers
+        assert type(found) is Layers and found.dropout.deterministic
         of_each = (nnx.state(x, nnx.Any(nnx.Param, nnx.BatchStat)) for x in (found, expected))
         equal(*(nnx.to_pure_dict(jax.tree.map(lambda x: x.astype(np.float32), x)) for x in of_each))
 

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -121,6 +122,80 @@ def test_a_module_in_evaluation_mode_stays_so_among_others():
     )
     assert not found["norm/mean"].any() and expected["norm/mean"].any()
     assert found["dropout/rngs/count"] == expected["dropout/rngs/count"] > 0
+
+
+def test_modules_whose_mode_was_never_set_train_and_are_evaluated():
+    """As `nnx.MultiHeadAttention`, which asks for a mode where none is set."""
+
+    class Attention(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.attention = nnx.MultiHeadAttention(2, 4, dropout_rate=0.5, decode=False, rngs=rngs)
+            self.last = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.last(self.attention(x[:, None])[:, 0])
+
+    model = Attention()
+    trainer = fitted(model, eval_data=None).trainer
+    found = nnx.merge(*nnx.split(trainer.model))
+    found.eval()
+    np.testing.assert_allclose(trainer.evaluate(DATA[:1])["loss"], loss_fn(found, DATA[0]), 1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_prediction_that_trains_is_told_once_for_a_function(dropout: float):
+    trainer = fitted(Net(dropout), eval_data=None).trainer
+
+    def trains(model: Any, batch: Any) -> jax.Array:
+        return model(batch[0])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.predict(DATA, trains)
+        trainer.predict(DATA, lambda model, batch: model(batch[0], train=False))
+    assert [("trains" in str(w.message)) for w in caught] == [True] * (dropout > 0)
+
+
+@pytest.mark.parametrize("given", [{"epochs": 1}, {"steps": 2}, {"steps": 3}])
+def test_a_run_beyond_the_steps_asked_for_is_done(given: Any, tmp_path: Path):
+    fitted(Net(), epochs=2, checkpoint_dir=tmp_path, eval_data=None)
+    result = fitted(Net(), checkpoint_dir=tmp_path, eval_data=None, **given)
+    assert (result.ended, result.trainer.num_steps) == ("done", 6)
+
+
+def test_a_run_that_was_stopped_stops_at_once_when_it_continues(tmp_path: Path):
+    def run(patience: int) -> mt.FitResult:
+        stop = callbacks.EarlyStopping("loss", patience=patience, min_delta=100.0)
+        return fitted(Net(), epochs=4, checkpoint_dir=tmp_path, eval_data=None, callbacks=[stop])
+
+    first = run(2)
+    steps = first.trainer.num_steps
+    again = run(2)
+    assert (again.ended, again.trainer.num_steps, again.reason) == ("stopped", steps, first.reason)
+    assert run(5).trainer.num_steps > steps
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "is_more"),
+    [
+        ("eval_accuracy", "auto", True),
+        ("eval_top5_acc", "auto", True),
+        ("rewards/margins", "auto", True),
+        ("eval_loss", "auto", False),
+        ("eval_space", "auto", False),
+        ("eval_accuracy", "min", False),
+        ("eval_loss", "max", True),
+    ],
+)
+def test_more_is_better_for_what_is_named_so(metric: str, mode: Any, is_more: bool):
+    stop = callbacks.EarlyStopping(metric, patience=1, mode=mode)
+    trainer: Any = SimpleNamespace(history=[{"step": 1, metric: 1.0}])
+    stop.begin(trainer)
+    stop(trainer, {"step": 2, metric: 2.0 if is_more else 0.5})
+    with pytest.raises(mt.StopTraining):
+        stop(trainer, {"step": 3, metric: 1.5})
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3, 6]), (2, [2, 4, 6])])

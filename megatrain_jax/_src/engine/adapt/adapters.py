@@ -233,9 +233,10 @@ def _nnx_parts(model: Any) -> Parts:
     model = nnx.merge(*nnx.split(model))
     nnx.pop(model, nnx.Intermediate)
     _mark_traced_arrays(model)
-    # A model left in evaluation mode trains; single modules in it are frozen on purpose.
+    # A model trains, also if it was left in evaluation mode, or its modes were never set. Single
+    # modules in evaluation mode are frozen on purpose.
     modes = [mode for _, node in nnx.iter_graph(model) for mode in _modes(node)]
-    is_left = bool(modes) and all(mode is True for mode in modes)
+    sets_mode = len({mode is True for mode in modes}) == 1
     graphdef, params, variables = nnx.split(model, nnx.Param, ...)
     _check_static(graphdef)
     _check_values(params)
@@ -246,7 +247,7 @@ def _nnx_parts(model: Any) -> Parts:
         # Without a copy the variables belong to an outer trace and refuse to be changed.
         model = nnx.merge(graphdef, params, variables, copy=True)
         # Dropout and batch norm read this flag of NNX modules.
-        if not train or is_left:
+        if not train or sets_mode:
             for module in _nnx_modules(model):
                 module.train() if train else module.eval()
         result = loss_fn(model, *args)

@@ -127,11 +127,11 @@ def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
             who, advice = f"fn ({name_of(loss_fn.fn)})", ""
         else:
             who = f"loss_fn ({name_of(loss_fn)})"
-            advice = 'return a number to look at as a metric, (loss, {"name": number}), '
+            advice = 'return it as a metric, (loss, {"name": number}), or '
         raise TypeError(
             f"{who} needs the value of an array{_line_of(error)}. It is traced once, on shapes, "
             "before any array has a value: float(), .item(), NumPy and `if` can't be used on one. "
-            f"To look at one, {advice}print it with jax.debug.print; compute with jax.numpy, and "
+            f"To look at one, {advice}print it with jax.debug.print. Compute with jax.numpy, and "
             "choose by jnp.where"
         ) from error
 

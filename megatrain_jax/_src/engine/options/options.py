@@ -413,7 +413,12 @@ def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
     callbacks = tuple(value)
     for i, callback in enumerate(callbacks):
         if not callable(callback) or not checks.can_be_called(callback, 2):
-            raise TypeError(refused(f"callbacks[{i}]", "a function (trainer, record)", callback))
+            hint = (
+                f"pass an instance, {callback.__name__}(...)" if isinstance(callback, type) else ""
+            )
+            raise TypeError(
+                refused(f"callbacks[{i}]", "a function (trainer, record)", callback, hint)
+            )
     return callbacks
 
 

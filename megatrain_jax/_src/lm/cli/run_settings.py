@@ -283,7 +283,8 @@ class TrainingSettings(RunSettings):
         on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
         eval_every: Evaluate after each multiple of this number of steps, and at the end.
         metric: Evaluation metric that determines the best evaluation.
-        metric_mode: Whether a smaller metric is better (min), or a larger one (max).
+        metric_mode: Whether a smaller metric is better (min), or a larger one (max); auto goes by
+            its name.
         min_delta: Minimum improvement of the metric that counts.
         stop_after: Stop after this many evaluations in a row without improvement; null never stops
             early.
@@ -312,7 +313,7 @@ class TrainingSettings(RunSettings):
     on_nonfinite: Literal["raise", "skip"] = "raise"
     eval_every: int | None = None
     metric: str = "eval_loss"
-    metric_mode: Literal["min", "max"] = "min"
+    metric_mode: Literal["auto", "min", "max"] = "auto"
     min_delta: float = 0.0
     stop_after: int | None = None
     keep_best: bool = False
