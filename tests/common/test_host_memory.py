@@ -124,3 +124,31 @@ def test_freed_memory_between_arrays_in_use_is_returned():
     del arrays
     host_memory.return_freed_memory()
     assert host_memory.resident_bytes() < full - 300_000_000 and len(used) == 80
+
+
+@pytest.mark.parametrize("limits", [(None, None), (16, 16), (64, 64), (None, 16)])
+def test_memory_has_one_owner_where_processes_share_it(tmp_path, limits):
+    """A limit of 64 GiB is all of the machine, so that containers with it share the machine."""
+
+    def owner(name: str, limit: int | None, container: str, boot: str = "a-b-c") -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        if limit is not None:
+            write_group(folder / "fs", limit=limit * GIB, usage=GIB, cache=0, version=2)
+        where = machine(folder, membership="0::/\n", total_gib=64)
+        (folder / "boot").write_text(f"{boot}\n")
+        (folder / "namespace").symlink_to(f"cgroup:[{container}]")
+        return host_memory.memory_owner(
+            dataclasses.replace(where, boot=folder / "boot", namespace=folder / "namespace")
+        )
+
+    first, second = limits
+    assert owner("1", first, "7") == owner("2", first, "7") != owner("3", first, "7", boot="d")
+    is_apart = 16 in (first, second)
+    assert (owner("4", first, "7") != owner("5", second, "8")) == is_apart
+
+
+def test_without_an_id_the_machine_is_named(tmp_path, monkeypatch):
+    none = host_memory.KernelFiles(boot=tmp_path / "none", root=tmp_path, membership=tmp_path / "x")
+    monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "worker")
+    assert host_memory.memory_owner(none) == "worker"

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import os
 import resource
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -34,12 +35,17 @@ class KernelFiles:
         membership: Names of this process's groups.
         meminfo: The memory table.
         status: Figures of this process, with the bytes that count towards its own limits.
+        boot: The random id of the machine's last start.
+        namespace: A link to this process's namespace of control groups, which containers have of
+            their own.
     """
 
     root: Path = Path("/sys/fs/cgroup")
     membership: Path = Path("/proc/self/cgroup")
     meminfo: Path = Path("/proc/meminfo")
     status: Path = Path("/proc/self/status")
+    boot: Path = Path("/proc/sys/kernel/random/boot_id")
+    namespace: Path = Path("/proc/self/ns/cgroup")
 
 
 _SYSTEM = KernelFiles()
@@ -123,6 +129,25 @@ def available_bytes(files: KernelFiles = _SYSTEM) -> int:
     if available is not None and not _grows(_kernel_bytes(files.meminfo, "MemTotal"), limit):
         left.append(available)
     return max(0, min(left, default=sys.maxsize))
+
+
+def memory_owner(files: KernelFiles = _SYSTEM) -> str:
+    """Identifies what this process's memory belongs to: equal in processes that share it.
+
+    Names of machines may be equal, and those of containers on one machine differ.
+
+    Returns:
+        The machine; of a container with a limit of its own, also the container.
+    """
+    machine = (read_text(files.boot) or socket.gethostname()).strip()
+    limits = [group.limit_bytes for group in cgroup_memory(files)]
+    total = _kernel_bytes(files.meminfo, "MemTotal")
+    if not limits or total is not None and min(limits) >= total:
+        return machine
+    try:
+        return f"{machine} {os.readlink(files.namespace)}"
+    except OSError:
+        return machine
 
 
 def resident_bytes() -> int:

@@ -17,13 +17,14 @@ Example: in a run of two processes, the second one's data fails after step 3.
 
 import hashlib
 import json
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from megatrain_jax._src.common.host_memory import memory_owner
 
 _AXIS = "process"
 # Bytes of a message that one exchange carries, and of the length at its beginning. Exchanged arrays
@@ -72,7 +73,7 @@ class Processes:
 
     def find_hosts(self) -> None:
         """Counts the processes on this host; every process has to call this."""
-        here = socket.gethostname()
+        here = memory_owner()
         self.num_here = self.gather("the first run of several processes", here).count(here)
 
     @property
