@@ -160,7 +160,7 @@ def test_plans_and_runs_import_no_language_model():
     subprocess.run([sys.executable, "-c", SMALL_RUN], check=True, env=environment)
 
 
-LM = re.compile(
+NEEDS_LM = re.compile(
     r"megatrain_jax(\._src\.lm|\.(data|losses|models|objectives))\b"
     r"|from megatrain_jax import .*\b(data|losses|models|objectives)\b"
 )
@@ -176,7 +176,9 @@ def test_tests_of_the_engine_need_no_language_model(house: str):
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)
         imports = "\n".join(line for line in text.splitlines() if "import" in line)
-        return bool(LM.search(imports)) or any(needs_lm(helpers[n]) for n in names if n in helpers)
+        return bool(NEEDS_LM.search(imports)) or any(
+            needs_lm(helpers[n]) for n in names if n in helpers
+        )
 
     assert not [str(path) for path in (TESTS / house).rglob("*.py") if needs_lm(path)]
 

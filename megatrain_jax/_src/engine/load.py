@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
@@ -74,7 +75,7 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
     saved = {n[1:]: a for n, a in every.items() if n[0] == "variables"}
     variables = [
         own
-        if jax.dtypes.issubdtype(own.dtype, jax.dtypes.prng_key) or name not in saved
+        if jnp.issubdtype(own.dtype, jax.dtypes.prng_key) or name not in saved
         else np.asarray(saved[name]).astype(own.dtype)
         for name, own in zip(
             (tuple(map(str, path)) for path in adapted.variable_paths),

@@ -368,8 +368,9 @@ def test_the_table_says_what_devices_share():
         [4, 47e9, 167.5, 264.1, 730e12, 365],
     ):
         assert has_row(text, figures) and not has_row(one, figures)
-    assert quantities(text.splitlines()[0])[-1] == 4
-    assert tells(four._repr_html_(), f"{four.host_share_bytes / 2**10:.2f} KiB") and "×" not in one
+    shown: Any = four
+    assert quantities(text.splitlines()[4])[-1] == 4
+    assert tells(shown._repr_html_(), f"{four.host_share_bytes / 2**10:.2f} KiB") and "×" not in one
 
 
 @pytest.mark.exhaustive

@@ -340,7 +340,8 @@ def test_a_120b_decoder_is_planned_from_shapes():
     again = 1 - plan.num_kept / plan.num_stages
     assert 1.0 < plan.flops_per_step / ((6 + 2 * again) * plan.num_parameters * tokens) < 1.1
     assert tells(str(plan), "layers.0.part 1", "layers.23.part 1")
-    assert "<table>" in plan._repr_html_()
+    shown: Any = plan
+    assert "<table>" in shown._repr_html_()
 
 
 @pytest.mark.parametrize("widths", [(2560, 2568, 2576, 2584), (4224, 4224)])
