@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _SCALES = {
     **{unit: 2 ** (10 * n) for n, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))},
@@ -41,3 +42,8 @@ def _read(text: str) -> Iterator[tuple[float, float]]:
         digits, _, exponent = number.partition("e")
         decimals = len(digits.partition(".")[2])
         yield float(number) * scale, 10.0 ** (int(exponent or 0) - decimals) * scale
+
+
+def title_of(plan: Any) -> str:
+    """The line of a printed plan that counts parameters, groups and stages."""
+    return next(line for line in str(plan).splitlines() if " parameters in " in line)

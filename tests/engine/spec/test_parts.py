@@ -27,7 +27,7 @@ from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from quantities import quantities
+from quantities import quantities, title_of
 from runs import (
     SLOW,
     check_close,
@@ -104,7 +104,7 @@ def test_blocks_are_whole_where_they_fit_and_in_the_fewest_parts_where_not():
     def found(budget):
         plan = make_plan(make_spec(case, make, device_budget=budget))
         assert plan.device_state_bytes <= budget
-        assert quantities(str(plan).splitlines()[0])[4:] == [plan.num_parts] * (plan.num_parts > 1)
+        assert quantities(title_of(plan))[4:] == [plan.num_parts] * (plan.num_parts > 1)
         return plan.num_parts, plan.num_stages
 
     whole = make_spec(case, make)
@@ -194,11 +194,11 @@ def test_blocks_stay_whole_where_no_number_of_parts_fits_and_the_plan_says_what_
 def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_fit():
     case, make = CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"]
     plan = make_plan(make_spec(case, make, device_budget=least_of(make_spec(case, make)) - 1))
-    title = str(plan).splitlines()[0]
+    title = title_of(plan)
     assert quantities(title)[4:] == [2]
     for share, as_before in ((1, True), (2, False)):
         machine = replace(card("H200"), device_bytes=plan.device_bytes // share, device_share=1.0)
-        assert (str(replace(plan, hardware=machine)).splitlines()[0] == title) == as_before
+        assert (title_of(replace(plan, hardware=machine)) == title) == as_before
 
 
 @pytest.mark.by_default("0.7-0.1-0")

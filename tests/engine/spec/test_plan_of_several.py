@@ -36,7 +36,7 @@ from megatrain_jax._src.engine.state.placement import placed_on
 from messages import tells
 from optimizers import OPTIMIZERS
 from plans import small_plan
-from quantities import has_row, quantities
+from quantities import has_row, quantities, title_of
 from runs import make_spec
 from zoo import CASES
 
@@ -369,7 +369,7 @@ def test_the_table_says_what_devices_share():
     ):
         assert has_row(text, figures) and not has_row(one, figures)
     shown: Any = four
-    assert quantities(text.splitlines()[4])[-1] == 4
+    assert quantities(title_of(text))[-1] == 4
     assert tells(shown._repr_html_(), f"{four.host_share_bytes / 2**10:.2f} KiB") and "×" not in one
 
 

@@ -30,7 +30,7 @@ from megatrain_jax.models import Decoder
 from messages import refuses
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from quantities import quantities
+from quantities import quantities, title_of
 from runs import (
     check_close,
     check_each_continues_the_other,
@@ -188,7 +188,7 @@ def test_experts_are_divided_only_where_no_parts_fit(monkeypatch):
         plan = make_plan(spec_in(budget))
         assert (plan.num_parts, plan.num_expert_groups) == (parts, groups)
         assert plan.device_state_bytes <= budget
-        title = str(plan).splitlines()[0]
+        title = title_of(plan)
         assert (quantities(title)[-2:] == [parts, groups]) == (groups > 1)
     with refuses(BudgetError, least[2]):
         spec_in(least[2] - 1)
