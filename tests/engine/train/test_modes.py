@@ -219,6 +219,16 @@ def test_a_callback_that_would_see_no_evaluation_is_refused(make: Any, data: Any
             mt.train(trainer, DATA, callbacks=[callback], progress=False)
 
 
+@pytest.mark.parametrize(("steps", "fires"), [(3, True), (2, False)])
+def test_an_evaluation_after_the_last_step_is_none(steps: int, fires: bool):
+    given: Any = {"steps": steps, "eval_every": 3, "callbacks": [callbacks.EarlyStopping()]}
+    if fires:
+        assert "eval_loss" in fitted(Net(), **given).history[-1]
+        return
+    with refuses(ValueError, "callbacks[0]", "smaller `eval_every`"):
+        fitted(Net(), **given)
+
+
 def test_a_training_metric_needs_no_evaluation():
     stop = callbacks.EarlyStopping("loss", patience=1, min_delta=100.0)
     assert fitted(Net(), eval_data=None, callbacks=[stop]).ended == "stopped"

@@ -301,8 +301,11 @@ class LoopOptions:
             metric = getattr(callback, "metric", None)
             if not isinstance(metric, str) or not metric.startswith(EVAL_PREFIX):
                 continue
-            if self.eval_data is None or self.eval_every is None and not at_end:
-                lacking = "`eval_data`" if self.eval_data is None else "`eval_every` or `epochs`"
+            every, steps = self.eval_every, self.steps
+            is_late = every is None or steps is not None and every > steps
+            if self.eval_data is None or is_late and not at_end:
+                lacking = "a smaller `eval_every`" if every else "`eval_every` or `epochs`"
+                lacking = "`eval_data`" if self.eval_data is None else lacking
                 raise ValueError(
                     f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of "
                     f"evaluations, and there will be none during training: pass {lacking}"
