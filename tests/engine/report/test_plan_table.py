@@ -50,7 +50,7 @@ def test_table_of_text():
 @pytest.mark.parametrize(
     ("changes", "first", "last"),
     [
-        ({}, ("17.00 GiB", "116.90 GiB"), ("neither",)),
+        ({}, ("17.00 GiB", "116.90 GiB"), ("alike",)),
         (
             {"device_state_bytes": 900 * GIB},
             ("not", "GPU", "905.00 GiB"),

@@ -127,14 +127,16 @@ def summary(plan: Plan) -> list[str]:
     if plan.hardware is None:
         lines.append('`hardware`, such as "H100", adds its limits and the seconds of a step.')
     else:
-        lines.append(f"Bound by {BOUNDS[plan.bound]}. What would help: {'; '.join(helps)}.")
+        alike = "its two busiest resources alike"
+        bound = alike if plan.bound == "neither" else BOUNDS[plan.bound]
+        lines.append(f"Bound by {bound}. What would help: {'; '.join(helps)}.")
     return lines
 
 
 def _help(plan: Plan) -> str:
     """What would make a step faster per example, for the resource that bounds it."""
     coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
-    dispatched = "larger batches or layers: this model is too small to keep a GPU busy"
+    dispatched = "larger batches or layers (the model is too small to keep a GPU busy)"
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
         "host": "larger batches",
@@ -143,7 +145,7 @@ def _help(plan: Plan) -> str:
         "collectives": "larger batches",
         "loops": "the extra `kernels`, or larger batches",
         "dispatch": dispatched,
-        "neither": "larger batches, if the link is one of the two",
+        "neither": "larger batches, if one is the link",
     }[plan.bound]
 
 
