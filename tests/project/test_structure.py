@@ -142,7 +142,7 @@ import sys
 import small, megatrain_jax as mt
 given = small.params(), small.loss_fn
 mt.plan(*given, small.OPTIMIZER, small.batch(0), hardware="H100")
-early = mt.callbacks.EarlyStopping()
+early = mt.callbacks.EarlyStopping("loss")
 result = mt.fit(*given, [small.batch(0)], small.OPTIMIZER, eval_data=[small.batch(1)],
                 callbacks=[early], progress=False)
 assert isinstance(result.trainer, mt.Trainer) and repr(result)
