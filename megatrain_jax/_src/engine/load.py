@@ -21,8 +21,8 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
     """Loads the parameters of a checkpoint, or a model with them, for inference.
 
     Args:
-        folder: A checkpoint: the `checkpoint_dir` of `fit`, of which the newest one is loaded, the
-            folder of one step, `KeepBest.path`, or what `Trainer.save` wrote.
+        folder: A checkpoint: the `checkpoint_dir` of `fit` for its newest one, the folder of one
+            step, `KeepBest.path`, or a folder of `Trainer.save`.
         model: A model like the trained one, an `nnx.Module`, a function that builds one, a
             `flax.linen.Module` or a pytree of arrays; None for the parameters alone.
 
