@@ -5,13 +5,13 @@ and the command. Names in a row are separated by spaces:
 
     same        this library's arguments, options of the command and public names: names elsewhere
     dtypes      names of dtypes, among them those of mixed precision
-    takers      which functions of this library take an option that the called one doesn't have
-    modules     public names of the modules, which people look for in the package and elsewhere
-    ways        texts that several tables have, as `$remat`
-    options     what has no option: how a call reaches the same, and the names of it
-    attributes  attributes that trainers, results and models have elsewhere
-    public      public names, there or in other libraries, that have none here
-    command     options that the command doesn't have
+    takers      functions of this library with their options, for hints in the other functions
+    modules     public names of the modules, often looked for in the package itself
+    ways        texts of several tables, as `$remat`
+    options     ways without an option here, with their options elsewhere
+    attributes  attributes of trainers, results and models elsewhere
+    public      public names of other libraries, and old ones, without an equal here
+    command     options of other commands without an equal here
 
 A name of several of this library's options means the first one that the called function has.
 """

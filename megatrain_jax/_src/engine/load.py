@@ -1,6 +1,5 @@
 """`load`: the parameters of a checkpoint, or the model, without a loss, an optimizer or a batch."""
 
-from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from flax.traverse_util import unflatten_dict
 
 from megatrain_jax._src.engine.adapt.adapters import adapt_alone, check_model
 from megatrain_jax._src.engine.checkpoint.folder import CheckpointError, local_path, steps
@@ -58,10 +58,10 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
     every = saved_arrays(path, "folder")
     if model is None or isinstance(model, linen.Module):
         names = ("params",) if model is None else ("params", "variables")
-        arrays = {n: a for n, a in every.items() if n[0] in names}
+        arrays = {n: np.asarray(a) for n, a in every.items() if n[0] in names}
         if not arrays:
             raise CheckpointError(f"{path} has no parameters of a run")
-        tree = {name: _nested(arrays, (name,)) for name in names}
+        tree = {name: {} for name in names} | unflatten_dict(arrays)
         return tree["params"] if model is None else {**tree["variables"], "params": tree["params"]}
     check_model(model)
     adapted, initial = adapt_alone(model)
@@ -87,16 +87,3 @@ def load(folder: str | PathLike[str], model: Any = None) -> Any:
     if isinstance(found, nnx.Module):
         found.eval()
     return found
-
-
-def _nested(arrays: Mapping[tuple[str, ...], Any], below: tuple[str, ...]) -> dict[str, Any]:
-    """The arrays below a path, as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, array in arrays.items():
-        if path[: len(below)] == below:
-            *parents, last = path[len(below) :]
-            at = tree
-            for name in parents:
-                at = at.setdefault(name, {})
-            at[last] = np.asarray(array)
-    return tree

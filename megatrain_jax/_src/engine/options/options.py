@@ -232,8 +232,8 @@ class LoopOptions:
             first batch is checked before the first step; a function is called for that, and its
             result serves the first evaluation.
         eval_every: Evaluate after each multiple of this number of steps; None for after each epoch
-            of `epochs`, or only at the end. If there is `eval_data`,
-            the end of the run is always evaluated, even for a finished run that was not.
+            of `epochs`, or only at the end. If there is `eval_data`, the end of the run is always
+            evaluated, even for a finished run that was not.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
             run can write there at the same time.
