@@ -223,6 +223,8 @@ class RunState:
         }
         if self.store.scaling is not None:
             about["loss_scale"] = as_facts(self.store.scaling)
+        if (calls := self.spec.adapted.calls) is not None:
+            about["calls"] = calls
         self._saving = Saving(path, self.spec, self.store, entries, about, params_only, workspace)
         return self._saving
 

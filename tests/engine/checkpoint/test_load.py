@@ -11,7 +11,8 @@ import pytest
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from messages import refuses
+from megatrain_jax._src.engine.checkpoint import orbax
+from messages import refuses, warns
 
 X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 
@@ -27,9 +28,15 @@ class Layers(nnx.Module):
 
 
 class Net(linen.Module):
+    widths: tuple[int, ...] = (4,)
+    norms: bool = True
+
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return linen.BatchNorm(use_running_average=False)(linen.Dense(4)(x))
+        for width in self.widths:
+            x = linen.Dense(width)(x)
+        norm = linen.BatchNorm(use_running_average=False, use_scale=False, use_bias=False)
+        return norm(x) if self.norms else x
 
 
 def of_tree(model: Any, x: Any) -> Any:
@@ -118,3 +125,80 @@ def test_what_does_not_fit_is_named(tmp_path: Path):
     (tmp_path / "2" / "megatrain.json").unlink()
     with refuses(mt.CheckpointError, "`folder`"):
         mt.load(tmp_path / "2", Layers())
+
+
+class Called(linen.Module):
+    """Called with arrays in containers, numbers and names, and by a method of its own."""
+
+    width: int = 4
+    only_once: bool = False
+
+    def setup(self) -> None:
+        self.first, self.second = linen.Dense(self.width), linen.Dense(self.width)
+
+    def __call__(self, inputs: Any, times: int, *, name: str | None = None) -> jax.Array:
+        assert times == 2 and name == "x"
+        return self.first(inputs[0]["x"]) * times
+
+    def again(self, x: jax.Array) -> jax.Array:
+        return x if self.only_once else self.second(x)
+
+
+def calling_loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model.again(model(({"x": batch}, [1, None]), 2, name="x")) ** 2)
+
+
+def by_parts_loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model.second(model.first(batch)) ** 2)
+
+
+def of_calls(loss: Any, folder: Path) -> Path:
+    """A checkpoint of `Called`."""
+    given: dict[str, Any] = {"checkpoint_dir": folder, "progress": False}
+    mt.fit(Called(), loss, [X], optax.sgd(0.1), **given)
+    return folder
+
+
+def test_a_linen_module_is_compared(tmp_path: Path):
+    run(Net(), tmp_path / "one")
+    run(Net((4, 4)), tmp_path / "two")
+    with refuses(ValueError, tmp_path / "one" / "2", "Dense_0/kernel"):
+        mt.load(tmp_path / "one", Net((5,)))
+    with refuses(ValueError, "batch_stats/BatchNorm_0/mean"):
+        mt.load(tmp_path / "one", Net(norms=False))
+    with refuses(ValueError, "Dense_1/kernel is missing"):
+        mt.load(tmp_path / "one", Net((4, 4)))
+    with refuses(ValueError, "Dense_1/kernel"):  # which `apply` wouldn't notice
+        mt.load(tmp_path / "two", Net())
+
+
+def test_a_linen_module_is_called_as_in_training(tmp_path: Path):
+    folder = of_calls(calling_loss, tmp_path / "whole")
+    assert {*mt.load(folder, Called())["params"]} == {"first", "second"}
+    for other in (Called(5), Called(only_once=True)):
+        with refuses(ValueError, "second/kernel"):
+            mt.load(folder, other)
+    with warns(UserWarning, "`model`", "Net"):  # has no method `again`
+        assert {*mt.load(folder, Net())["params"]} == {"first", "second"}
+    # Calls of parts are not repeated.
+    folder = of_calls(by_parts_loss, tmp_path / "parts")
+    assert {*mt.load(folder, Called(5))["params"]} == {"first", "second"}
+
+
+def test_statistics_are_compared(tmp_path: Path):
+    trainer = run(MODELS["NNX"], tmp_path / "run")
+    trainer.save(tmp_path / "alone", params_only=True)
+    with warns(UserWarning, tmp_path / "alone", "norm/mean", "norm/var"):
+        mt.load(tmp_path / "alone", Layers())
+    other: Any = Layers()
+    other.norm.mean, other.more = nnx.BatchStat(jnp.zeros(5)), nnx.BatchStat(jnp.zeros(2))
+    with refuses(ValueError, "norm/mean", "more is missing"):
+        mt.load(tmp_path / "run", other)
+
+
+def test_a_checkpoint_is_described_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(MODELS["NNX"], tmp_path)
+    read, calls = orbax.metadata, []
+    monkeypatch.setattr(orbax, "metadata", lambda path: calls.append(path) or read(path))
+    mt.load(tmp_path, Layers())
+    assert calls == [tmp_path / "2"]

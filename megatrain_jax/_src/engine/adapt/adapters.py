@@ -41,6 +41,7 @@ from megatrain_jax._src.engine.adapt.initial_values import (
     initial_values_of_trace,
     strong_array,
 )
+from megatrain_jax._src.engine.adapt.linen_calls import recording
 from megatrain_jax._src.engine.adapt.loss_function import (
     Prediction,
     checked_result,
@@ -63,11 +64,13 @@ class Shell:
         rebuild: (params tree, variables tree) → model.
         only_in_training: (loss_fn, batch, params tree, variables tree, all as shapes) → what the
             call does that belongs to training, in words; "" for nothing.
+        calls: the loss's calls of a Linen module, as JSON; None if unknown, or of another model.
     """
 
     call: Callable[..., tuple[Any, Any]]
     rebuild: Callable[[Any, Any], Any]
     only_in_training: Callable[..., str] = lambda *_: ""
+    calls: list[Any] | None = None
 
 
 # A split model: parameters, untrained state, and the shell that rejoins them.
@@ -319,7 +322,9 @@ def linen_parts(
     # The loss initialises the module, because it knows how to call the module on a batch.
     initialise = linen.init(loss_fn, module, mutable=True)
     # Without metadata boxes (sharding, names), which are the user's own and hold no numbers.
-    collections = _plain(initialise(key, *args))
+    calls: list[Any] = []
+    with recording(calls):
+        collections = _plain(initialise(key, *args))
     params = collections.pop("params", {})
 
     def is_kept(name: str) -> bool:
@@ -376,7 +381,13 @@ def linen_parts(
         rngs = {"params": jax.random.key(seed)}
         return module.bind({"params": params, **variables}, rngs=rngs, mutable=names)
 
-    return params, state, Shell(call=call, rebuild=rebuild, only_in_training=only_in_training)
+    shell = Shell(
+        call=call,
+        rebuild=rebuild,
+        only_in_training=only_in_training,
+        calls=None if None in calls else calls,
+    )
+    return params, state, shell
 
 
 def _plain(variables: Any) -> dict[str, Any]:
@@ -444,6 +455,8 @@ class AdaptedModel:
         only_in_training: `only_in_training(loss_fn, batch)` says what calling the function does
             that belongs to training, such as "draws random numbers", or "". It is "" for an NNX
             module, which is evaluated in another mode, and for a pytree, which has no state.
+        calls: the calls that the loss makes of a Linen module, for `linen_calls.repeated`; None if
+            they can't be repeated, or for another model.
         builder: name of the function that builds the model; None for a model given as it is.
     """
 
@@ -456,6 +469,7 @@ class AdaptedModel:
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     check_batch: Callable[[Any], None]
     only_in_training: Callable[[Callable[..., Any], Any], str]
+    calls: list[Any] | None = dataclasses.field(default=None, compare=False)
     builder: str | None = None
 
 
@@ -651,6 +665,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         rebuild=rebuild,
         check_batch=_batch_check(rebuild(shapes, variable_shapes)),
         only_in_training=only_in_training,
+        calls=shell.calls,
     )
 
 

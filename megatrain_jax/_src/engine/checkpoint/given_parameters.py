@@ -192,7 +192,11 @@ _Names = tuple[str, ...]
 
 
 def with_given_parameters(
-    params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
+    params: Any,
+    initial: InitialValues,
+    adapted: AdaptedModel,
+    dtypes: Sequence[DTypeLike | None],
+    saved: Mapping[TreePath, SavedArray | SavedCodes] | None = None,
 ) -> InitialValues:
     """Initial values with given parameters in place of the model's own.
 
@@ -202,24 +206,25 @@ def with_given_parameters(
         initial: The model's own values; its untrained state is kept.
         adapted: The model as parameters and a pure loss.
         dtypes: The dtype that must hold each parameter exactly; None if it may be rounded.
+        saved: The `saved_arrays` of the folder, if they are known.
 
     Raises:
         ValueError: If `params` doesn't match this model; the differences are listed.
         CheckpointError: If Orbax can't read the folder.
     """
     is_folder = isinstance(params, str | PathLike)
-    saved = saved_arrays(params) if is_folder else _arrays(params)
-    saved = {_without_value(name): array for name, array in saved.items()}
+    every = (saved or saved_arrays(params)) if is_folder else _arrays(params)
+    every = {_without_value(name): array for name, array in every.items()}
     own = [*map(_names, adapted.paths)]
     # Flat dicts match nested ones, unless two paths differ only in where they are split.
-    is_clear = all(len(set(map(module_path, rows))) == len(rows) for rows in (own, saved))
+    is_clear = all(len(set(map(module_path, rows))) == len(rows) for rows in (own, every))
     text = _text if is_clear else repr
 
     def named(name: _Names) -> _Names:
         return _names(module_path(name)) if is_clear else name
 
-    given = {named(name): array for name, array in saved.items()}
-    origin_of = dict(zip(given, saved, strict=True))
+    given = {named(name): array for name, array in every.items()}
+    origin_of = dict(zip(given, every, strict=True))
     wanted = {named(name): s for name, s in zip(own, adapted.shapes, strict=True)}
     text_of = {name: text(path) for name, path in zip(wanted, own, strict=True)}
     dtype_of = dict(zip(wanted, dtypes, strict=True))

@@ -203,4 +203,5 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "data": lambda value: isinstance(value, dict) and _is_count(value.get("batches")),
     "loss_scale": _is_loss_scale,
+    "calls": _each(list, lambda call: isinstance(call, list) and len(call) == 3),
 }
