@@ -1,8 +1,8 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory.
 
 Settings that must be made before JAX starts are made at once. Public names and the modules
-`callbacks`, `data`, `losses`, `models` and `objectives` are imported on first use, so that commands
-that need no JAX don't wait for it.
+`callbacks`, `data`, `distributed`, `losses`, `models` and `objectives` are imported on first use,
+so that commands that need no JAX don't wait for it.
 """
 
 from importlib import import_module as _import_module
@@ -16,6 +16,7 @@ from megatrain_jax._src.engine.state import pool_limit as _pool_limit
 if TYPE_CHECKING:
     from megatrain_jax import callbacks as callbacks
     from megatrain_jax import data as data
+    from megatrain_jax import distributed as distributed
     from megatrain_jax import losses as losses
     from megatrain_jax import models as models
     from megatrain_jax import objectives as objectives
@@ -103,7 +104,7 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Not in `__all__`, because `data` needs further packages.
-_SUBMODULES = ("callbacks", "data", "losses", "models", "objectives")
+_SUBMODULES = ("callbacks", "data", "distributed", "losses", "models", "objectives")
 
 
 def __getattr__(name: str) -> Any:

@@ -52,6 +52,7 @@ def short(path: Path) -> str:
 @pytest.mark.by_default(
     "docs/quickstart.md",
     "docs/api/data.md",
+    "docs/api/distributed.md",
     "docs/api/errors.md",
     "docs/api/losses.md",
     "docs/api/models.md",

@@ -20,7 +20,7 @@ ENGINE = (
     "program/layers",
     "program/optimizer program/loss program/tiling",
     "state adapt",
-    "kernels",
+    "kernels distributed",
     "options",
     "spec",
     "report runtime",

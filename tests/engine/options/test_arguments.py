@@ -450,7 +450,7 @@ def test_an_unknown_name_of_the_package_says_the_near_one(name: str, meant: str)
 def test_modules_of_the_package_are_there_without_an_import_of_their_own():
     # By the function itself: other tests have imported them, and Python keeps them as attributes.
     assert mt.__getattr__("callbacks") is importlib.import_module("megatrain_jax.callbacks")
-    assert {"callbacks", "data", "losses", "models", "objectives"} <= {*dir(mt)}
+    assert {"callbacks", "data", "distributed", "losses", "models", "objectives"} <= {*dir(mt)}
 
 
 def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
