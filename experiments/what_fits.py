@@ -1,11 +1,12 @@
-"""Makes the tables of docs/what_fits.md: published models, hosts and GPUs, by `megatrain_jax.plan`.
+"""Makes the tables of docs/what_fits.md, and of several hosts, by `megatrain_jax.plan`.
 
-    python experiments/what_fits.py             # anew, in a quarter of an hour, without a GPU
-    python experiments/what_fits.py --gpu H100  # one of them
+    python experiments/what_fits.py               # anew, in a quarter of an hour, without a GPU
+    python experiments/what_fits.py --table H100  # one of them
 
 A plan needs shapes only, so the models are built abstractly, from the sizes that the command line
-knows. A row has the results of one model on one GPU: the host memory with fp32 Adam
-and in compact form, the forms that fit hosts of usual sizes, and planned tokens per second.
+knows. A row of docs/what_fits.md has the results of one model on one GPU: the host memory with fp32
+Adam and in compact form, the forms that fit hosts of usual sizes, and planned tokens per second.
+A row of docs/several_gpus.md has planned tokens per second of one model on hosts of eight H100s.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from megatrain_jax import models
 from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.lm.cli.catalogue import known_models
 
-PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
+_DOCS = Path(__file__).parents[1] / "docs"
 GPUS = {"RTX 4090": mt.card("RTX 4090"), "H100": mt.card("H100")}
 HOSTS = {f"{gib} GiB": gib * 2**30 for gib in (64, 128, 256, 512)} | {"1 TiB": 2**40}
 FORMS = {"fp32": mt.Precision(), "compact": mt.Precision.compact()}
@@ -41,21 +42,36 @@ MODELS = (
     "Mistral-Large-123B",
     "Qwen3-30B-A3B",
 )
+# Hosts of eight H100s, and the network of each host.
+CLUSTERS = ((1, None), (2, "400Gb/s"), (2, "8x400Gb/s"), (8, "400Gb/s"), (8, "8x400Gb/s"))
+SEVERAL = "several hosts"
+_GPUS_PER_HOST = 8
+# Sequences of a step and GPU in these plans, of one microbatch.
+_ROWS_PER_GPU = 8
+PAGES = dict.fromkeys(GPUS, _DOCS / "what_fits.md") | {SEVERAL: _DOCS / "several_gpus.md"}
+MODELS_OF = dict.fromkeys(GPUS, MODELS) | {
+    SEVERAL: ("Qwen3-14B", "Qwen3-32B", "Mistral-Large-123B")
+}
 
 
 @functools.lru_cache(maxsize=1)
 def planned(model: str) -> Callable[..., mt.Plan]:
     """Returns a function that plans a model: the same parts for all machines and forms."""
+    return functools.partial(_of_rows(model), sample_batch=_tokens(BATCH), microbatches=BATCH[0])
+
+
+def _of_rows(model: str) -> Callable[..., mt.Plan]:
     config = models.DecoderConfig.from_hf(known_models()[model].config)
-    tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
     return functools.partial(
         mt.plan,
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         models.next_token_loss,
         optax.adamw(1e-5),
-        {"tokens": tokens, "labels": tokens},
-        microbatches=BATCH[0],
     )
+
+
+def _tokens(shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
 def plan(model: str, machine: mt.Hardware, form: str) -> mt.Plan:
@@ -76,9 +92,30 @@ def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> boo
     return bool(smaller.fits_host and smaller.fits_device)
 
 
+def row(name: str, model: str) -> str:
+    """Returns a model's row in a table, as Markdown."""
+    cells = _row_of_hosts(model) if name == SEVERAL else _row_of_gpu(name, model)
+    return f"| {' | '.join([model, *cells])} |"
+
+
+def _row_of_hosts(model: str) -> list[str]:
+    planned, cells = _of_rows(model), []
+    for hosts, network in CLUSTERS:
+        rows = _ROWS_PER_GPU * _GPUS_PER_HOST * hosts
+        found = planned(
+            _tokens((rows, BATCH[1])),
+            hardware="H100",
+            precision="compact",
+            num_gpus=_GPUS_PER_HOST,
+            hosts=hosts,
+            network=network,
+        )
+        cells.append(_tokens_per_second(found, rows))
+    return cells
+
+
 @remembering()
-def row(gpu: str, model: str) -> str:
-    """Returns a model's row in the table of a GPU, as Markdown."""
+def _row_of_gpu(gpu: str, model: str) -> list[str]:
     largest = dataclasses.replace(GPUS[gpu], host_bytes=max(HOSTS.values()))
     plans = {form: plan(model, largest, form) for form in FORMS}
     hosts = []
@@ -88,48 +125,50 @@ def row(gpu: str, model: str) -> str:
         hosts.append(next(fitting, "–"))
     memory = [f"{of.host_peak_bytes / 2**30:,.0f}" for of in plans.values()]
     speed = [_tokens_per_second(of) for of in plans.values()]
-    cells = [model, " / ".join(memory), *hosts, " / ".join(speed)]
-    return f"| {' | '.join(cells)} |"
+    return [" / ".join(memory), *hosts, " / ".join(speed)]
 
 
-def _tokens_per_second(of: mt.Plan) -> str:
+def _tokens_per_second(of: mt.Plan, rows: int = BATCH[0]) -> str:
     if not of.fits_device or of.seconds_per_step is None:
         return "–"
     # Two digits, as the estimate is no better than that.
-    return f"{float(f'{BATCH[0] * BATCH[1] / of.seconds_per_step:.2g}'):,.0f}"
+    return f"{float(f'{rows * BATCH[1] / of.seconds_per_step:.2g}'):,.0f}"
 
 
-def table(gpu: str) -> str:
-    """Returns the table of a GPU, as Markdown."""
+def table(name: str) -> str:
+    """Returns a table, as Markdown."""
     titles = ["model", "host GiB", *HOSTS, "planned tokens/s"]
+    if name == SEVERAL:
+        titles = ["model", *(_cluster(hosts, network) for hosts, network in CLUSTERS)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for model in MODELS:
-        lines.append(row(gpu, model))
+    for model in MODELS_OF[name]:
+        lines.append(row(name, model))
         print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
-def tables_in(text: str) -> dict[str, tuple[int, int]]:
-    """Returns where a page has the table of each GPU, as the positions of start and end."""
-    found = {}
-    for gpu in GPUS:
-        start = f"<!-- planned: {gpu} -->\n\n"
-        begin = text.index(start) + len(start)
-        found[gpu] = (begin, text.index("\n\n<!-- end of planned -->", begin))
-    return found
+def _cluster(hosts: int, network: str | None) -> str:
+    return "1 host" if network is None else f"{hosts} hosts, {network} each"
+
+
+def place_of(name: str) -> tuple[str, int, int]:
+    """Returns the text of a table's page, and the positions where the table starts and ends."""
+    text, start = PAGES[name].read_text(encoding="utf-8"), f"<!-- planned: {name} -->\n\n"
+    begin = text.index(start) + len(start)
+    return text, begin, text.index("\n\n<!-- end of planned -->", begin)
 
 
 def main() -> None:
-    """Makes tables anew and writes them into the page."""
+    """Makes tables anew and writes them into their pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpu", choices=GPUS, help="make only the table of this GPU")
+    parser.add_argument("--table", choices=PAGES, help="make only this table")
     args = parser.parse_args()
-    for gpu in GPUS if args.gpu is None else [args.gpu]:
-        made, text = table(gpu), PAGE.read_text(encoding="utf-8")
-        begin, end = tables_in(text)[gpu]
-        PAGE.write_text(text[:begin] + made + text[end:], encoding="utf-8")
+    for name in PAGES if args.table is None else [args.table]:
+        made = table(name)
+        text, begin, end = place_of(name)
+        PAGES[name].write_text(text[:begin] + made + text[end:], encoding="utf-8")
 
 
 if __name__ == "__main__":

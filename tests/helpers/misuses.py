@@ -194,6 +194,10 @@ MACHINE = {
         (0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64 gigs", ""),
     ),
     "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
+    "hosts": Argument((None,), NO_COUNTS),
+    "network": Argument(
+        (None,), (0, -1, True, float("nan"), 1j, [64], "400", "400GB", "0Gb/s", "", "fast")
+    ),
     "measure": Argument((False, np.bool_(False)), (*NO_FLAGS, True)),
 }
 START = {

@@ -9,6 +9,8 @@ _WRITTEN = {"": 1} | {
     for power, prefix in enumerate("kmgt", 1)
     for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+# The data rate of a network is given in bits (Gb/s), or in bytes (GB/s); "8x" counts its cards.
+_RATE = re.compile(r"(?:([0-9]+) *[x×] *)?([0-9]+(?:\.[0-9]+)?) *([kMGT]?)(bit|b|B)(?:ps|/s)")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)")
 # A number of bytes without a unit is at least this; less was meant in another unit.
 _LEAST_PLAIN = 2**20
@@ -59,6 +61,35 @@ def bytes_of(name: str, given: str) -> int:
     if not found[2] and size < _LEAST_PLAIN:
         raise ValueError(f'`{name}`={given!r} would be {size} bytes: add a unit, "{found[1]} GiB"')
     return size
+
+
+def rate_of(name: str, given: str) -> float:
+    """Reads a rate in bytes per second.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A number with a unit: of bits such as 400Gb/s or 400Gbps, or of bytes such as 50GB/s;
+            several equal cards as in 8x400Gb/s.
+
+    Raises:
+        ValueError: If it is not such a rate, or 0.
+
+    Examples:
+        >>> rate_of("network", "8x400Gb/s"), rate_of("network", "12.5 GB/s")
+        (400000000000.0, 12500000000.0)
+    """
+    found = _RATE.fullmatch(given.strip())
+    rate = 0.0
+    if found is not None:
+        count, number, prefix, unit = found.groups()
+        scale = 1000 ** (" kMGT".index(prefix) if prefix else 0)
+        rate = int(count or 1) * float(number) * scale / (1 if unit == "B" else 8)
+    if not rate:
+        raise ValueError(
+            f"`{name}` must be a rate such as 400Gb/s (bits), 50GB/s (bytes) or 8x400Gb/s, but is "
+            f"{given!r}"
+        )
+    return rate
 
 
 def divisors(number: int) -> list[int]:

@@ -44,6 +44,8 @@ def compare_plans(
     mesh: Mesh | AbstractMesh | None = None,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
+    hosts: int | None = None,
+    network: float | str | None = None,
     measure: bool = False,
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: fit, time and memory.
@@ -84,7 +86,11 @@ def compare_plans(
             see `plan`.
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
-        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
+        hosts: Number of such hosts, which share the state and the batch; None for one.
+        network: Rate at which each host receives from the others while it sends as much, in bytes
+            per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
+            of a host; see `plan`.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler; see `plan`.
@@ -133,6 +139,8 @@ def compare_plans(
         mesh=mesh,
         host_gib=host_gib,
         num_gpus=num_gpus,
+        hosts=hosts,
+        network=network,
         measure=measure,
     )
     parameters = inspect.signature(compare_plans).parameters

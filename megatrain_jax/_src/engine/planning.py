@@ -64,6 +64,8 @@ def plan(
     mesh: Mesh | AbstractMesh | None = None,
     host_gib: float | str | None = None,
     num_gpus: int | None = None,
+    hosts: int | None = None,
+    network: float | str | None = None,
     measure: bool = False,
 ) -> Plan:
     """Estimates a run's needs without allocating anything and without a GPU.
@@ -104,7 +106,11 @@ def plan(
             device.
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
-        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
+        hosts: Number of such hosts, which share the state and the batch; None for one.
+        network: Rate at which each host receives from the others while it sends as much, in bytes
+            per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
+            of a host. None for the rate of `hardware`, or else a network that takes no time.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
@@ -116,7 +122,8 @@ def plan(
     Raises:
         TypeError: See `Trainer`.
         ValueError: See `Trainer`; or if `host_gib` is given without `hardware`, or `num_gpus` and
-            `mesh` are both given, or `measure` is true on a machine without a GPU.
+            `mesh` are both given, or `network` without `hosts`, or `measure` is true on a machine
+            without a GPU.
 
     Examples:
         >>> import jax, optax
@@ -150,6 +157,8 @@ def plan(
     machine_options = MachineOptions(
         host_gib=host_gib,
         num_gpus=num_gpus,
+        hosts=hosts,
+        network=network,
         measure=measure,
     )
     run = machine_options.applied(run)
@@ -180,17 +189,21 @@ def plan(
         on_cpu = machine is None and default_device().platform == "cpu"
         kernels = KernelCache(platform="cpu" if on_cpu else "gpu")
         base = process_base_bytes() if on_cpu else None
+        # One process for each host.
+        spread = (1 if machine is None else machine.hosts), 1
         spec = fit_with_microbatches(
             run,
             lambda run: replace(
                 make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
             ),
-            lambda spec: fit_to_machine(spec, kernels, usable, placement, fit_to_host),
+            lambda spec: fit_to_machine(
+                spec, kernels, usable, placement, lambda fitted: fit_to_host(fitted, *spread)
+            ),
             num_rows(sample_batch) or 1,
             usable,
             TileFinder(kernels, placement),
         )
-        return make_plan(run_with_all_waves(spec))
+        return make_plan(run_with_all_waves(spec), *spread)
 
 
 def _measured(

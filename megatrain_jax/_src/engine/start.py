@@ -110,6 +110,9 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         hardware = replace(hardware, host_bytes=host, has_bfloat16=machine.has_bfloat16)
         number = len(placement.local_devices) * placement.processes.num_here
         hardware = within_pools(hardware, number)
+    if hardware:
+        count, here = placement.processes.spread
+        hardware = replace(hardware, hosts=count // here)
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))

@@ -31,6 +31,8 @@ ROUND = Hardware(
     link_bytes_per_s=2 * GIB,
     host_bytes_per_s=3 * GIB,
     peer_bytes_per_s=None,
+    hosts=2,
+    network_bytes_per_s=0.75 * GIB,
     flops_per_s=10e12,
     sustained=1.0,
     sustained_attention=0.5,
@@ -68,7 +70,7 @@ CLIPPING = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 @pytest.mark.parametrize(
     "figures",
     [
-        pytest.param([10e9, 38, 38, 3, 4], id="title"),
+        pytest.param([10e9, 38, 38, 3, 4, 2], id="title"),
         # All would take what 4 of the 10 billion take with their optimizer state.
         pytest.param([6e9, 12 * GIB, (80 - 12) * 10 / 4 * GIB], id="not-trained"),
         pytest.param([80 * GIB, 80 / 4 * GIB, 80 / 2 * GIB], id="at-rest"),
@@ -82,6 +84,7 @@ CLIPPING = optax.chain(optax.clip_by_global_norm(1.0), SGD)
         pytest.param([24 * GIB, 24 / 1.5], id="to-the-device"),
         pytest.param([12 * GIB, 12 / 1.5], id="to-the-host"),
         pytest.param([6 * GIB, 6 / (3 / 4)], id="other-devices"),
+        pytest.param([6 * GIB, 6 / 0.75], id="network"),
         # Each byte between two devices is written to the host's memory and read there.
         pytest.param([2 * (24 + 12 + 2 * 6) * GIB, 2 * (24 + 12 + 2 * 6) / 3], id="transfers"),
         # At half the rate, attention's 100 take as long as 200 others.

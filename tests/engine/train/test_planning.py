@@ -96,6 +96,55 @@ def test_only_threads_that_trace_here_get_short_errors(monkeypatch):
     assert asked == ["other", threading.current_thread().name]
 
 
+def test_hosts_have_links_and_memory_of_their_own_and_share_a_network():
+    model, batch = stacked(4), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    given = (model, lambda model, x: scanned(model, x).mean(), optax.adamw(1e-3), batch)
+    peers = 1e4
+    host = mt.Hardware(
+        name="host",
+        host_bytes=2**40,
+        device_bytes=2**34,
+        link_bytes_per_s=4e3,
+        host_bytes_per_s=6e3,
+        peer_bytes_per_s=peers,
+        flops_per_s=1e15,
+    )
+    options = {"device_budget": "minimum"}
+    two = mt.plan(*given, hardware=host, num_gpus=2, hosts=2, **options)
+    # One host whose memory serves four GPUs as fast as two memories serve two each.
+    double = dataclasses.replace(host, host_bytes_per_s=2 * host.host_bytes_per_s)
+    one = mt.plan(*given, hardware=double, num_gpus=4, **options)
+    assert (two.num_devices, two.num_hosts, two.devices_per_host) == (4, 2, 2)
+    assert two.seconds_per_step == one.seconds_per_step
+    assert (two.seconds_in, two.seconds_compute) == (one.seconds_in, one.seconds_compute)
+    assert two.network_bytes == two.collective_bytes == one.collective_bytes > 0
+    assert two.seconds_network == 0 and one.network_bytes == 0
+    assert (two.seconds_host, two.num_processes) == (one.seconds_host, 2)
+    # A network is felt where it is slower than the GPUs' own connections.
+    for network, rate in (("80kb/s", peers), ("0.4kbps", 50.0), (50, 50.0), ("2x25B/s", 50.0)):
+        slow = mt.plan(*given, hardware=host, num_gpus=2, hosts=2, network=network, **options)
+        peered = dataclasses.replace(double, peer_bytes_per_s=rate)
+        same = mt.plan(*given, hardware=peered, num_gpus=4, **options)
+        assert slow.seconds_per_step == same.seconds_per_step
+        assert slow.seconds_collectives == same.seconds_collectives
+    assert slow.seconds_network == slow.seconds_collectives
+    assert slow.seconds_per_step > two.seconds_per_step
+    # A mesh counts the GPUs of all hosts; without one, each has one GPU.
+    mesh = AbstractMesh((4,), ("data",))
+    assert mt.plan(*given, hardware=host, mesh=mesh, hosts=2, **options) == two
+    assert mt.plan(*given, hardware=host, hosts=2, **options).num_devices == 2
+    for wrong, *named in (
+        ({"hosts": 3, "mesh": mesh}, "`mesh`", "4 devices", "3 hosts"),
+        ({"hosts": 0}, "`hosts`", 0),
+        ({"network": "400Gb/s"}, "`network`", "`hosts`"),
+        ({"hosts": 2, "network": "400"}, "`network`", "'400'", "400Gb/s"),
+        ({"hosts": 2, "network": "0Gb/s"}, "`network`", "'0Gb/s'"),
+        ({"hosts": 2, "hardware": None}, "`hosts`", "`hardware`"),
+    ):
+        with refuses(ValueError, *named):
+            mt.plan(*given, **{"hardware": host, **options, **wrong})
+
+
 def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
     batch = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     given = (stacked(4), lambda model, x: scanned(model, x).mean(), optax.adamw(1e-3), batch)

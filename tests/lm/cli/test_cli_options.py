@@ -404,6 +404,8 @@ PLAN = [
     SIZED,
     option("gpu", "L40S", hardware(lambda card: "L40S" in card.name, True)),
     option("gpus", 2, "plan.num_gpus"),
+    option("hosts", 2, "plan.hosts"),
+    option("network", "400Gb/s", "plan.network", hosts=2),
     option("host", "64GiB", hardware(lambda card: card.host_bytes, 64 * 2**30)),
     option("tokens", 16384, At(place="plan.sample_batch", of=shape(0), expected=4)),
     option(

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.common.sizes import bytes_of
+from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX, check_loss
 from megatrain_jax._src.engine.options.machine import (
     check_mesh_given,
@@ -162,6 +162,11 @@ class Options:
         _check_on_nonfinite(self.on_nonfinite)
         check_products(self.dtypes, self.machine)
         check_mesh_given(self.mesh)
+        if self.machine is not None and self.num_devices % self.machine.hosts:
+            raise ValueError(
+                f"`mesh` has {counted(self.num_devices, 'device')}, which the "
+                f"{self.machine.hosts} hosts of `hardware` can't have equally many of"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +176,11 @@ class MachineOptions:
     Attributes:
         host_gib: Host memory of that machine in GiB, or text with a unit such as "512GiB"; None for
             the host memory of `hardware`.
-        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
+        num_gpus: Number of GPUs of each host to plan for, instead of `mesh`.
+        hosts: Number of such hosts, which share the state and the batch; None for one.
+        network: Rate at which each host receives from the others while it sends as much, in bytes
+            per second or as text: "400Gb/s" of bits, "50GB/s" of bytes, "8x400Gb/s" for eight cards
+            of a host. None for the rate of `hardware`, or else a network that takes no time.
         measure: Whether to plan for this machine's GPU, and to compile and time the step's
             functions on it, as the start of a run does: the seconds then come from measured times,
             and the bytes of functions from the compiler. Nothing is measured if the run doesn't fit
@@ -184,15 +193,22 @@ class MachineOptions:
 
     host_gib: float | str | None = None
     num_gpus: int | None = None
+    hosts: int | None = None
+    network: float | str | None = None
     measure: bool = False
 
     def __post_init__(self) -> None:
         """Checks every option."""
         if self.host_gib is not None:
             _store(self, host_gib=_gib("host_gib", self.host_gib))
-        _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
+        _store(
+            self,
+            num_gpus=_integer_or_none("num_gpus", self.num_gpus),
+            hosts=_integer_or_none("hosts", self.hosts),
+            network=_rate("network", self.network),
+        )
         checks.boolean("measure", self.measure)
-        for name in ("host_gib", "num_gpus"):
+        for name in ("host_gib", "num_gpus", "hosts", "network"):
             if self.measure and getattr(self, name) is not None:
                 raise ValueError(
                     f"`measure`=True times functions on this machine's GPUs, and `{name}` "
@@ -207,15 +223,27 @@ class MachineOptions:
             ValueError: If there is no hardware to change, or a mesh sets the number of GPUs.
         """
         machine, mesh = run.machine, run.mesh
-        assert not isinstance(self.host_gib, str)
-        if self.host_gib is not None:
-            if machine is None:
-                raise ValueError(f"`host_gib`={self.host_gib:g} needs `hardware`")
-            machine = replace(machine, host_bytes=int(self.host_gib * 2**30))
+        assert not isinstance(self.host_gib, str) and not isinstance(self.network, str)
+        changes: dict[str, Any] = {
+            "host_bytes": None if self.host_gib is None else int(self.host_gib * 2**30),
+            "hosts": self.hosts,
+            "network_bytes_per_s": self.network,
+        }
+        options = dict(zip(changes, ("host_gib", "hosts", "network"), strict=True))
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes and machine is None:
+            option = options[next(iter(changes))]
+            raise ValueError(f"`{option}`={getattr(self, option):g} needs `hardware`")
+        machine = machine and replace(machine, **changes)
+        number = 1 if machine is None else machine.hosts
+        if self.network is not None and number == 1:
+            raise ValueError(f"`network`={self.network:g} connects hosts: it needs `hosts`")
         if self.num_gpus is not None:
             if mesh is not None:
                 raise ValueError(f"`num_gpus`={self.num_gpus} and `mesh` can't both be given")
-            mesh = AbstractMesh((self.num_gpus,), ("data",))
+            mesh = AbstractMesh((number * self.num_gpus,), ("data",))
+        if self.hosts is not None and mesh is None:
+            mesh = AbstractMesh((number,), ("data",))  # with one GPU each
         return replace(run, hardware=machine, mesh=mesh)
 
 
@@ -378,6 +406,13 @@ def _gib(name: str, value: Any) -> float:
         except ValueError:
             return bytes_of(name, value) / 2**30
     return checks.number(name, value, above=0)
+
+
+def _rate(name: str, value: Any) -> float | None:
+    """Bytes per second, from a number or from text with a unit."""
+    if value is None:
+        return None
+    return rate_of(name, value) if isinstance(value, str) else checks.number(name, value, above=0)
 
 
 def _microbatches(value: Any) -> Microbatches:

@@ -226,9 +226,14 @@ class Plan:
         return parts
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts that share the run, each with equally many devices."""
+        return self.num_processes // self.processes_per_host
+
+    @property
     def devices_per_host(self) -> int:
         """Devices that share a host's memory."""
-        return self.num_devices * self.processes_per_host // self.num_processes
+        return self.num_devices // self.num_hosts
 
     @property
     def bytes_through_host(self) -> int:
@@ -240,6 +245,11 @@ class Plan:
         # Each byte is written there by its sender and read by its receiver.
         exchanged = 0 if apart else 2 * self.collective_bytes
         return self.devices_per_host * (self.bytes_in + self.bytes_out + exchanged)
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes per step that each host receives from the others; see `Hardware`."""
+        return 0 if self.num_hosts == 1 else self.collective_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -285,6 +295,11 @@ class Plan:
         if self.hardware is None:
             return None
         return self.collective_bytes / self.hardware.collective_bytes_per_s(self.devices_per_host)
+
+    @property
+    def seconds_network(self) -> float | None:
+        """Seconds in which a host receives a step's exchange alone; `None` without hardware."""
+        return self.hardware and self.network_bytes / self.hardware.network_bytes_per_s
 
     @property
     def seconds_host(self) -> float | None:

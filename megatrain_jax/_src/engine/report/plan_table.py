@@ -136,13 +136,14 @@ def summary(plan: Plan) -> list[str]:
 def _help(plan: Plan) -> str:
     """What would make a step faster per example, for the resource that bounds it."""
     coded = "" if plan.float8_flops_per_step else ', or products="float8" where the GPU has it'
+    networked = ", or a faster network between the hosts" if plan.network_bytes else ""
     dispatched = "larger batches or layers (the model is too small to keep a GPU busy)"
     return {
         "link": 'larger batches, `precision`="compact", or a larger `device_budget`',
         "host": "larger batches",
         "arithmetic": f"a faster GPU{coded}",
         "memory": "larger layers, or fewer elementwise operations",
-        "collectives": "larger batches",
+        "collectives": f"larger batches{networked}",
         "loops": "the extra `kernels`, or larger batches",
         "dispatch": dispatched,
         "neither": "larger batches, if one is the link",
@@ -153,6 +154,7 @@ def title(plan: Plan) -> str:
     """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
+    devices += "" if plan.num_hosts == 1 else f" of {plan.num_hosts} hosts"
     # A run that doesn't fit has the number of parts that takes the least.
     purpose = "" if plan.fits_device is False else " to fit"
     experts = plan.num_expert_groups
@@ -289,6 +291,9 @@ def _shared_cells(plan: Plan) -> list[list[str]]:
     size = _sizes(plan)
     exchanged = size(plan.collective_bytes)
     cells = [["from other devices, a step", exchanged, seconds(plan.seconds_collectives)]]
+    if plan.num_hosts > 1:
+        received = size(plan.network_bytes)
+        cells.append(["network to each host, a step", received, seconds(plan.seconds_network)])
     if plan.seconds_host:
         passed = size(plan.bytes_through_host)
         cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
@@ -380,6 +385,8 @@ def _rates(plan: Plan, machine: Hardware) -> str:
             rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
         if machine.peer_bytes_per_s is not None:
             rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
+    if plan.num_hosts > 1 and machine.network_bytes_per_s != math.inf:
+        rates.append(f"{machine.network_bytes_per_s / 1e9:.4g} of each host's network")
     computing = f"{machine.flops_per_s / 1e12:g} TFLOP/s"
     if plan.float8_flops_per_step and machine.float8_flops_per_s is not None:
         computing += f", {machine.float8_flops_per_s / 1e12:g} in float8"

@@ -205,7 +205,8 @@ def find_costs(
         + microbatches * _adding_seconds(b, num_devices, hardware)
         for b, w, (_, t) in zip(bound, work, traffic, strict=True)
     ]
-    per_second = hardware.collective_bytes_per_s(num_devices)
+    own = num_devices // hardware.hosts
+    per_second = hardware.collective_bytes_per_s(own)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
     on_link = exchanged if over_links else [(), ()]
@@ -222,7 +223,7 @@ def find_costs(
         recompute=seconds_saved([b.residuals for b in bound], each, hardware),
         forward_on_link=tuple(on_link[0]),
         backward_on_link=tuple(on_link[1]),
-        link=host_link(hardware, num_devices),
+        link=host_link(hardware, own),
         dispatch=_SECONDS_PER_RECORD,
     )
 
@@ -255,7 +256,12 @@ def _adding_seconds(bound: BoundStage, num_devices: int, hardware: Hardware) -> 
 
 
 def host_link(hardware: Hardware, num_devices: int) -> Link:
-    """One device's link to the host; it includes the host's memory if that can limit it."""
+    """One device's link to its host; it includes the host's memory if that can limit it.
+
+    Args:
+        hardware: The rates.
+        num_devices: Number of devices of each host.
+    """
     inward, outward = hardware.link_rates
     of_host = num_devices / hardware.host_bytes_per_s
     # If the host's memory can serve all links in both directions, it never limits a transfer.

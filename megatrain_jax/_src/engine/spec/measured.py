@@ -123,15 +123,16 @@ def by_measured_rates(
     """
     machine, step = spec.options.machine, spec.first
     assert machine is not None
+    own = step.num_devices // machine.hosts
     hardware = dataclasses.replace(
         machine,
         link_bytes_per_s=to_device,
         link_out_bytes_per_s=to_host,
         # The host's memory has served these copies.
-        host_bytes_per_s=max(machine.host_bytes_per_s, step.num_devices * (to_device + to_host)),
+        host_bytes_per_s=max(machine.host_bytes_per_s, own * (to_device + to_host)),
         source=f"link measured here, else {machine.source}",
     )
-    link = host_link(hardware, step.num_devices)
+    link = host_link(hardware, own)
     first = with_all_waves(by_measured_link(step, link, spec.budget_bytes))
     schedule = dataclasses.replace(first.schedule, transient=reserved)
     first = dataclasses.replace(first, schedule=schedule)

@@ -25,7 +25,8 @@ from megatrain_jax._src.engine.state.pool_limit import POOL_BYTES_PER_LIST_BYTE
 class Hardware:
     """The memory sizes and rates of an accelerator and its host, for plans.
 
-    Rates refer to one accelerator, except for the host's memory, which all accelerators share.
+    Rates refer to one accelerator, except for those of the host's memory and of the network, which
+    all accelerators of a host share. Several hosts are alike.
 
     Attributes:
         name: The machine's name in plans.
@@ -41,6 +42,9 @@ class Hardware:
             infinite by default, so that only the links limit transfers.
         peer_bytes_per_s: Bytes per second that each device receives from its peers in collectives;
             `None` if only the links connect them. Collectives then pass through the host's memory.
+        hosts: Number of hosts. A run sets it to the number of hosts that its processes are on.
+        network_bytes_per_s: Bytes per second that each host receives from other hosts, while it
+            sends as many; infinite by default, so that the network takes no time.
         flops_per_s: Floating-point operations per second in bfloat16 matrix products, or in float16
             if the card has no bfloat16.
         float32_share: Rate of float32 matrix products with JAX's default precision, as a share of
@@ -84,6 +88,8 @@ class Hardware:
     link_out_bytes_per_s: float | None = None
     host_bytes_per_s: float = math.inf
     peer_bytes_per_s: float | None = None
+    hosts: int = 1
+    network_bytes_per_s: float = math.inf
     flops_per_s: float
     float32_share: float = 1.0
     float8_flops_per_s: float | None = None
@@ -104,6 +110,7 @@ class Hardware:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
         checks.boolean("has_bfloat16", self.has_bfloat16)
+        object.__setattr__(self, "hosts", checks.integer("hosts", self.hosts))
         widest_heads = checks.integer("widest_heads", self.widest_heads, least=0)
         object.__setattr__(self, "widest_heads", widest_heads)
         for field in fields(self):
@@ -144,7 +151,7 @@ class Hardware:
         )
 
     def times(self, num_devices: int) -> "Hardware":
-        """The same machine with `num_devices` accelerators and a host of typical size for them."""
+        """The same machine with `num_devices` accelerators in a host of typical size for them."""
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
@@ -181,22 +188,30 @@ class Hardware:
         return self.link_bytes_per_s, self.link_bytes_per_s if outward is None else outward
 
     def transfer_rates(self, num_devices: int) -> tuple[float, float]:
-        """Bytes per second from the host to each of `num_devices` busy devices, and back."""
+        """Bytes per second from a host to each of its `num_devices` busy devices, and back."""
         inward, outward = self.link_rates
         each = self.host_bytes_per_s / num_devices
         return min(inward, each), min(outward, each)
 
     def collective_bytes_per_s(self, num_devices: int) -> float:
-        """Bytes per second that each of `num_devices` devices receives in collectives.
+        """Bytes per second that each device receives in collectives of all devices.
 
         If only links connect the devices, a byte uses the sender's and the receiver's link at the
         same time, and is written to and read from the host's memory. On eight devices with links of
         31.5 GB/s and a host memory of 204.8 GB/s, each receives min(31.5, 204.8 / (2 · 8)) = 12.8
         GB/s.
+
+        Over several hosts, rings of devices pass each byte into every host once, however many
+        devices it has. So a host receives from the network as much as each of its devices does in
+        all, and both end at the same time.
+
+        Args:
+            num_devices: Number of devices of each host.
         """
-        if self.peer_bytes_per_s is not None:
-            return self.peer_bytes_per_s
-        return min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
+        within = self.peer_bytes_per_s
+        if within is None:
+            within = min(*self.link_rates, self.host_bytes_per_s / (2 * num_devices))
+        return within if self.hosts == 1 else min(within, self.network_bytes_per_s)
 
     @property
     def assumed_host_bytes(self) -> int | None:

@@ -96,7 +96,7 @@ def largest_size(
         return (n * rows, length) if what == "batch" else (rows, n * _TOKENS)
 
     width = config.num_heads * config.head_dim
-    tokens = planner.settings.gpus * (planner.machine.usable_bytes or 0) / (_BYTES * width)
+    tokens = planner.settings.num_gpus * (planner.machine.usable_bytes or 0) / (_BYTES * width)
     first = tokens / math.prod(shape(1))
     best = _largest_of(planner, config, shape, first)
     if best is None:

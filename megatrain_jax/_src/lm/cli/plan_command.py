@@ -280,7 +280,7 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[_Option]:
     # Smaller microbatches need less GPU memory and, in waves, keep fewer bytes in the host.
     if settings.tokens is not None and settings.microbatches != "auto":
         rows = settings.tokens // settings.length
-        if rows // settings.gpus > settings.microbatches:
+        if rows // settings.num_gpus > settings.microbatches:
             cost = "computes a batch in more parts, which may take longer"
             yield _option(cost, microbatches="auto")
     if settings.sums != "bfloat16" and settings.tokens is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.sizes import counted
+from megatrain_jax._src.common.sizes import counted, rate_of
 from megatrain_jax._src.lm.cli import run_settings
 from megatrain_jax._src.lm.cli.catalogue import config_values
 
@@ -16,7 +16,10 @@ class PlanSettings(run_settings.Settings):
     Attributes:
         model: A checkpoint's folder, its config.json, or the name of a known model.
         gpu: Name of the GPU, such as H100; default: this machine's.
-        gpus: Number of GPUs, which share the state and the batch.
+        gpus: Number of GPUs of each host, which share the state and the batch.
+        hosts: Number of such hosts.
+        network: Rate at which each host receives from the others, such as 400Gb/s or 8x400Gb/s;
+            default: a network that takes no time.
         host: Host memory in bytes, or such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens of a row.
@@ -54,6 +57,8 @@ class PlanSettings(run_settings.Settings):
     model: str | None = None
     gpu: str | None = None
     gpus: int = 1
+    hosts: int = 1
+    network: str | None = None
     host: int | str | None = None
     tokens: int | None = None
     length: int = 4096
@@ -82,7 +87,10 @@ class PlanSettings(run_settings.Settings):
         Raises:
             ValueError: If one is out of range, or needs an option that is missing.
         """
-        self.check_each(checks.integer, "gpus length microbatches lora_rank")
+        self.check_each(checks.integer, "gpus hosts length microbatches lora_rank")
+        if self.network is not None:
+            rate_of("network", self.network)
+        self.check_use("network", self.hosts > 1, "several hosts: set `hosts`")
         if self.microbatches == "auto" and self.tokens is None:
             raise ValueError("`microbatches`=auto needs `tokens`: any batch fits in small parts")
         run_settings.check_optimizer(self.optimizer)
@@ -123,13 +131,19 @@ class PlanSettings(run_settings.Settings):
             raise ValueError(
                 f"`tokens`={self.tokens} are {counted(rows, 'row')} of `length`={self.length}, and "
                 f"{self.least_rows} must divide their number: `gpus`={self.gpus} times "
-                f"`microbatches`={self.microbatches}"
+                f"`hosts`={self.hosts} times `microbatches`={self.microbatches}"
             )
 
     @property
     def least_rows(self) -> int:
         """Rows of the smallest batch that GPUs and microbatches can share."""
-        return self.gpus * (1 if isinstance(self.microbatches, str) else self.microbatches)
+        parts = 1 if isinstance(self.microbatches, str) else self.microbatches
+        return self.num_gpus * parts
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all hosts."""
+        return self.hosts * self.gpus
 
     @property
     def batch(self) -> str:

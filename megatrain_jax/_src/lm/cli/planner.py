@@ -47,6 +47,8 @@ class Planner:
         self._options: dict[str, Any] = {
             "hardware": self.machine,
             "num_gpus": settings.gpus,
+            "hosts": settings.hosts,
+            "network": settings.network,
             "microbatches": settings.microbatches,
             "device_budget": checks.device_budget(settings.device_budget),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
@@ -145,8 +147,9 @@ class Planner:
     @property
     def where(self) -> str:
         """The machine in words."""
-        count = self.settings.gpus
-        number = "" if count == 1 else f"{count} × "
+        count, hosts = self.settings.gpus, self.settings.hosts
+        number = "" if hosts == 1 else f"{hosts} hosts of "
+        number += "" if hosts == count == 1 else f"{count} × "
         memory = "" if self.host_bytes is None else f" with {sized(self.host_bytes)} of host memory"
         return f"{number}{self.machine.name}{memory}"
 
