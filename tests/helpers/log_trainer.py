@@ -49,8 +49,9 @@ class LogTrainer:
         self.first = self.first or batch
         check_like(batch, self.first)
 
-    def check_eval_batch(self, batch: Any) -> None:
+    def check_eval_batch(self, batch: Any) -> tuple[str, ...]:
         """Accepts all, since `evaluate` only counts batches."""
+        return ("loss",)
 
     def add_end_tokens(self, tokens: Any) -> None:
         """Ends of texts are no concern of the loop."""

@@ -96,6 +96,8 @@ class EarlyStopping(Callback):
         metric: The name of the metric.
     """
 
+    adds_metrics = ()
+
     def __init__(
         self,
         metric: str = "eval_loss",
@@ -160,6 +162,8 @@ class KeepBest(Callback):
         metric: The name of the metric.
         path: The newest complete checkpoint; None before the first.
     """
+
+    adds_metrics = ()
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,14 @@ class Callback:
     by restoring. A run that had nothing left to do calls none of them.
 
     A callback that decides by a metric may have its name as attribute `metric`: `fit` then refuses
-    a run that never evaluates a metric of evaluations.
+    a run that never evaluates a metric of evaluations. If it also says which metrics it adds to
+    records, as do all earlier ones, `fit` refuses a metric that the loss doesn't have.
+
+    Attributes:
+        adds_metrics: The names of the metrics that it adds to records; None if they aren't known.
     """
+
+    adds_metrics: Collection[str] | None = None
 
     def begin(self, trainer: Trainer) -> None:
         """Called before a run's first step, after a checkpoint has been restored.
@@ -60,6 +66,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 class Log(Callback, abc.ABC):
     """A callback that logs records; if several processes share a run, only the first one logs."""
+
+    adds_metrics = ()
 
     def begin(self, trainer: Trainer) -> None:
         """Opens the log."""

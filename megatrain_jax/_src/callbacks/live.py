@@ -16,6 +16,8 @@ class LiveCurve(Callback):
     IPython, as every notebook does.
     """
 
+    adds_metrics = ()
+
     def __init__(
         self,
         metrics: str | Sequence[str] = "loss",

@@ -18,6 +18,8 @@ class Profile(Callback):
     only the first one is traced, with its own devices.
     """
 
+    adds_metrics = ()
+
     def __init__(self, folder: str | PathLike[str], first: int = 3, last: int | None = None):
         """Traces nothing yet.
 

@@ -14,6 +14,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.engine.checkpoint.saved_settings import (
     batch_digest,
     differences,
@@ -39,14 +40,22 @@ from megatrain_jax._src.engine.options.options import (
     PrecisionGiven,
     Trainable,
 )
+from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
 from megatrain_jax._src.engine.state.hardware import Hardware
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train.result import EMPTY, FitResult, attaching_result
 from megatrain_jax._src.engine.train.run import Run
 from megatrain_jax._src.engine.train.series import RunCheckpoints
-from megatrain_jax._src.engine.train.source import Source, in_epochs, naming_batch, own_position
-from megatrain_jax._src.engine.trainer import Trainer
+from megatrain_jax._src.engine.train.source import (
+    Source,
+    first_evaluation,
+    in_epochs,
+    naming_batch,
+    naming_evaluation,
+    own_position,
+)
+from megatrain_jax._src.engine.trainer import Prepared, Trainer, prepare, started
 
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 _END = object()
@@ -213,18 +222,12 @@ def fit(
         # trained on.
         own = run.num_devices // processes.count
         sample = _first_batch(source, run.least_microbatches, own)
-        trainer = Trainer(
-            model,
-            loss_fn,
-            optimizer,
-            sample,
-            params=params,
-            continues=loop.checkpoint_dir if resume else None,
-            progress=loop.progress,
-            **vars(run),
-        )
+        continues = loop.checkpoint_dir if resume else None
+        prepared = prepare(model, loss_fn, optimizer, sample, params, continues, loop.progress, run)
+        evaluation = _checked_metrics(prepared, loop)
+        trainer = started(prepared)
         # Not kept here while the run lasts: each may be all parameters as arrays.
-        del model, params
+        del model, params, prepared
         with attaching_result(trainer):
             batches: Iterator[Any] = chain([sample], source)
             first, facts = 0, None
@@ -236,7 +239,7 @@ def fit(
                 # The sample was the data's first batch, which the run has already trained on.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
-            return call.train(batches, loop, series)
+            return call.train(batches, loop, series, evaluation)
 
 
 def train(
@@ -311,6 +314,8 @@ def train(
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
     loop.check_evaluated(at_end=True)
+    if loop.decides_by(""):
+        loop.check_metrics(trainer.run_state.spec.step_metrics, "")
     with attaching_result(trainer), _series(loop, trainer.processes, resume=resume) as series:
         source, start = Source(data, saved=series is not None), trainer.num_steps
         if series is not None:
@@ -387,6 +392,28 @@ def _continue_from(
     # Nothing is drawn for a run that has all its steps, of data that may have no more.
     if loop.steps is None or trainer.num_steps <= loop.steps:
         source.go_to(position, loop.progress and is_first)
+
+
+def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterable[Any]] | None:
+    """Checks that records will have the metrics by which callbacks decide.
+
+    Returns:
+        The `first_evaluation`, if its batch had to be drawn.
+
+    Raises:
+        ValueError: If a metric will be in no record.
+    """
+    spec, placement = prepared.spec, prepared.placement
+    loop.check_metrics(spec.step_metrics, "")
+    if loop.eval_data is None or not loop.decides_by(EVAL_PREFIX):
+        return None
+    with naming_evaluation():
+        first, batches = first_evaluation(loop.eval_data)
+        check_batch(first)
+        shapes = joined_shapes(first, placement.processes.count)
+        with placement.outside_meshes():
+            loop.check_metrics(spec.evaluation_metrics(shapes), EVAL_PREFIX)
+    return first, batches
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:

@@ -294,17 +294,17 @@ class RunState:
         check_like(batch, self._sample)
         self.spec.adapted.check_batch(batch)
 
-    def check_evaluation(self, batch: Any) -> None:
+    def check_evaluation(self, batch: Any) -> tuple[str, ...]:
         """Checks a batch to evaluate; see `Trainer.check_eval_batch`."""
         self._check_values(batch)
         spec, placement = self.spec, self.store.placement
         loss_fn = self._loss_to_evaluate(batch)
         shapes = joined_shapes(batch, placement.processes.count)
         if _num_bytes(batch) > _num_bytes(self._sample):  # it may not fit
-            self._bind(batch, train=False, loss_fn=loss_fn)
-            return
+            program = self._bind(batch, train=False, loss_fn=loss_fn).program
+            return "loss", *program.metrics
         with placement.outside_meshes(), _noting_arrays("an evaluation", batch, self._sample):
-            spec.trace(shapes, train=False, loss_fn=loss_fn)
+            return spec.evaluation_metrics(shapes, loss_fn)
 
     def train(self, batch: Any, *, by_hand: bool) -> StepMetrics:
         """Dispatches a training step; see `Trainer.step`.

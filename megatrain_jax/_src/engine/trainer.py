@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.engine.adapt.adapters import adapt
+from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.checkpoint.given_parameters import with_given_parameters
 from megatrain_jax._src.engine.checkpoint.save import Saving
 from megatrain_jax._src.engine.checkpoint.saved_settings import with_saved_parts
@@ -38,9 +40,10 @@ from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
 from megatrain_jax._src.engine.runtime.training import StepMetrics, with_memory_advice
 from megatrain_jax._src.engine.schedule.schedule import Schedule
-from megatrain_jax._src.engine.spec.run_spec import exact_dtypes
+from megatrain_jax._src.engine.spec.run_spec import RunSpec, exact_dtypes
 from megatrain_jax._src.engine.start import local_run_spec, on_this_machine, start
 from megatrain_jax._src.engine.state.hardware import Hardware
+from megatrain_jax._src.engine.state.placement import Placement
 from megatrain_jax._src.engine.state.processes import Processes
 
 
@@ -145,7 +148,6 @@ class Trainer(ExplainedAttributes):
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host or device memory is too small, or `host_budget`.
         """
-        began = time.perf_counter()
         run = Options(
             microbatches=microbatches,
             waves=waves,
@@ -160,35 +162,22 @@ class Trainer(ExplainedAttributes):
             hardware=hardware,
             mesh=mesh,
         )
-        run, placement, has_gpu = on_this_machine(run)
-        progress = checks.boolean("progress", progress) and placement.processes.is_first
         order = "Trainer(model, loss_fn, optimizer, sample_batch)"
         check_order(order, optimizer, "sample_batch", sample_batch)
-        check_parts(model, loss_fn, optimizer, params)
-        if continues is not None:
-            rows = num_rows(sample_batch) or 1
-            run = with_saved_parts(run, continues, rows, placement.processes)
-        number, num_devices = run.least_microbatches, len(placement.local_devices)
-        divides = placement.num_devices > 1
-        check_batch(
-            sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
+        prepared = prepare(
+            model, loss_fn, optimizer, sample_batch, params, continues, progress, run
         )
-        tell_phase("tracing the model, the loss and the optimizer ...", progress)
-        adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
-        initial.check()
         # The run keeps only what it needs: the caller may have dropped its own reference too.
-        del model
-        spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-        if progress and (line := products_line(spec)):
-            tqdm.write(line, file=sys.stderr)
-        if params is not None:
-            initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
-            del params
-        what = spec, placement, initial, sample_batch
-        spec, engine, seconds = start(*what, progress, began, has_gpu=has_gpu)
+        del model, params
+        self._start(prepared)
+
+    def _start(self, prepared: "Prepared") -> None:
+        what = prepared.spec, prepared.placement, prepared.initial, prepared.sample_batch
+        progress, has_gpu = prepared.progress, prepared.has_gpu
+        spec, engine, seconds = start(*what, progress, prepared.began, has_gpu=has_gpu)
         self._end_tokens: tuple[int, ...] = ()
         self._startup = dict(seconds)
-        self._state = RunState(spec, engine, sample_batch, progress)
+        self._state = RunState(spec, engine, prepared.sample_batch, progress)
 
     def __repr__(self) -> str:
         """Returns the model, the step and the budget as a plain text table."""
@@ -231,9 +220,13 @@ class Trainer(ExplainedAttributes):
         """
         self._state.check(batch)
 
-    def check_eval_batch(self, batch: Any) -> None:
-        """Checks a batch like `evaluate`, but computes nothing; a large one is also scheduled."""
-        self._state.check_evaluation(batch)
+    def check_eval_batch(self, batch: Any) -> tuple[str, ...]:
+        """Checks a batch like `evaluate`, but computes nothing; a large one is also scheduled.
+
+        Returns:
+            The names of the loss and the metrics that `evaluate` would return.
+        """
+        return self._state.check_evaluation(batch)
 
     @with_memory_advice()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -472,3 +465,75 @@ class Trainer(ExplainedAttributes):
     def run_state(self) -> RunState:
         """The state behind this trainer, which `fit` and `train` save and restore."""
         return self._state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that is traced and cut, but has neither compiled functions nor arrays.
+
+    Attributes:
+        spec: The run.
+        placement: The run's devices.
+        initial: The initial values of its state.
+        sample_batch: A batch, or its shapes.
+        progress: Whether to show progress.
+        has_gpu: Whether this machine has a GPU.
+        began: The time at which this began, in seconds of `time.perf_counter`.
+    """
+
+    spec: RunSpec
+    placement: Placement
+    initial: InitialValues
+    sample_batch: Any
+    progress: bool
+    has_gpu: bool
+    began: float
+
+
+def prepare(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    params: Any,
+    continues: str | PathLike[str] | None,
+    progress: bool,
+    run: Options,
+) -> Prepared:
+    """The first half of a trainer's start, in seconds; see `Trainer` for arguments and errors."""
+    began = time.perf_counter()
+    run, placement, has_gpu = on_this_machine(run)
+    progress = checks.boolean("progress", progress) and placement.processes.is_first
+    check_parts(model, loss_fn, optimizer, params)
+    if continues is not None:
+        rows = num_rows(sample_batch) or 1
+        run = with_saved_parts(run, continues, rows, placement.processes)
+    number, num_devices = run.least_microbatches, len(placement.local_devices)
+    divides = placement.num_devices > 1
+    check_batch(
+        sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
+    )
+    tell_phase("tracing the model, the loss and the optimizer ...", progress)
+    adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
+    initial.check()
+    spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
+    if progress and (line := products_line(spec)):
+        tqdm.write(line, file=sys.stderr)
+    if params is not None:
+        initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
+    return Prepared(
+        spec=spec,
+        placement=placement,
+        initial=initial,
+        sample_batch=sample_batch,
+        progress=progress,
+        has_gpu=has_gpu,
+        began=began,
+    )
+
+
+def started(prepared: Prepared) -> Trainer:
+    """The trainer of a prepared run."""
+    trainer = Trainer.__new__(Trainer)
+    trainer._start(prepared)
+    return trainer

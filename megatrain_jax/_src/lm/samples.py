@@ -104,6 +104,8 @@ class Samples(Callback):
         1
     """
 
+    adds_metrics = ()
+
     def __init__(
         self,
         prompts: Sequence[Any],

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 import megatrain_jax as mt
 from megatrain_jax import callbacks
+from megatrain_jax._src.engine import trainer as trainers
 from messages import refuses
 
 FP32 = mt.Precision(compute=jnp.float32)
@@ -242,3 +243,61 @@ def test_train_by_hand_evaluates_at_the_end_of_each_call():
         for _ in range(2)
     ]
     assert ended[-1] == "stopped"
+
+
+def with_accuracy(model: Any, batch: Any) -> Any:
+    return eval_loss_fn(model, batch), {"accuracy": 1.0}
+
+
+def adding(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+    record["eval_f1"] = 1.0
+
+
+class Adding(callbacks.Callback):
+    adds_metrics = ("eval_f1",)
+
+    def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        adding(trainer, record)
+
+
+@pytest.mark.parametrize(
+    ("metric", "loss", "named"),
+    [
+        ("eval_acuracy", None, ("eval_loss",)),
+        ("eval_acuracy", with_accuracy, ("eval_loss", "`eval_accuracy`")),
+        ("grad_nrom", None, ("loss", "`grad_norm`")),
+    ],
+)
+def test_a_metric_that_there_is_not_is_refused_before_anything_is_compiled(
+    metric: str, loss: Any, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    stop: Any = callbacks.EarlyStopping(metric)
+    given: Any = {"eval_every": 1, "eval_data": DATA[:1]}
+    trainer = fitted(Net(), eval_loss_fn=loss).trainer
+    with refuses(ValueError, "callbacks[0]", "`metric`", metric, *named):
+        mt.train(trainer, DATA, callbacks=[stop], progress=False, **given)
+    monkeypatch.setattr(trainers, "start", None)
+    for some in ([stop], [Adding(), callbacks.Profile("p"), stop]):
+        with refuses(ValueError, f"callbacks[{len(some) - 1}]", "`metric`", metric, *named):
+            fitted(Net(), eval_loss_fn=loss, callbacks=some, **given)
+
+
+@pytest.mark.parametrize("adds", [adding, Adding()])
+def test_a_metric_that_a_callback_may_add_is_not_refused(adds: Any):
+    stop = callbacks.EarlyStopping("eval_f1", patience=1)
+    assert fitted(Net(), eval_every=1, callbacks=[adds, stop]).ended == "stopped"
+    with refuses(ValueError, "callbacks[0]", "eval_f1"):
+        fitted(Net(), eval_every=1, callbacks=[stop, adds])
+
+
+def test_an_evaluation_drawn_for_its_metrics_is_the_first_one():
+    calls = []
+
+    def evaluation() -> Any:
+        calls.append(1)
+        return iter(DATA[:2])
+
+    stop = callbacks.EarlyStopping()
+    result = fitted(Net(), eval_data=evaluation, eval_every=3, callbacks=[stop])
+    assert len(calls) == 1
+    assert result.history[-1]["eval_loss"] == result.trainer.evaluate(DATA[:2])["loss"]

@@ -20,7 +20,7 @@ import numpy as np
 from megatrain_jax._src.common.checks import refused
 
 # The names that every step's record uses itself, and the prefix of its evaluation's names.
-_RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
+RESERVED = ("loss", "grad_norm", "loss_scale", "seconds", "skipped", "step")
 EVAL_PREFIX = "eval_"
 _BATCHES = ("batch", "data")
 _TARGETS = (*_BATCHES, "y", "label", "labels", "target", "targets", "y_true")
@@ -173,11 +173,11 @@ def checked_result(
             f"{name} must return a loss or (loss, metrics) with a dict from str to scalars, as in "
             f'(loss, {{"accuracy": accuracy}}), but its metrics are {_describe(metrics)}.'
         )
-    reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVAL_PREFIX))
+    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVAL_PREFIX))
     if reserved:
         raise ValueError(
             f"{name} may not name a metric {reserved[0]!r}: every step's record uses this name "
-            f"itself. Reserved are {', '.join(_RESERVED)} and names that begin with {EVAL_PREFIX}; "
+            f"itself. Reserved are {', '.join(RESERVED)} and names that begin with {EVAL_PREFIX}; "
             "rename the metric."
         )
     numbers = {}

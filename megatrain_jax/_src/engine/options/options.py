@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of
+from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX, check_loss
 from megatrain_jax._src.engine.options.machine import (
     check_mesh_given,
@@ -337,6 +338,38 @@ class LoopOptions:
                 raise ValueError(
                     f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of "
                     f"evaluations, and there will be none during training: pass {lacking}"
+                )
+
+    def decides_by(self, prefix: str) -> bool:
+        """Whether a callback decides by a metric with this prefix."""
+        metrics = [getattr(callback, "metric", None) for callback in self.callbacks]
+        return any(isinstance(metric, str) and metric.startswith(prefix) for metric in metrics)
+
+    def check_metrics(self, names: Sequence[str], prefix: str) -> None:
+        """Checks that records will have the metrics by which callbacks decide.
+
+        A callback that doesn't say which metrics it adds, and any after it, is not checked.
+
+        Args:
+            names: The metrics of evaluations, or of steps.
+            prefix: The prefix in records of the evaluations' metrics; "" for those of steps.
+
+        Raises:
+            ValueError: If a callback decides by another metric.
+        """
+        shown = [prefix + name for name in names]
+        for i, callback in enumerate(self.callbacks):
+            if (added := getattr(callback, "adds_metrics", None)) is None:
+                return
+            shown += added
+            metric = getattr(callback, "metric", None)
+            if not isinstance(metric, str) or metric.startswith(EVAL_PREFIX) != bool(prefix):
+                continue
+            if metric not in shown:
+                kind = "evaluations" if prefix else "steps"
+                raise ValueError(
+                    f"`callbacks[{i}]`, {type(callback).__name__}, has `metric`={metric!r}, but "
+                    f"{kind} have {', '.join(shown)}{did_you_mean(metric, shown)}"
                 )
 
     @property

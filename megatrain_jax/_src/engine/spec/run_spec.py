@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
+from megatrain_jax._src.engine.adapt.loss_function import RESERVED
 from megatrain_jax._src.engine.options.batch_checks import num_rows
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
@@ -23,6 +24,7 @@ from megatrain_jax._src.engine.program.fingerprint import fingerprint
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.loss.trace import TracedLoss, trace_loss
 from megatrain_jax._src.engine.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.engine.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.bound_step import BoundStep, bind_step
 from megatrain_jax._src.engine.spec.codecs import stored_dtype
@@ -146,6 +148,20 @@ class RunSpec:
             self.adapted, loss_fn, self.options, batch, microbatches, self.num_groups, train=train
         )
         return traced, microbatches
+
+    @property
+    def step_metrics(self) -> tuple[str, ...]:
+        """The names of the numbers in a step's record, and those that only some runs have."""
+        names = "loss", *self.traced.metrics, *find_hyperparameters(self.optimizer), *RESERVED
+        return tuple(dict.fromkeys(names))
+
+    def evaluation_metrics(
+        self, batch: Any, loss_fn: Callable[..., Any] | None = None
+    ) -> tuple[str, ...]:
+        """The names of the metrics that the evaluation of a batch has; see `bound_step`."""
+        loss_fn = loss_fn or self.options.eval_loss_fn or self.loss_fn
+        traced, _ = self.trace(batch, train=False, loss_fn=loss_fn)
+        return "loss", *traced.metrics
 
     def bound_step(
         self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from megatrain_jax._src.common.progress import tell_phase, tqdm
@@ -26,10 +25,12 @@ from megatrain_jax._src.engine.runtime.interrupt import Signals, deferred_interr
 from megatrain_jax._src.engine.runtime.training import TooManySkippedError
 from megatrain_jax._src.engine.train.result import FitResult
 from megatrain_jax._src.engine.train.series import RunCheckpoints
-from megatrain_jax._src.engine.train.source import Prefetch
+from megatrain_jax._src.engine.train.source import (
+    Prefetch,
+    first_evaluation,
+    naming_evaluation,
+)
 from megatrain_jax._src.engine.trainer import Trainer
-
-_END = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,30 +121,20 @@ class Loop:
         if errors:
             raise errors[0]
 
-    def check_eval_data(self) -> None:
+    def check_eval_data(self, drawn: tuple[Any, Iterable[Any]] | None) -> None:
         """Checks the first batch of `eval_data`, because an evaluation may come hours later.
 
-        The result of a function also serves the first evaluation, because a second call may go on
-        in the same data.
+        Args:
+            drawn: The `first_evaluation`, if it was needed before.
 
         Raises:
             Exception: If there is no batch, or it can't be evaluated.
         """
         if self.options.eval_data is None:
             return
-        try:
-            batches = eval_batches(self.options.eval_data)
-            with deferred_interrupt(second_interrupts=True):
-                iterator = iter(batches)
-                first = next(iterator, _END)
-            if first is _END:
-                raise ValueError("`eval_data` gave no batch to evaluate")
-            self.trainer.check_eval_batch(first)
-        except Exception as error:
-            error.add_note("The first batch of `eval_data` is checked before the first step.")
-            raise
-        # An iterator's first batch can't be drawn again.
-        self.first_evaluation = chain([first], iterator) if iterator is batches else batches
+        with naming_evaluation():
+            first, self.first_evaluation = drawn or first_evaluation(self.options.eval_data)
+            self.options.check_metrics(self.trainer.check_eval_batch(first), EVAL_PREFIX)
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` end, and completes every record.

@@ -66,11 +66,18 @@ class Run:
         batches: Iterable[Any],
         options: LoopOptions,
         series: RunCheckpoints | None,
+        evaluation: tuple[Any, Iterable[Any]] | None = None,
     ) -> FitResult:
         """Trains until the batches end or all steps are done, then saves the last step.
 
         For every cause of the end, the steps in flight are completed and the last one is saved
         before the error is raised or, after SIGTERM, the process exits.
+
+        Args:
+            batches: The batches to train on.
+            options: The options of the loop.
+            series: The run's checkpoints, if it has any.
+            evaluation: The `first_evaluation`, if it is drawn already.
         """
         trainer, processes = self.trainer, self.trainer.processes
         process_id = os.getpid()
@@ -94,7 +101,7 @@ class Run:
                 signals.begin()
                 # `islice` accepts no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
-                loop.check_eval_data()
+                loop.check_eval_data(evaluation)
                 loop.begin()
                 # A checkpoint without an evaluation doesn't tell whether one was begun.
                 if left != 0 and (self.first or trainer.history.cut_off == before):

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from operator import length_hint
 from typing import Any
 
@@ -25,7 +26,8 @@ import numpy as np
 
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.user_warnings import warn_user
-from megatrain_jax._src.engine.options.options import LoopOptions
+from megatrain_jax._src.engine.options.inputs import eval_batches
+from megatrain_jax._src.engine.options.options import EvalData, LoopOptions
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.train.result import EMPTY
@@ -297,6 +299,36 @@ def own_position(position: Mapping[str, Any], processes: Processes) -> Mapping[s
         if len(parts) == processes.count
         else {"batches": position["batches"]}
     )
+
+
+def first_evaluation(eval_data: EvalData) -> tuple[Any, Iterable[Any]]:
+    """The first batch to evaluate, and the batches of the first evaluation, with it.
+
+    The result of a function also serves the first evaluation, because a second call may go on in
+    the same data.
+
+    Raises:
+        ValueError: If there is no batch.
+        TypeError: If a function did not return batches.
+    """
+    batches = eval_batches(eval_data)
+    with deferred_interrupt(second_interrupts=True):
+        iterator = iter(batches)
+        first = next(iterator, _END)
+    if first is _END:
+        raise ValueError("`eval_data` gave no batch to evaluate")
+    # An iterator's first batch can't be drawn again.
+    return first, chain([first], iterator) if iterator is batches else batches
+
+
+@contextmanager
+def naming_evaluation() -> Iterator[None]:
+    """Adds to an error that it is about the first batch of `eval_data`."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("The first batch of `eval_data` is checked before the first step.")
+        raise
 
 
 class Prefetch(Iterator[Any]):

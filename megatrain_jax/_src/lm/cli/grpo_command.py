@@ -103,6 +103,8 @@ class _StartCallback(callbacks.Callback):
         is_past: Whether the folder has been created.
     """
 
+    adds_metrics = ()
+
     def __init__(self, settings: GrpoSettings, folder: RunFolder):
         """Creates nothing yet."""
         self._settings, self._folder = settings, folder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -105,6 +105,7 @@ class ProgressLines:
     steps: int
     schedule: optax.Schedule
     every: int
+    adds_metrics: ClassVar = ("learning_rate",)
     tell_start: Callable[[int], None] = lambda step: None
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _seen: int = 0
