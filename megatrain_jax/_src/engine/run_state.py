@@ -388,7 +388,7 @@ class RunState:
 
     def _loss_to_evaluate(self, batch: Any) -> Callable[..., Any]:
         """The run's loss for evaluation; warns once if it is the training loss, and trains."""
-        given = self.spec.options.eval_loss_fn
+        given = self.spec.loss_to_evaluate
         if given is None:
             advice = "pass `eval_loss_fn`, a loss that calls", ", or the same loss if this is meant"
             self._warn_of_training(self.spec.loss_fn, batch, advice)
@@ -400,7 +400,7 @@ class RunState:
             return
         self._looked_at.add(function)
         if does := self.spec.adapted.only_in_training(function, batch):
-            name = name_of(function.fn if isinstance(function, Prediction) else function)
+            name = name_of(function)
             warn_user(
                 f"in evaluations, {name} {does}, as in training: {advice[0]} the model as for "
                 f"inference, such as model(x, train=False){advice[1]}"

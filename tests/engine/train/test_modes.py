@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.experimental import io_callback
 
 import megatrain_jax as mt
 from megatrain_jax import callbacks
@@ -301,3 +302,43 @@ def test_an_evaluation_drawn_for_its_metrics_is_the_first_one():
     result = fitted(Net(), eval_data=evaluation, eval_every=3, callbacks=[stop])
     assert len(calls) == 1
     assert result.history[-1]["eval_loss"] == result.trainer.evaluate(DATA[:2])["loss"]
+
+
+def floated(model: Any, batch: Any) -> Any:
+    return jnp.float32(float(eval_loss_fn(model, batch)))
+
+
+def ordered(model: Any, batch: Any) -> Any:
+    loss = eval_loss_fn(model, batch)
+    return loss + io_callback(np.float32, jax.ShapeDtypeStruct((), jnp.float32), loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (lambda model, batch: model(batch[0], train=False), "shape"),
+        (lambda model, batch: (eval_loss_fn(model, batch), 1, 2), "3"),
+        (lambda model, batch: (eval_loss_fn(model, batch), {"seconds": 1}), "'seconds'"),
+        (lambda model, batch: (eval_loss_fn(model, batch), {"x": batch[0]}), "'x'"),
+        (lambda model, batch: jnp.mean(batch[0]), "parameter"),
+        (floated, "floated"),
+        (ordered, "io_callback"),
+    ],
+)
+def test_an_error_about_the_loss_of_evaluations_names_it(loss: Any, named: str):
+    with refuses(ValueError if loss is not floated else TypeError, "eval_loss_fn", named) as caught:
+        fitted(Net(), eval_loss_fn=loss, eval_data=[tuple(np.tile(x, (2, 1)) for x in DATA[0])])
+    assert "loss_fn" not in str(caught.value).replace("eval_loss_fn", "")
+
+
+@pytest.mark.parametrize("name", ["kept", "added"])
+def test_the_loss_of_evaluations_is_named_if_it_changes_the_model(name: str):
+    model: Any = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    model.kept = nnx.BatchStat(jnp.zeros(2))
+
+    def changing(model: Any, batch: Any) -> Any:
+        setattr(model, name, nnx.BatchStat(jnp.zeros(3)))
+        return loss_fn(model, batch)
+
+    with refuses(ValueError, "eval_loss_fn", name):
+        fitted(model, eval_loss_fn=changing)

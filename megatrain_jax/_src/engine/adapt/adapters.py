@@ -44,6 +44,7 @@ from megatrain_jax._src.engine.adapt.initial_values import (
 from megatrain_jax._src.engine.adapt.linen_calls import recording
 from megatrain_jax._src.engine.adapt.loss_function import (
     Prediction,
+    argument_of,
     checked_result,
     checked_rows,
     explaining_concretization,
@@ -172,10 +173,11 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
     return found
 
 
-def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> None:
+def check_same_paths(name: str, what: str, expected: Sequence[ModelPath], tree: Any) -> None:
     """Checks that a call of the loss function did not change the model's structure.
 
     Args:
+        name: the function's argument, for the message.
         what: "parameters" or "variables", for the message.
         expected: paths before the call.
         tree: parameters or variables after it.
@@ -191,7 +193,7 @@ def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> Non
     changes = [f"{verb} {', '.join(names)}" for verb, names in verbs.items() if names]
     if changes:
         raise ValueError(
-            f"Calling loss_fn changed which {what} the model holds: {'; '.join(changes)}. Every "
+            f"Calling {name} changed which {what} the model holds: {'; '.join(changes)}. Every "
             "step needs the same ones: create them when the model is built, or use "
             "nnx.Intermediate for values that are only passed out."
         )
@@ -255,7 +257,7 @@ def _nnx_parts(model: Any) -> Parts:
                 module.train() if train else module.eval()
         result = loss_fn(model, *args)
         _, after, _, changed = nnx.split(model, nnx.Param, nnx.Intermediate, ...)
-        check_same_paths("parameters", param_paths, after)
+        check_same_paths(argument_of(loss_fn), "parameters", param_paths, after)
         return result, changed
 
     def rebuild(params: Any, variables: Any) -> Any:
@@ -638,9 +640,9 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
         # A loss that takes a key receives it, and so does a module that draws random numbers.
         with explaining_concretization(loss_fn):
             result, changed = shell.call(loss_fn, args, *trees, rng, train)
-        check_same_paths("variables", variable_paths, changed)
+        check_same_paths(argument_of(loss_fn), "variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
-        variables = tuple(_as_declared(*item) for item in new)
+        variables = tuple(_as_declared(argument_of(loss_fn), *item) for item in new)
         if isinstance(loss_fn, Prediction):
             return None, checked_rows(loss_fn.fn, result, batch), variables
         return *checked_result(loss_fn, result), variables
@@ -711,13 +713,13 @@ def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtyp
         )
 
 
-def _as_declared(path: ModelPath, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+def _as_declared(name: str, path: ModelPath, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
     """Returns a variable's new value in its declared dtype, for which the step is compiled."""
     found_shape, found_dtype = jnp.shape(value), jnp.result_type(value)
     floats = all(jnp.issubdtype(d, jnp.floating) for d in (found_dtype, shape.dtype))
     if found_shape != shape.shape or not (found_dtype == shape.dtype or floats):
         raise ValueError(
-            f"loss_fn changed the variable {path_name(path)} from {shape.dtype}{shape.shape} to "
+            f"{name} changed the variable {path_name(path)} from {shape.dtype}{shape.shape} to "
             f"{found_dtype}{found_shape}; shape and dtype must stay the same from step to step."
         )
     return strong_array(value, shape.dtype)

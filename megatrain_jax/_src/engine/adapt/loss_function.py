@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ _UNPACK = "a batch is passed whole: unpack it inside, as in x, y = batch"
 class Prediction:
     """What a step computes instead of a loss: the arrays of `fn`, with a row for each example."""
 
+    argument: ClassVar = "fn"
     fn: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
@@ -46,8 +47,31 @@ class Prediction:
         return self.fn(*args)
 
 
+@dataclass(frozen=True)
+class EvalLoss:
+    """The run's `eval_loss_fn`: a loss whose errors have this name."""
+
+    argument: ClassVar = "eval_loss_fn"
+    fn: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the loss, or the loss and metrics."""
+        return self.fn(*args)
+
+
+def argument_of(function: Callable[..., Any]) -> str:
+    """The name of the user's argument that a loss, or a prediction, was given as."""
+    return function.argument if isinstance(function, Prediction | EvalLoss) else "loss_fn"
+
+
+def of_user(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's own function."""
+    return function.fn if isinstance(function, Prediction | EvalLoss) else function
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """A function's name as the user wrote it."""
+    function = of_user(function)
     return getattr(function, "__name__", repr(function))
 
 
@@ -109,8 +133,7 @@ def check_loss(loss_fn: Any, name: str = "loss_fn") -> None:
 
 def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
     """The arguments of a loss function after the model: the batch, and a key if it takes one."""
-    function = loss_fn.fn if isinstance(loss_fn, Prediction) else loss_fn
-    return (batch, rng) if takes_rng(function) else (batch,)
+    return (batch, rng) if takes_rng(of_user(loss_fn), argument_of(loss_fn)) else (batch,)
 
 
 @contextlib.contextmanager
@@ -123,11 +146,9 @@ def explaining_concretization(loss_fn: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except _NEEDS_VALUE as error:
-        if isinstance(loss_fn, Prediction):
-            who, advice = f"fn ({name_of(loss_fn.fn)})", ""
-        else:
-            who = f"loss_fn ({name_of(loss_fn)})"
-            advice = 'return it as a metric, (loss, {"name": number}), or '
+        who = f"{argument_of(loss_fn)} ({name_of(loss_fn)})"
+        is_loss = not isinstance(loss_fn, Prediction)
+        advice = 'return it as a metric, (loss, {"name": number}), or ' if is_loss else ""
         raise TypeError(
             f"{who} needs the value of an array{_line_of(error)}. It is traced once, on shapes, "
             "before any array has a value: float(), .item(), NumPy and `if` can't be used on one. "
@@ -155,7 +176,7 @@ def checked_result(
     Raises:
         ValueError: It is not a scalar loss with scalar metrics, or a metric's name is reserved.
     """
-    name = f"loss_fn ({name_of(loss_fn)})"
+    name = f"{argument_of(loss_fn)} ({name_of(loss_fn)})"
     if isinstance(result, tuple) and len(result) != 2:
         raise ValueError(
             f"{name} must return a loss or (loss, metrics), not a tuple of {len(result)} values; "

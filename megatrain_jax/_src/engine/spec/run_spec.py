@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
-from megatrain_jax._src.engine.adapt.loss_function import RESERVED
+from megatrain_jax._src.engine.adapt.loss_function import RESERVED, EvalLoss, argument_of
 from megatrain_jax._src.engine.options.batch_checks import num_rows
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
@@ -155,11 +155,17 @@ class RunSpec:
         names = "loss", *self.traced.metrics, *find_hyperparameters(self.optimizer), *RESERVED
         return tuple(dict.fromkeys(names))
 
+    @property
+    def loss_to_evaluate(self) -> EvalLoss | None:
+        """The run's loss for evaluations, if it has one of its own."""
+        given = self.options.eval_loss_fn
+        return None if given is None else EvalLoss(given)
+
     def evaluation_metrics(
         self, batch: Any, loss_fn: Callable[..., Any] | None = None
     ) -> tuple[str, ...]:
         """The names of the metrics that the evaluation of a batch has; see `bound_step`."""
-        loss_fn = loss_fn or self.options.eval_loss_fn or self.loss_fn
+        loss_fn = loss_fn or self.loss_to_evaluate or self.loss_fn
         traced, _ = self.trace(batch, train=False, loss_fn=loss_fn)
         return "loss", *traced.metrics
 
@@ -298,4 +304,5 @@ def trace_microbatch(
         devices=devices,
         builder=adapted.builder,
         expert_groups=num_groups,
+        name=argument_of(loss_fn),
     )

@@ -180,7 +180,12 @@ def substitute(eqns: list[Any], positions: Sequence[Position], var: Any) -> None
 
 
 def cut(
-    traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int, *, is_loss: bool = True
+    traced: jx.Traced,
+    leaves: Sequence[Leaf],
+    num_variables: int,
+    *,
+    is_loss: bool = True,
+    name: str = "loss_fn",
 ) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
 
@@ -190,20 +195,24 @@ def cut(
         ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
     """
     traced = jx.without_dead_code(traced)
-    flow = Dataflow(traced, leaves)
+    flow = Dataflow(traced, leaves, name)
     loss, *arrays = traced.jaxpr.outvars[: len(traced.jaxpr.outvars) - num_variables]
     read = [loss] if is_loss else [loss, *arrays]
     if all(jx.is_literal(v) or flow.kind[v] in (CONST, DATA) for v in read):
-        found = "the loss that loss_fn returns does" if is_loss else "the arrays that fn returns do"
+        found = (
+            f"the loss that {name} returns does"
+            if is_loss
+            else f"the arrays that {name} returns do"
+        )
         raise ValueError(f"{found} not depend on any parameter")
     if is_loss and loss not in flow.trainable:
         raise ValueError(
-            "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
+            f"the loss that {name} returns does not depend on any parameter that is `trainable`"
         )
     refuse_read_callbacks(flow)
     if shared := find_shared(flow):
         leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
-        flow = Dataflow(traced, leaves)
+        flow = Dataflow(traced, leaves, name)
     program = _Builder(flow, find_stretches(flow)).program(num_variables, is_loss)
     return dataclasses.replace(program, shared=shared)
 

@@ -167,7 +167,7 @@ def refuse_read_callbacks(flow: Dataflow) -> None:
         direct = not jx.inner_jaxprs(eqn)
         if kind == MAIN and has_side_effects(eqn) and (direct or has_read_callback(eqn)):
             raise ValueError(
-                "loss_fn reads the result of a callback with side effects (io_callback) on "
+                f"{flow.name} reads the result of a callback with side effects (io_callback) on "
                 "values that depend on parameters: backward recomputes stages and would call it "
                 "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
                 "values of the batch alone"

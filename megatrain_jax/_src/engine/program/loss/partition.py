@@ -129,10 +129,12 @@ class Dataflow:
         read: Variables that some equation or the caller reads.
         ordered: Equations of stages with ordered effects, ascending.
         trainable: Variables that depend on a trainable leaf.
+        name: The user's argument that the function was given as, for errors.
     """
 
-    def __init__(self, traced: jx.Traced, leaves: Sequence[Leaf]):
+    def __init__(self, traced: jx.Traced, leaves: Sequence[Leaf], name: str):
         """Classifies a function's equations; its inputs are the constants, `leaves`, then data."""
+        self.name = name
         self.jaxpr = jaxpr = traced.jaxpr
         self.leaves = leaves
         num_consts = len(traced.consts)
@@ -651,7 +653,7 @@ def _with_effects(
         if i in flow.ordered:
             if stage_of[i] < earliest:
                 raise ValueError(
-                    "loss_fn has ordered effects that can't be kept in order: the operands of "
+                    f"{flow.name} has ordered effects that can't be kept in order: the operands of "
                     f"{flow.jaxpr.eqns[i].primitive.name} are computed in an earlier stage than "
                     "those of an effect before it. Leave out `ordered=True`"
                 )

@@ -44,6 +44,7 @@ class TracedLoss:
         num_variables: Number of inputs that are variables: untrained state.
         metrics: Names of the metrics, in output order.
         rows: Structure of the arrays that a prediction returns; None for a loss.
+        name: The user's argument, for errors.
     """
 
     traced: jx.Traced
@@ -51,6 +52,7 @@ class TracedLoss:
     num_variables: int
     metrics: tuple[str, ...]
     rows: Any = None
+    name: str = "loss_fn"
 
     @functools.cached_property
     def stacks(self) -> Stacks:
@@ -67,6 +69,7 @@ def trace_loss(
     devices: Collection[Any] | None = None,
     builder: str | None = None,
     expert_groups: int = 1,
+    name: str = "loss_fn",
 ) -> TracedLoss:
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
@@ -79,6 +82,7 @@ def trace_loss(
         devices: The run's devices; None if only their number is known.
         builder: Name of the function that builds the model; None for a model given as it is.
         expert_groups: See `TraceTarget`.
+        name: The user's argument that the loss was given as, for errors.
 
     Raises:
         ValueError: The loss uses a mesh of its own, and the mesh or the run has several devices; or
@@ -111,7 +115,7 @@ def trace_loss(
             else "A "
         )
         raise ValueError(
-            f"loss_fn, or the model that it calls, reads an array ({kept}) that was made while it "
+            f"{name}, or the model that it calls, reads an array ({kept}) that was made while it "
             f"was traced before, and so has no values. {built}cache (`functools.cache`, an "
             "attribute, a global) has kept it: make the array anew at every call, or keep it as a "
             "NumPy array"
@@ -124,7 +128,7 @@ def trace_loss(
             else "Call it outside of `jax.set_mesh` and `shard_map`"
         )
         raise ValueError(
-            f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
+            f"{name} computes in a mesh of {mesh.size} devices, with the axes "
             f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
             f"for a mesh of one. {entered}: several devices share its work without its help. Or "
             "choose one by `mesh`"
@@ -137,14 +141,14 @@ def trace_loss(
                 for group in (found, devices or ())
             )
             raise ValueError(
-                f"loss_fn places values on devices of its own ({own}), by a sharding such as in "
+                f"{name} places values on devices of its own ({own}), by a sharding such as in "
                 f"`with_sharding_constraint` or `device_put`, but the run is on "
                 f"{of_run or counted(num_devices, 'device')}. Leave these shardings out: `mesh` "
                 "chooses the devices, and several devices share the loss's work without its help"
             )
     if num_devices > 1 and (ordered := ordered_callbacks(traced.jaxpr)):
         raise ValueError(
-            f"loss_fn calls {', '.join(ordered)} with ordered=True, which JAX allows on one device "
+            f"{name} calls {', '.join(ordered)} with ordered=True, which JAX allows on one device "
             f"only, but `mesh` has {num_devices}: leave `ordered` out, or train on one device, "
             'with mesh=jax.make_mesh((1,), ("data",))'
         )
@@ -154,6 +158,7 @@ def trace_loss(
         num_variables=len(variables),
         metrics=names,
         rows=structure,
+        name=name,
     )
 
 
@@ -212,8 +217,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         # Outputs must be whole, so stacked results are put together.
         return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
 
-    is_loss = traced.rows is None
-    program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables, is_loss=is_loss)
+    what = jx.trace(flat, avals, data), leaves, traced.num_variables
+    program = cut(*what, is_loss=traced.rows is None, name=traced.name)
     found = uncut_stack_warnings(traced.stacks, leaves)
     warnings = *program.warnings, *found
     return dataclasses.replace(program, metrics=traced.metrics, rows=traced.rows, warnings=warnings)
