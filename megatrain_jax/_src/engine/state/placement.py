@@ -24,6 +24,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.processes import Processes
 
 _AXIS = "data"
@@ -179,10 +180,28 @@ class Placement:
         """
         # A replicated array is whole on each device, so every process needs all parts.
         if sharding.is_fully_replicated:
-            return self.put(self.processes.concatenated(np.asarray(part)), sharding)
+            return self.put(self._concatenated(np.asarray(part)), sharding)
         shape = (part.shape[0] * self.processes.count, *part.shape[1:])
         with jax.transfer_guard("allow"):
             return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+    def _concatenated(self, part: np.ndarray) -> np.ndarray:
+        """The processes' arrays, of equal shapes, one after another along their first axis."""
+        if self.processes.count == 1:
+            return part
+        # The first device of each process: in reversed order, it overwrites later ones.
+        first = {device.process_index: device for device in reversed(self.devices)}
+        devices = [first[i] for i in sorted(first)]
+        row = Mesh(np.array(devices), _AXIS, axis_types=(AxisType.Auto,))
+        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        with jax.transfer_guard("allow"):
+            mine = jax.make_array_from_callback(
+                (len(devices), flat.size),
+                NamedSharding(row, PartitionSpec(_AXIS)),
+                lambda _: flat[None],
+            )
+            rows = np.asarray(_identity(NamedSharding(row, PartitionSpec()))(mine))
+        return rows.view(part.dtype).reshape(-1, *part.shape[1:])
 
     def part_here(self, x: jax.Array) -> np.ndarray:
         """This process's part of an array with a part per process, in order, on its first axis."""
@@ -305,15 +324,6 @@ def _processes_of(devices: Sequence[Any]) -> Processes:
 
 @functools.cache
 def _all_processes() -> Processes:
-    try:
-        processors = jax.devices("cpu")
-    except RuntimeError as error:
-        raise ValueError(
-            "several processes need JAX's CPU devices, too, to tell each other where they are: "
-            "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
-        ) from error
-    # The first CPU device of each process: in reversed order, it overwrites later ones.
-    first = {processor.process_index: processor for processor in reversed(processors)}
-    processes = Processes([first[i] for i in sorted(first)])
-    processes.find_hosts()
+    processes = Processes(jax.process_count(), jax.process_index(), CoordinationService())
+    processes.connect()
     return processes

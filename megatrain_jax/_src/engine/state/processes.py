@@ -1,9 +1,10 @@
 """The processes that share a run, and the short messages that synchronise them.
 
 All processes run the same script, and each step, evaluation and checkpoint needs all of them.
-Before each of these points, every process sends its position to its peers. A process that has to
-end, after a signal or an error that its peers can't see, sends that instead. Messages travel
-between the hosts' CPUs, in parallel with the devices' computation.
+Before each of these points, every process leaves its position for its peers on JAX's coordination
+service. A process that has to end, after a signal or an error that its peers can't see, leaves that
+instead. This happens in parallel with the devices' computation. No wait is without a limit; see
+`presence.py`.
 
 Example: in a run of two processes, the second one's data fails after step 3.
 
@@ -15,21 +16,39 @@ Example: in a run of two processes, the second one's data fails after step 3.
     goes on to save step 3
 """
 
+import atexit
 import hashlib
 import json
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
+from megatrain_jax._src.common.activity import HERE, doing
 from megatrain_jax._src.common.host_memory import memory_owner
+from megatrain_jax._src.common.progress import tqdm
+from megatrain_jax._src.engine.state.aborts import end, explain_aborts
+from megatrain_jax._src.engine.state.coordination import Board
+from megatrain_jax._src.engine.state.presence import EVERY_SECONDS, Presence
 
-_AXIS = "process"
-# Bytes of a message that one exchange carries, and of the length at its beginning. Exchanged arrays
-# have equal sizes, so longer messages take a second exchange with the size of the longest.
-_SHORT, _PREFIX = 512, 4
+_FOLDER = "megatrain/messages"
+# Messages that are deleted together, so that the service's memory doesn't grow with the steps.
+_BLOCK = 32
+# A wait for a peer is interrupted this often, to look for signals and verdicts.
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.05, 0.5
+_LOOK_SECONDS = 0.5
+# Seconds of a wait after which a line says for whom.
+_TOLD_AFTER = 60.0
+# After a verdict, the main thread has so long to notice it before the process is ended.
+_SECONDS_TO_NOTICE = 8.0
+# The first process, whose end ends JAX's coordination service, waits so long for its peers' end.
+_SECONDS_FOR_PEERS = 20.0
+# A peer that is late by this much more than `patience` is not waited for: before, its own watch
+# interrupts it, and it leaves with its reason.
+_LATE_SECONDS = 15.0
+PATIENCE_SECONDS = 600.0
 
 
 class PeerEndedError(RuntimeError):
@@ -52,27 +71,41 @@ class Processes:
         count: Number of processes.
         index: Number of this process, from 0.
         num_here: Number of processes on this host.
-        unreachable: The reason why the peers can't be reached any more; None while they can.
+        patience: Seconds without any progress in any process, after which a wait for one ends in an
+            error; None for no limit.
+        status: The exit status if the peers can't be reached at this process's end.
+        saved: A sentence about the newest checkpoint, for the message of such an end.
+        waited: Seconds that this process has waited for its peers so far.
     """
 
-    def __init__(self, devices: Sequence[Any] = ()):
+    def __init__(self, count: int = 1, index: int = 0, board: Board | None = None):
         """Makes the record of a run's processes.
 
         Args:
-            devices: One CPU device of each process, in the order of the processes' numbers; empty
-                for a single process.
+            count: Number of processes.
+            index: Number of this one.
+            board: The board on which several processes leave their messages.
         """
-        self.count, self.num_here = max(1, len(devices)), 1
-        self.index = [d.process_index for d in devices].index(jax.process_index()) if devices else 0
-        self.unreachable: str | None = None
-        if devices:
-            row = Mesh(np.array(devices), _AXIS, axis_types=(AxisType.Auto,))
-            self._divided = NamedSharding(row, PartitionSpec(_AXIS))
-            whole = NamedSharding(row, PartitionSpec())
-            self._gathered = jax.jit(lambda rows: rows, out_shardings=whole)
+        self.count, self.index, self.num_here = count, index, 1
+        self.patience: float | None = PATIENCE_SECONDS
+        self.status, self.saved, self.waited = 1, "", 0.0
+        self._board, self._sent = board, 0
+        self.presence = None if board is None else Presence(count, index, board)
+        self._unreachable: str | None = None
+        self._since, self._has_noticed = 0.0, False
+        self._changed = threading.Event()
 
-    def find_hosts(self) -> None:
-        """Counts the processes on this host; every process has to call this."""
+    def connect(self) -> None:
+        """Begins to show signs of life, and finds the hosts; every process has to call this."""
+        assert self.presence is not None
+        # JAX's preemption service takes SIGTERM, and would leave this process running.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for work in (self._show_signs, self._look):
+            threading.Thread(target=work, name="processes", daemon=True).start()
+        atexit.register(self._leave_for_good)
+        explain_aborts(self._explained_abort)
         here = memory_owner()
         self.num_here = self.gather("the first run of several processes", here).count(here)
 
@@ -86,6 +119,11 @@ class Processes:
         """Whether this is the process that prints, and writes the files that exist once."""
         return self.index == 0
 
+    @property
+    def unreachable(self) -> str | None:
+        """The reason why the peers can't be reached any more; None while they can."""
+        return self._unreachable
+
     def gather(self, where: str, value: Any = None) -> list[Any]:
         """Waits until all processes reach this point, and returns their values in order.
 
@@ -94,7 +132,7 @@ class Processes:
             value: A JSON value.
 
         Raises:
-            PeerEndedError: If another process has left, or can't be reached.
+            PeerEndedError: If another process has left, or can't be reached or waited for.
             RuntimeError: If another process is at another point.
         """
         if self.count == 1:
@@ -132,52 +170,218 @@ class Processes:
             raise ValueError(f"{', '.join(names)} must be the same in each process, but differ")
 
     def leave(self, why: str, signal: str | None = None) -> None:
-        """Tells the waiting peers that this process has to end.
+        """Tells the peers that this process has to end; waits for none of them.
 
         Args:
             why: The reason, for their error message.
             signal: Name of the signal that ended it; None after an error.
-        """
-        if self.count > 1 and self.unreachable is None:
-            self._exchange({"left": why, "signal": signal})
 
-    def concatenated(self, part: np.ndarray) -> np.ndarray:
-        """Concatenates the processes' arrays, of equal shapes, along their first axis."""
-        if self.count == 1:
-            return part
-        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        rows = [row.view(part.dtype) for row in self._rows(flat)]
-        return np.concatenate(rows).reshape(-1, *part.shape[1:])
+        Raises:
+            PeerEndedError: If they can't be reached.
+        """
+        if self.count > 1:
+            self._send({"left": why, "signal": signal})
+
+    def hurry(self, reason: str) -> None:
+        """Asks all processes to end soon, by a signal's name or another reason; "" takes it back.
+
+        From then on, waits for peers that don't react have shorter limits.
+        """
+        if self.presence is not None and self.presence.ending != reason:
+            self.presence.ending = reason
+            self._changed.set()
+
+    def lose(self, error: str) -> None:
+        """Tells the peers that this process can't save its state any more, after an error."""
+        if self.presence is not None:
+            self.presence.lost = error
+            self._changed.set()
+
+    def give_up(self, why: str) -> None:
+        """Makes the peers unreachable, for a reason, and all further waits for them end."""
+        if self._unreachable is None:
+            self._since = self.presence.clock.seconds if self.presence else 0.0
+            self._unreachable = why
+
+    def activities(self) -> str:
+        """What each process is doing, for a message."""
+        if self.presence is None:
+            return f"It was {HERE.doing[0]}."
+        rows = (
+            f"{self.presence.named(i)}: {self.presence.doing(i).rstrip('.')}"
+            for i in range(self.count)
+        )
+        return "; ".join(rows)
+
+    # ---- messages
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        text = json.dumps(message).encode()
-        # The length comes first, in little-endian order, then as much of the text as fits.
-        first = np.zeros(_SHORT, np.uint8)
-        first[:_PREFIX] = np.frombuffer(len(text).to_bytes(_PREFIX, "little"), np.uint8)
-        head = np.frombuffer(text[: _SHORT - _PREFIX], np.uint8)
-        first[_PREFIX : _PREFIX + head.size] = head
-        rows = self._rows(first)
-        sizes = [int.from_bytes(row[:_PREFIX].tobytes(), "little") for row in rows]
-        found = [row[_PREFIX:].tobytes() for row in rows]
-        # Every process knows all sizes, so either all of them make the second exchange or none.
-        if max(sizes) > _SHORT - _PREFIX:
-            whole = np.zeros(max(sizes), np.uint8)
-            whole[: len(text)] = np.frombuffer(text, np.uint8)
-            found = [row.tobytes() for row in self._rows(whole)]
-        return [json.loads(text[:size]) for text, size in zip(found, sizes, strict=True)]
+        with doing(f"waiting for other processes at {message['where']}"):
+            began = time.perf_counter()
+            folder = self._send(message)
+            rows = self._received(folder, message["where"])
+            self.waited += time.perf_counter() - began
+        return [json.loads(rows[str(i)]) for i in range(self.count)]
 
-    def _rows(self, row: np.ndarray) -> np.ndarray:
-        """The processes' byte arrays, which have equal sizes."""
-        if self.unreachable is not None:
-            raise PeerEndedError(self.unreachable)
-        shape = (self.count, row.size)
+    def _send(self, message: dict[str, Any]) -> str:
+        """Leaves a message, and returns the folder of this exchange."""
+        assert self._board is not None
+        block, number = divmod(self._sent, _BLOCK)
+        folder, text = f"{_FOLDER}/{block}/{number}", json.dumps(message).encode()
+        self._sent += 1
+        while True:
+            self._check(folder, message.get("where", "its end"), ())
+            try:
+                self._board.write(f"{folder}/{self.index}", text)
+                # All have sent the first message of this block, so none reads an older block.
+                if number == 1 and block and self.is_first:
+                    self._board.erase(f"{_FOLDER}/{block - 1}")
+                return folder
+            except ConnectionError:
+                time.sleep(_SHORTEST_WAIT)
+
+    def _received(self, folder: str, where: str) -> dict[str, bytes]:
+        """The messages of all processes."""
+        assert self._board is not None and self.presence is not None
+        seconds, told = _SHORTEST_WAIT, time.monotonic() + _TOLD_AFTER
+        missing: Sequence[int] = ()
+        self.presence.waits = True
         try:
-            with jax.transfer_guard("allow"):
-                mine = jax.make_array_from_callback(shape, self._divided, lambda _: row[None])
-                return np.asarray(self._gathered(mine))
-        except (ValueError, RuntimeError) as error:  # JAX's own, whose kind depends on its version
-            self.unreachable = (
-                "another process of this run has ended without a word or can't be reached; the "
-                f"run needs all {self.count} ({' '.join(str(error).split())[:200]})"
+            while True:
+                try:
+                    rows = self._board.read(folder)
+                    missing = [i for i in range(self.count) if str(i) not in rows]
+                    if not missing:
+                        return rows
+                    self._board.wait(f"{folder}/{missing[0]}", seconds)
+                except ConnectionError:
+                    time.sleep(_SHORTEST_WAIT)
+                seconds = min(2 * seconds, _LONGEST_WAIT)
+                self._check(folder, where, missing)
+                if missing and time.monotonic() > told:
+                    told = float("inf")
+                    self._tell(where, missing)
+        finally:
+            self.presence.waits = False
+
+    def _check(self, folder: str, where: str, missing: Sequence[int]) -> None:
+        """Raises an error if this process can't wait for its peers any longer."""
+        assert self.presence is not None and self._board is not None
+        presence = self.presence
+        gone = [i for i in missing if (sign := presence.signs[i]) is not None and sign.gone]
+        # What it sent before it left may have come since.
+        if gone and str(gone[0]) not in self._board.read(folder):
+            self.give_up(
+                f"{presence.named(gone[0])} has left the run, which is at {where}: each process "
+                "has to make the same calls"
             )
-            raise PeerEndedError(self.unreachable) from error
+        elif missing and self.patience and presence.idle_seconds > self.patience + _LATE_SECONDS:
+            late = missing[0]
+            self.give_up(
+                f"{presence.named(late)} has not come to {where} within {self.patience:.0f} s. "
+                f"{presence.doing(late)} Each process has to make the same calls"
+            )
+        if self._unreachable is not None:
+            self._has_noticed = True
+            raise PeerEndedError(self._unreachable)
+
+    def _tell(self, where: str, missing: Sequence[int]) -> None:
+        assert self.presence is not None
+        if self.index == min(set(range(self.count)) - set(missing)):
+            late = missing[0]
+            tqdm.write(
+                f"waiting since {_TOLD_AFTER:.0f} s, at {where}, for {self.presence.named(late)}. "
+                f"{self.presence.doing(late)}",
+                file=sys.stderr,
+            )
+
+    # ---- threads
+
+    def _show_signs(self) -> None:
+        assert self.presence is not None
+        while True:
+            try:
+                self.presence.exchange()
+            except ConnectionError:
+                pass  # `Presence.verdict` notices if this goes on
+            self._changed.wait(EVERY_SECONDS)
+            self._changed.clear()
+
+    def _look(self) -> None:
+        """Looks for verdicts, and ends the process if its main thread doesn't notice one."""
+        assert self.presence is not None
+        clock = self.presence.clock
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            self.presence.look()
+            if self._unreachable is None and (found := self.presence.verdict()):
+                self.give_up(found)
+            is_late = clock.seconds - self._since > _SECONDS_TO_NOTICE
+            if self._unreachable and not self._has_noticed and is_late and HERE.doing[0]:
+                self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        """Ends the process while its main thread waits for a peer in JAX, which has no limit."""
+        assert self.presence is not None
+        saved = f" {self.saved}" if self.saved else ""
+        text = (
+            f"{PeerEndedError.__name__}: {self._unreachable}. This process waited for it in JAX: "
+            f"it was {HERE.doing[0]}.{saved}"
+        )
+        self._wait_for_end_of_peers()
+        end(text, self.status)
+
+    def _explained_abort(self, is_own: bool) -> str:
+        """The cause of JAX's abort; see `explain_aborts`."""
+        assert self.presence is not None
+        if self.index:
+            who = f"{self.presence.named(0)}, which runs JAX's coordination service,"
+        else:
+            who = "another process"
+        text = (
+            f"JAX has aborted, with its message above: most likely {who} has ended or can't be "
+            "reached"
+        )
+        if not is_own:
+            self.give_up(text)
+        saved = f". {self.saved}" if self.saved else ""
+        return f"{PeerEndedError.__name__}: {text}{saved}"
+
+    # ---- the end
+
+    def _leave_for_good(self) -> None:
+        """Ends the process's part in the run, before JAX's own waits at its end."""
+        assert self.presence is not None
+        failed = self._unreachable is not None or getattr(sys, "last_value", None) is not None
+        self.presence.gone = True
+        self._changed.set()
+        self._wait_for_end_of_peers(None if not failed else _SECONDS_FOR_PEERS)
+        if self._unreachable is None:
+            return  # all are here, and JAX's own end takes no time
+        _end_children()
+        end(
+            f"{PeerEndedError.__name__}: {self._unreachable}. Exit status {self.status}",
+            self.status,
+        )
+
+    def _wait_for_end_of_peers(self, seconds: float | None = _SECONDS_FOR_PEERS) -> None:
+        """Waits until all peers have left, or a time is over, or one of them can't be reached."""
+        assert self.presence is not None
+        self.presence.gone = True
+        self._changed.set()
+        clock = self.presence.clock
+        until = float("inf") if seconds is None else clock.seconds + seconds
+        while clock.seconds < until:
+            others = [s for i, s in enumerate(self.presence.signs) if i != self.index]
+            there = [s for s in others if s is not None and not s.gone]
+            if not there or (seconds is None and self._unreachable is not None):
+                break
+            time.sleep(_LOOK_SECONDS)
+
+
+def _end_children() -> None:
+    """Ends what `multiprocessing` has started, as it would itself at a process's end."""
+    if (module := sys.modules.get("multiprocessing")) is not None:
+        for child in module.active_children():
+            if child.daemon:
+                child.terminate()

@@ -1,0 +1,154 @@
+"""Messages between processes, and what each knows of its peers, on a board in memory."""
+
+import pytest
+
+from boards import MESSAGES, FakeBoard, look, present, processes_of
+from megatrain_jax._src.common.activity import doing, progressed
+from megatrain_jax._src.engine.state.processes import PeerEndedError
+from messages import tells
+
+
+def test_values_come_in_the_order_of_processes():
+    board = FakeBoard({0: {"where": "here", "value": 7}, 2: {"where": "here", "value": [1]}})
+    assert processes_of(board, 3, 1).gather("here", "own") == [7, "own", [1]]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_first_process_deletes_messages_that_all_have_read(index):
+    board = FakeBoard({1 - index: {"where": "step", "value": None}})
+    processes, sizes = processes_of(board, 2, index), []
+    for _ in range(200):
+        processes.gather("step")
+        sizes.append(len(board.notes))
+    assert (max(sizes) < 150) == (index == 0)
+    # Of the newest exchanges, a slower peer may still have to read the messages.
+    assert len([key for key in board.notes if key.startswith(MESSAGES)]) >= 2 * 2
+
+
+def test_a_process_that_leaves_waits_for_nobody_and_the_next_message_is_another_one():
+    board = FakeBoard()
+    processes = processes_of(board, 2, 1)
+    processes.leave("OSError: full", "SIGTERM")
+    (first,) = board.notes.values()
+    board.answers = {0: {"where": "the end", "value": 3}}
+    assert processes.gather("the end", 4) == [3, 4]
+    peer = processes_of(FakeBoard({1: {"left": "OSError: full", "signal": "SIGTERM"}}))
+    with pytest.raises(PeerEndedError) as raised:
+        peer.gather("a step")
+    assert tells(str(raised.value), "process 1", "OSError: full")
+    assert raised.value.signal == "SIGTERM" and b"OSError: full" in first
+
+
+def test_a_peer_that_has_left_for_good_is_not_waited_for():
+    board = FakeBoard()
+    processes = processes_of(board)
+    board.show(1, gone=True)
+    look(processes, 0)
+    with pytest.raises(PeerEndedError) as raised:
+        processes.gather("step 3")
+    assert tells(str(raised.value), "process 1", "node1", "step 3")
+    assert processes.unreachable is not None
+    with pytest.raises(PeerEndedError):
+        processes.leave("the same error again")
+
+
+def test_the_last_message_of_a_peer_that_has_left_is_read():
+    board = FakeBoard({1: {"where": "the end", "value": 5}})
+    processes = processes_of(board)
+    board.show(1, gone=True)
+    look(processes, 0)
+    assert processes.gather("the end", 4) == [4, 5]
+
+
+def test_a_peer_that_never_comes_is_named_with_what_it_does():
+    board = FakeBoard()
+    processes = processes_of(board)
+    board.show(1, doing="drawing batch 7", of_user=True)
+    processes.patience = 100
+    assert look(processes, 0) == ""
+    for beat in range(60):
+        board.show(1, doing="drawing batch 7", of_user=True, beat=beat)
+        assert look(processes, 2) == ""
+    with pytest.raises(PeerEndedError) as raised:
+        processes.gather("step 3")
+    assert tells(str(raised.value), "process 1", "node1", "step 3", "drawing batch 7", "100 s")
+
+
+def test_progress_anywhere_is_progress():
+    board = FakeBoard()
+    processes = processes_of(board)
+    for count in range(5):
+        board.show(1, beat=count, count=count // 2)
+        look(processes, 10)
+    assert present(processes).idle_seconds == 0
+    look(processes, 10)
+    assert present(processes).idle_seconds == 10
+    progressed()
+    look(processes, 10)
+    assert present(processes).idle_seconds == 0
+
+
+def test_a_silent_peer_is_one_whose_row_stays_as_it_is():
+    board = FakeBoard()
+    processes = processes_of(board)
+    assert look(processes, 100) == "", "it has not begun a run"
+    board.show(1, beat=1, doing="computing step 4")
+    assert look(processes, 10) == ""
+    board.show(1, beat=2, doing="computing step 4")
+    assert look(processes, 29) == ""
+    assert look(processes, 29) == ""
+    assert tells(look(processes, 2), "process 1", "node1", "computing step 4")
+
+
+def test_a_service_that_does_not_answer_is_noticed():
+    processes = processes_of(FakeBoard(), 2, 1)
+    assert look(processes, 1) == ""
+    assert look(processes, 29, heard=False) == ""
+    assert tells(look(processes, 2, heard=False), "process 0")
+
+
+def test_after_a_signal_silence_and_the_users_code_have_shorter_limits():
+    board = FakeBoard()
+    processes = processes_of(board)
+    for beat in range(30):
+        board.show(1, beat=beat, doing="drawing batch 7", of_user=True)
+        assert look(processes, 2) == ""
+    processes.hurry("SIGTERM")
+    board.show(1, beat=40, doing="drawing batch 7", of_user=True)
+    assert look(processes, 1) == ""
+    board.show(1, beat=41, doing="drawing batch 7", of_user=True)
+    assert look(processes, 8) == ""
+    board.show(1, beat=42, doing="drawing batch 7", of_user=True)
+    assert tells(look(processes, 3), "process 1", "SIGTERM", "drawing batch 7")
+    board.show(1, beat=43, doing="computing step 6")
+    assert look(processes, 9) == ""
+    board.show(1, beat=44, doing="computing step 6")
+    assert look(processes, 9) == "", "it may take as long as a step does"
+    assert look(processes, 9) == ""
+    assert tells(look(processes, 2), "process 1", "silent")
+    processes.hurry("")
+    assert look(processes, 9) == ""
+
+
+def test_a_signal_to_a_peer_is_one_to_all():
+    board = FakeBoard()
+    processes = processes_of(board)
+    board.show(1, ending="SIGTERM")
+    look(processes, 0)
+    assert present(processes).asked_to_end == "SIGTERM"
+
+
+def test_a_wait_in_jax_for_a_peer_without_state_has_a_limit():
+    board = FakeBoard()
+    processes = processes_of(board)
+    board.show(1, beat=1)
+    look(processes, 0)
+    with doing("computing step 4"):
+        board.show(1, beat=2, lost="OutOfMemory: all of it")
+        assert look(processes, 9) == ""
+        board.show(1, beat=3, lost="OutOfMemory: all of it")
+        assert look(processes, 9) == ""
+        board.show(1, beat=4, lost="OutOfMemory: all of it")
+        assert tells(look(processes, 3), "process 1", "OutOfMemory: all of it")
+        present(processes).waits = True
+        assert look(processes, 0) == "", "it notices by itself"
