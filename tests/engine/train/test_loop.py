@@ -17,7 +17,7 @@ from megatrain_jax._src.engine.history import History
 from megatrain_jax._src.engine.options.options import LoopOptions
 from megatrain_jax._src.engine.planning import plan
 from megatrain_jax._src.engine.train.loop import is_unevaluated
-from megatrain_jax._src.engine.train.result import DataRanOutError, FitResult
+from megatrain_jax._src.engine.train.result import DataRanOutError, FitResult, StopTraining
 from megatrain_jax._src.engine.trainer import Trainer
 from messages import refuses, tells
 
@@ -311,3 +311,55 @@ def test_a_result_shows_itself_briefly():
     result = train(log_trainer(), numbered(2), progress=False)
     assert tells(repr(result), "FitResult", "steps 2", "done", result.reason, "loss 0.5")
     assert tells(repr(result), "1 at step 1", "0.5 at step 2")
+
+
+class Seeing:
+    """Keeps the steps of its records, and raises an error at one of them."""
+
+    def __init__(self, at: int | None = None, error: Any = None):
+        self.seen: list[int] = []
+        self._at, self._error = at, error
+
+    def __call__(self, trainer: Any, record: dict[str, Any]) -> None:
+        self.seen.append(record["step"])
+        if record["step"] == self._at:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("own"), KeyboardInterrupt(), StopTraining("enough")])
+@pytest.mark.parametrize(("at", "also_at"), [(2, None), (4, None), (2, 2), (2, 3), (4, 4)])
+def test_a_callback_that_raises_costs_the_others_no_record(error: Any, at: int, also_at: Any):
+    first, last = Seeing(), Seeing()
+    raises, also = Seeing(at, error), Seeing(also_at, ValueError("late"))
+    trainer, given = log_trainer(), {"callbacks": [first, raises, also, last], "progress": False}
+    if isinstance(error, ValueError) or also_at is not None:
+        with refuses(ValueError) as caught:
+            train(trainer, numbered(4), **given)
+        result = caught.value.result
+    else:
+        result = train(trainer, numbered(4), **given)
+    assert result.trainer.num_steps == min(at + 1, 4)
+    assert steps_of(result) == first.seen == last.seen == [*range(1, min(at + 1, 4) + 1)]
+    # One that failed is not called again; one that stopped the run is.
+    assert raises.seen == (first.seen[:at] if isinstance(error, ValueError) else first.seen)
+    assert also.seen == first.seen[:also_at]
+
+
+def test_records_before_a_failed_step_are_seen_after_a_callback_failed():
+    trainer, last = log_trainer(), Seeing()
+    trainer.on_read[3] = raising(FloatingPointError("step 3"))
+    given: Any = {"callbacks": [Seeing(2, ValueError("own")), last], "progress": False}
+    with refuses(ValueError, "own") as caught:
+        train(trainer, numbered(4), **given)
+    assert tells(" ".join(caught.value.__notes__), "step 3")
+    assert last.seen == [1, 2]
+
+
+def test_an_evaluation_that_was_cut_off_is_seen_by_all():
+    trainer, last = log_trainer(), Seeing()
+    train(trainer, numbered(2), progress=False)
+    trainer.history.cut_off = 2
+    given: Any = {"eval_data": [0], "eval_every": 2, "progress": False}
+    with refuses(ValueError, "own"):
+        train(trainer, numbered(2), callbacks=[Seeing(2, ValueError("own")), last], **given)
+    assert last.seen == [2]

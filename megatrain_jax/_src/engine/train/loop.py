@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain_jax._src.common.progress import tell_phase, tqdm
@@ -50,6 +50,21 @@ class _Pending:
     size: int
     unit: str
     began: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """A complete record, and the callbacks that have not got it yet.
+
+    Attributes:
+        record: The record.
+        rate: The step's rate, in words, for the progress bar; None if the bar has shown it.
+        left: The callbacks, in order.
+    """
+
+    record: dict[str, Any]
+    rate: str | None
+    left: deque[Any]
 
 
 def is_unevaluated(history: History, options: LoopOptions) -> bool:
@@ -95,16 +110,16 @@ class Loop:
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
-        # Complete records that were neither shown nor passed to callbacks yet; if a signal leaves
-        # some here, the run's end reports them.
-        self.unreported: deque[tuple[dict[str, Any], str]] = deque()
+        # Complete records that some callbacks have not got yet; if a signal or a callback's error
+        # leaves some here, the run's end reports them.
+        self.unreported: deque[_Report] = deque()
 
     def begin(self) -> None:
         """Calls `begin` of all callbacks that have it."""
         for callback in self.callbacks:
             # Added first, so that its `end` is called even if its own `begin` fails.
             self.begun.append(callback)
-            self._call(getattr(callback, "begin", None), self.trainer)
+            self._call(callback, getattr(callback, "begin", None), self.trainer)
 
     def end(self, result: FitResult) -> None:
         """Calls `end` of all begun callbacks that have it.
@@ -115,7 +130,7 @@ class Loop:
         errors = []
         for callback in self.begun:
             try:
-                self._call(getattr(callback, "end", None), result)
+                self._call(callback, getattr(callback, "end", None), result)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -191,8 +206,8 @@ class Loop:
             return
         if (record := history[-1])["step"] % every == 0:
             record.update(self._evaluate())
-            for callback in self.callbacks:
-                self._call(callback, self.trainer, record)
+            self.unreported.append(_Report(record=record, rate=None, left=deque(self.callbacks)))
+            self._report()
 
     def evaluate_finished(self) -> None:
         """Evaluates the last step of a run that had already finished, unless it was evaluated.
@@ -203,15 +218,29 @@ class Loop:
             self.trainer.history[-1].update(self._evaluate())
 
     def finish(self) -> None:
-        """Completes every record, without evaluating, and moves all state to the host."""
+        """Completes every record, without evaluating, and moves all state to the host.
+
+        Raises:
+            Exception: The first error of a step or a callback, after all are told all records.
+        """
+        errors: list[Exception] = []
         try:
-            while self.pending:
+            try:
+                while self.pending:
+                    with deferred_interrupt():
+                        self._read_oldest()
+            finally:
                 with deferred_interrupt():
-                    self._read_oldest()
-        finally:
-            with deferred_interrupt():
-                self.trainer.flush()
-        self._report()
+                    self.trainer.flush()
+        except Exception as error:
+            errors.append(error)
+        while self.unreported:
+            try:
+                self._report()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def complete(self, *, keep: int, evaluate: bool = False) -> None:
         """Completes and reports the oldest records until only `keep` steps are unread.
@@ -248,7 +277,8 @@ class Loop:
         seconds = following - pending.began
         record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
         self.trainer.history.append(record)
-        self.unreported.append((record, f"{pending.size / seconds:,.0f} {pending.unit}/s"))
+        rate = f"{pending.size / seconds:,.0f} {pending.unit}/s"
+        self.unreported.append(_Report(record=record, rate=rate, left=deque(self.callbacks)))
         if ended_by is not None:
             raise ended_by
         return record
@@ -256,15 +286,21 @@ class Loop:
     def _report(self) -> None:
         """Shows complete records and passes them to the callbacks."""
         while self.unreported:
-            record, rate = self.unreported.popleft()
-            skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
-            shown = f"loss {record['loss']:.4g}, {rate}{skipped}"
-            self.bar.set_postfix_str(shown, refresh=False)
-            self.bar.update()
-            for callback in self.callbacks:
-                self._call(callback, self.trainer, record)
+            report = self.unreported[0]
+            if report.rate is not None:
+                skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
+                shown = f"loss {report.record['loss']:.4g}, {report.rate}{skipped}"
+                self.bar.set_postfix_str(shown, refresh=False)
+                self.bar.update()
+                self.unreported[0] = report = replace(report, rate=None)
+            # One that raises leaves the others to the run's end, which reports the rest to them.
+            while report.left:
+                callback = report.left.popleft()
+                if any(callback is one for one in self.callbacks):
+                    self._call(callback, callback, self.trainer, report.record)
+            self.unreported.popleft()
 
-    def _call(self, function: Callable[..., None] | None, *arguments: Any) -> None:
+    def _call(self, callback: Any, function: Callable[..., None] | None, *arguments: Any) -> None:
         """Calls a callback's function, if any, and checks that it did not move the trainer."""
         if function is None:
             return
@@ -274,15 +310,17 @@ class Loop:
             # flight.
             with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
                 function(*arguments)
-            if self.trainer.num_steps != before:
-                raise RuntimeError(
-                    f"a callback has moved the trainer from step {before} to "
-                    f"{self.trainer.num_steps} while it is trained. To step, restore or train by "
-                    "hand, end the run by raising KeyboardInterrupt, and go on with its result."
-                )
         except Exception:
-            self.callbacks = ()  # callbacks must not run into this error again
+            # It must not run into this error again.
+            self.callbacks = tuple(one for one in self.callbacks if one is not callback)
             raise
+        if self.trainer.num_steps != before:
+            self.callbacks = ()  # the state is no longer that of the records
+            raise RuntimeError(
+                f"a callback has moved the trainer from step {before} to "
+                f"{self.trainer.num_steps} while it is trained. To step, restore or train by "
+                "hand, end the run by raising KeyboardInterrupt, and go on with its result."
+            )
 
     def _tell(self, phase: str) -> None:
         tell_phase(phase, self.options.progress and self.trainer.processes.is_first)
