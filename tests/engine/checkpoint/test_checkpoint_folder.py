@@ -458,3 +458,18 @@ def test_steps_come_in_the_order_of_their_numbers(tmp_path):
     for name in ("10", "9", "100", "007", "x"):
         (tmp_path / name).mkdir()
     assert folder.numbered(tmp_path) == [9, 10, 100]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("kind", ["parameters", "step", "another program's"])
+def test_a_checkpoint_is_no_folder_of_checkpoints(kind: str, resume: bool, trainer, tmp_path):
+    path = tmp_path / "3"
+    trainer.save(path, params_only=kind == "parameters")
+    if kind == "another program's":
+        (path / folder.MANIFEST).unlink()
+    before = small.tree(tmp_path)
+    named = ["`checkpoint_dir`", path, "`params=`"]
+    with refuses(mt.CheckpointError, *named) as caught:
+        small.fit(path, 4, resume=resume)
+    assert (f"pass {tmp_path}." in str(caught.value)) == (kind != "another program's")
+    assert small.tree(tmp_path) == before

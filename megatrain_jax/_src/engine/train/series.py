@@ -66,11 +66,13 @@ class RunCheckpoints:
         Raises:
             TypeError: If `path` is not a path.
             ValueError: If Orbax can't write to and read from `path`.
-            CheckpointError: If another run uses the folder, or it can't be written.
+            CheckpointError: If another run uses the folder, it can't be written, or it is a
+                checkpoint itself.
         """
         self.folder = folder.local_path(path, "checkpoint_dir")
         self.every, self._keep = every, keep
         self._processes = processes
+        in_first_process(processes, "the look at `checkpoint_dir`", self._refuse_checkpoint)
         has_last = last is not None and last in folder.steps(self.folder)
         path = self.folder / NAME
         self._workspace = claim_workspace(path, self.folder, processes, only_read=has_last)
@@ -78,6 +80,17 @@ class RunCheckpoints:
         self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
+
+    def _refuse_checkpoint(self) -> None:
+        if not folder.has_manifest(self.folder) and not orbax.is_described(self.folder):
+            return
+        is_step = self.folder.name.isdecimal() and folder.has_manifest(self.folder)
+        resumes = f" To go on with its run, pass {self.folder.parent}." if is_step else ""
+        raise CheckpointError(
+            f"`checkpoint_dir`={self.folder} is a checkpoint, not the folder of a run's "
+            f"checkpoints: steps saved inside would be mixed up with it.{resumes} To start a new "
+            f"run from its parameters, pass it as `params=` and a new `checkpoint_dir`"
+        )
 
     def __enter__(self) -> "RunCheckpoints":
         """Returns this object."""
