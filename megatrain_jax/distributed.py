@@ -4,8 +4,8 @@ Imported on first use as `megatrain_jax.distributed`.
 """
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.engine.distributed import from_first, initialize, is_first
+from megatrain_jax._src.engine.distributed import gather, in_first, initialize, is_first, summary
 
-__all__ = ["from_first", "initialize", "is_first"]
+__all__ = ["gather", "in_first", "initialize", "is_first", "summary"]
 
 _explain(globals())

@@ -20,7 +20,7 @@ ENGINE = (
     "program/layers",
     "program/optimizer program/loss program/tiling",
     "state adapt",
-    "kernels distributed",
+    "kernels",
     "options",
     "spec",
     "report runtime",
@@ -29,7 +29,7 @@ ENGINE = (
     "start",
     "run_state",
     "trainer",
-    "train planning",
+    "train planning distributed",
     "fit comparing",
 )
 LM = (

@@ -1,5 +1,6 @@
 """`initialize`: connects the processes of a run, on one host or on several."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from megatrain_jax._src.engine.startup.launchers import (
 )
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.trainer import Trainer
 
 _BY_HAND = "the arguments"
 
@@ -76,9 +78,8 @@ def initialize(
             print(_alone(launch, os.environ), flush=True)
         return False
     connect(launch, local_device_ids, timeout_seconds, jax.distributed.initialize)
-    owners = _processes().gather("the connection of processes", memory_owner())
-    if progress and is_first():
-        print(_present(launch, owners, jax.devices()), flush=True)
+    if (text := summary()) and progress and is_first():
+        print(text, flush=True)
     return jax.process_count() > 1
 
 
@@ -141,23 +142,94 @@ def connect(
     )
 
 
+@functools.cache
+def summary() -> str:
+    """The processes, hosts and devices that are connected, in one line; all have to call this."""
+    owners = _processes().gather("the connection of processes", memory_owner())
+    hosts, devices = len(set(owners)), jax.devices()
+    return (
+        f"{len(owners)} processes on {'one host' if hosts == 1 else f'{hosts} hosts'}, "
+        f"{len(devices)} devices ({devices[0].device_kind})"
+    )
+
+
 def is_first() -> bool:
     """Whether this is the process that prints, and writes the files that exist once.
 
-    Before `initialize`, every process is.
+    Before `initialize`, the launcher's variables tell.
+
+    Raises:
+        ValueError: Before `initialize`, if the variables contradict each other.
     """
-    return not jax.distributed.is_initialized() or jax.process_index() == 0
+    if jax.distributed.is_initialized():
+        return jax.process_index() == 0
+    launch = find_launch(os.environ)
+    return launch is None or not launch.process_id
 
 
-def from_first(value: Any) -> Any:
-    """The first process's value, in every process; all have to call this.
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, in order; all have to call this, and wait for each other.
 
     Args:
-        value: A value of JSON; that of other processes is not used.
+        value: A value that JSON can have.
     """
-    if not jax.distributed.is_initialized():
-        return value
-    return _processes().gather("asking the first process", value)[0]
+    connected = jax.distributed.is_initialized()
+    return _processes().gather("the values of all processes", value) if connected else [value]
+
+
+def in_first(action: Callable[[], Any], trainer: Trainer | None = None) -> Any:
+    """Calls a function in the first process only, and returns its result in every process.
+
+    All processes have to call this; each goes on when all have, and the function has returned.
+
+    Examples:
+        >>> in_first(lambda: {"steps": 5})
+        {'steps': 5}
+
+    Args:
+        action: The function. Its result is a value that JSON can have.
+        trainer: The trainer whose processes are meant; None for all that are connected.
+
+    Raises:
+        Exception: If the function raises one. The first process raises the original; all others
+            raise a built-in one with its text, of the same kind if there is one.
+    """
+    if trainer is not None:
+        processes = trainer.processes
+    else:
+        processes = _processes() if jax.distributed.is_initialized() else Processes()
+    if processes.count == 1:
+        return action()
+    value = error = None
+    if processes.is_first:
+        try:
+            value = action()
+        except Exception as raised:
+            error = raised
+    kind = None
+    if error is not None:
+        kinds = (i for i, each in enumerate(_KINDS) if isinstance(error, each))
+        kind = next(kinds, len(_KINDS) - 1)
+    row = (value, kind, error and str(error))
+    value, kind, text = processes.gather("waiting for the first process", row)[0]
+    if error is not None:
+        raise error
+    if kind is not None:
+        raise _KINDS[kind](f"in the first process: {text}")
+    return value
+
+
+# An error in the first process is one of these kinds in others: the first that it is, or the last.
+_KINDS: tuple[type[Exception], ...] = (
+    FileExistsError,
+    FileNotFoundError,
+    OSError,
+    ValueError,
+    TypeError,
+    ImportError,
+    MemoryError,
+    RuntimeError,
+)
 
 
 def _processes() -> Processes:
@@ -198,12 +270,3 @@ def _alone(launch: Launch | None, environment: Variables) -> str:
             "JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS are set, or by the package kubernetes"
         )
     return "one process: no launcher has set its variables"
-
-
-def _present(launch: Launch, owners: Sequence[str], devices: Sequence[Any]) -> str:
-    hosts, kind = len(set(owners)), devices[0].device_kind
-    on = f"on {hosts} hosts" if hosts > 1 else "on one host"
-    return (
-        f"{len(owners)} processes {on}, {len(devices)} devices ({kind}), by {launch.launcher}"
-        + (f", at {launch.address}" if launch.address else "")
-    )

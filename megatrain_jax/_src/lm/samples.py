@@ -93,9 +93,8 @@ class Samples(Callback):
     A `models.Decoder` writes with `models.generate`. For any model with `logits`, nothing is cached
     between tokens, so each token costs a forward pass over whole rows, in which the model is
     streamed through the device once. All prompts, at all temperatures, share this pass. Rows have
-    the length of the longest prompt plus `num_tokens`, and are compiled once; so it is for a
-    decoder that several processes train. Draws are the same at each evaluation, so differences come
-    from the model.
+    the length of the longest prompt plus `num_tokens`, and are compiled once. Draws are the same at
+    each evaluation, so differences come from the model.
 
     Examples:
         >>> def logits(model, batch):
@@ -196,7 +195,7 @@ class Samples(Callback):
             TypeError: If the model is not a `models.Decoder` and `logits` is None.
             ValueError: If `logits` returns an array with a wrong shape.
         """
-        if self._for_decoders and trainer.processes.count == 1:
+        if self._for_decoders:
             copy = trainer.compute_copy()
             if isinstance(copy.model, models.Decoder):
                 return self._generated(trainer)

@@ -1,6 +1,7 @@
 """A process's place in a run, from what launchers put into its environment."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -256,7 +257,14 @@ def test_a_process_by_itself_connects_to_nobody(bare, capsys):
     bare.setenv("SLURM_NTASKS", "4")
     assert not mt.distributed.initialize()
     assert tells(capsys.readouterr().out, "JAX_NUM_PROCESSES")
-    assert mt.distributed.is_first() and mt.distributed.from_first({"a": 1}) == {"a": 1}
+    assert mt.distributed.is_first() and mt.distributed.in_first(lambda: {"a": 1}) == {"a": 1}
+    with pytest.raises(UnicodeDecodeError):
+        mt.distributed.in_first(lambda: b"\xff".decode())
+    bare.setenv("JAX_NUM_PROCESSES", "2")
+    bare.setenv("JAX_COORDINATOR_ADDRESS", "node0:1234")
+    for number in range(2):
+        bare.setenv("JAX_PROCESS_ID", str(number))
+        assert mt.distributed.is_first() == (number == 0)
 
 
 def test_an_indexed_job_is_joined_only_with_the_package_that_asks_the_cluster(bare, capsys):
@@ -302,3 +310,37 @@ def test_a_connected_process_stays_so(bare):
     assert mt.distributed.initialize("node0:1234", 2, 0)
     with refuses(ValueError, "num_processes", 3, 2):
         mt.distributed.initialize("node0:1234", 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (None, None),
+        (FileExistsError("there"), FileExistsError),
+        (PermissionError("there"), OSError),
+        (KeyError("there"), RuntimeError),
+    ],
+)
+def test_what_the_first_process_finds_is_known_to_all(raised, kind):
+    told: list[Any] = []
+
+    def action() -> int:
+        told.append("called")
+        if raised is not None:
+            raise raised
+        return 5
+
+    def gather(where: str, value: Any) -> list[Any]:
+        told.append(value)
+        return [told[1], value]
+
+    for index in (0, 1):
+        processes = SimpleNamespace(count=2, index=index, is_first=not index, gather=gather)
+        trainer: Any = SimpleNamespace(processes=processes)
+        if kind is None:
+            assert mt.distributed.in_first(action, trainer) == 5
+            continue
+        with pytest.raises(Exception, match="there") as caught:
+            mt.distributed.in_first(action, trainer)
+        assert caught.value is raised if index == 0 else type(caught.value) is kind
+    assert told.count("called") == 1

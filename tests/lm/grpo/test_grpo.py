@@ -281,17 +281,35 @@ def asked(monkeypatch) -> list[dict[str, Any]]:
     return asked
 
 
-def made_of(rewards: Any, **options: Any) -> grpo_run.Rollouts:
+def made_of(rewards: Any, num_processes: int = 1, **options: Any) -> grpo_run.Rollouts:
     """The batches of a run of one microbatch on one device."""
     given = models.GrpoOptions(**(OPTIONS | options))
     prompts = grpo_run.Prompts(ROWS, None, given)
-    return grpo_run.Rollouts(prompts, Rewards(rewards), given, tokenizer=None, unit=4)
+    more = {"tokenizer": None, "unit": 4, "num_processes": num_processes}
+    return grpo_run.Rollouts(prompts, Rewards(rewards), given, **more)
 
 
-def batches(made: grpo_run.Rollouts, steps: Any, microbatches: int = 1, devices: int = 1) -> Any:
+def among(count: int, index: int, first: list[Any]) -> Any:
+    """Processes of which this one has a number; what the first one tells is in a list."""
+
+    def gather(where: str, value: Any) -> list[Any]:
+        first.extend([value] * (index == 0))
+        return [first[-1]] * count
+
+    return SimpleNamespace(count=count, index=index, is_first=index == 0, gather=gather)
+
+
+def batches(
+    made: grpo_run.Rollouts,
+    steps: Any,
+    microbatches: int = 1,
+    devices: int = 1,
+    processes: Any = None,
+) -> Any:
     """Takes the batches of some steps, counted from 1."""
     plan = SimpleNamespace(microbatches=microbatches, num_devices=devices)
-    trainer: Any = SimpleNamespace(num_steps=0, plan=plan, flush=lambda: None)
+    processes = processes or among(1, 0, [])
+    trainer: Any = SimpleNamespace(num_steps=0, plan=plan, flush=lambda: None, processes=processes)
     made.use(trainer)
     for step in steps:
         trainer.num_steps = step - 1
@@ -300,6 +318,24 @@ def batches(made: grpo_run.Rollouts, steps: Any, microbatches: int = 1, devices:
 
 def by_place(completions: Any) -> list[float]:
     return [float(i) for i in range(len(completions))]
+
+
+def test_each_process_has_its_rows_of_the_batch_and_the_first_ones_rewards(asked):
+    def drawn(completions: Any) -> list[float]:
+        calls.append(len(completions))
+        return [len(calls) + i % 3 for i in range(len(completions))]
+
+    calls: list[int] = []
+    (whole,) = batches(made_of(drawn), [1], 2)
+    calls.clear()
+    told: list[Any] = []
+    parts = [next(batches(made_of(drawn), [1], 2, 1, among(2, i, told))) for i in range(2)]
+    assert len(calls) == 1, "other processes call no reward function"
+    for name, rows in whole.items():
+        joined = np.concatenate([part[name] for part in parts])
+        np.testing.assert_array_equal(joined, rows, err_msg=name)
+    with refuses(ValueError, "prompts_per_step", "num_generations", 5):
+        made_of(drawn, num_processes=5)
 
 
 def test_completions_between_two_updates_are_saved_and_used_up_ones_are_not(asked):

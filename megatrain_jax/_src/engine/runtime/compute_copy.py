@@ -44,7 +44,8 @@ class ComputeCopy:
     Attributes:
         model: The user's kind of model, with an `UnreadParameter` in place of each parameter.
         dtype: The dtype of parameters that are read.
-        device: The first of the run's devices. A parameter that is read is replicated on all.
+        device: The first of the run's devices in this process. A parameter that is read is on it:
+            alone if several processes share the run, and otherwise replicated on all devices.
     """
 
     def __init__(self, spec: RunSpec, store: Store):
@@ -56,7 +57,7 @@ class ComputeCopy:
         """
         self._spec, self._store = spec, store
         self.dtype = jnp.dtype(spec.precision.compute)
-        self.device = store.placement.devices[0]
+        self.device = store.placement.local_devices[0]
         unread = [
             UnreadParameter(number=number, shape=shape.shape, dtype=self.dtype)
             for number, shape in enumerate(spec.adapted.shapes)
@@ -73,7 +74,8 @@ class ComputeCopy:
         """Parameters on the devices, in the dtype of the computation.
 
         Parameters of one block should be read together, because they are copied together. The
-        arrays may still be in flight; each call makes new ones.
+        arrays may still be in flight; each call makes new ones. All processes have to read the same
+        parameters in the same order.
 
         Args:
             parameters: Parameters of `model`.
@@ -98,7 +100,10 @@ class ComputeCopy:
         placement, layout = self._store.placement, self._store.layouts[group].master
         at_rest = self._store.host[Key(Kind.MASTERS, group)]
         arrays = placement.move(at_rest, placement.slabs_on_device)
-        return _unpacking(layout, places, str(self.dtype), placement)(arrays)
+        found = _unpacking(layout, places, str(self.dtype), placement)(arrays)
+        # With other processes' devices, an array could only be used by all processes together.
+        alone = placement.processes.count == 1
+        return found if alone else [x.addressable_data(0) for x in found]
 
     def _joined(
         self, parameter: UnreadParameter, found: dict[tuple[int, int], jax.Array]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import megatrain_jax as mt
-from megatrain_jax import callbacks, data, models
+from megatrain_jax import callbacks, data, distributed, models
 from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.lm.cli import errors, model_and_batch, run_report
 from megatrain_jax._src.lm.cli.grpo_settings import GrpoSettings
 from megatrain_jax._src.lm.cli.recipe import optimizer_of_run, run_options, schedule_of_run
-from megatrain_jax._src.lm.cli.run_data import errors_name_option
+from megatrain_jax._src.lm.cli.run_data import errors_name_option, has_bar
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.cli.run_settings import listed
 from megatrain_jax._src.lm.data.tokenizer import load_tokenizer
@@ -87,7 +87,7 @@ def _arguments(
         "options": options,
         **folder.saving(settings),
         "callbacks": [start_callback, lines, *logs],
-        "progress": sys.stderr.isatty(),
+        "progress": has_bar(),
         "microbatches": settings.microbatches,
         **model,
     }
@@ -148,7 +148,7 @@ def _finish(settings: GrpoSettings, folder: RunFolder, result: mt.FitResult) -> 
             settings, folder, lambda *given: _export(settings, result.trainer, *given)
         )
     history = result.history
-    result.history.plot().savefig(folder.path / "loss.png")
+    distributed.in_first(lambda: result.history.plot().savefig(folder.path / "loss.png"))
     seconds = {
         name: [record.get(f"{name}/seconds", 0.0) for record in history]
         for name in ("generation", "training")

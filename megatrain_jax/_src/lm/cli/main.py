@@ -1,6 +1,8 @@
 """The entry point `megatrain-jax`: a command's name, then its options."""
 
+import contextlib
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,6 +37,8 @@ _COMMANDS = {
     "chat": ("plan_settings.ChatSettings", "model", "chat.run"),
     "merge": ("plan_settings.MergeSettings", "adapter", "chat.merge"),
 }
+# Several processes share these; all other commands run in the first one alone.
+_SHARED = ("finetune", "grpo", "pretrain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,12 +82,42 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         if name == "plan":
             settings.check_names()
         run = _named(command)
+        if not _takes_part(name):
+            return 0
     from megatrain_jax import CheckpointError
 
     try:
-        return run(settings)
+        with _output_of_first():
+            return run(settings)
     except CheckpointError as error:
         return _failed(name, error)
+
+
+def _takes_part(name: str) -> bool:
+    """Connects the processes of a run; returns whether this one has something to do."""
+    from megatrain_jax import distributed
+
+    if name not in _SHARED:
+        return distributed.is_first()
+    if distributed.initialize(progress=False) and distributed.is_first():
+        print(distributed.summary(), flush=True)
+    return True
+
+
+def _number() -> int:
+    """This process's number among those of a run; 0 for a single one, and before."""
+    jax = sys.modules.get("jax")
+    return jax.process_index() if jax and jax.distributed.is_initialized() else 0
+
+
+@contextmanager
+def _output_of_first() -> Iterator[None]:
+    """Drops the output of all processes but the first; their errors are still told."""
+    if not _number():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def _named(name: str) -> Any:
@@ -98,7 +132,7 @@ def _failed(name: str, error: Exception) -> int:
 
 
 def _told(error: str) -> int:
-    print(error, file=sys.stderr)
+    print(f"process {number}: {error}" if (number := _number()) else error, file=sys.stderr)
     return _WRONG
 
 
@@ -107,7 +141,8 @@ def _short_warnings() -> Iterator[None]:
     """Prints warnings in one line, without their place in this library's code."""
 
     def tell(message: Warning | str, *_: Any) -> None:
-        print(f"warning: {errors.with_cli_options(str(message))}", file=sys.stderr, flush=True)
+        if not _number():
+            print(f"warning: {errors.with_cli_options(str(message))}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = tell

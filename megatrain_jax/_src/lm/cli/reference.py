@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
 import megatrain_jax as mt
-from megatrain_jax import data, objectives
+from megatrain_jax import data, distributed, objectives
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.unfinished import naming_file
 from megatrain_jax._src.lm.cli.recipe import Job, counted
@@ -38,7 +39,8 @@ class ReferenceLogProbs:
     """The log-probabilities of answers under the initial model.
 
     Attributes:
-        path: The run's file with the log-probabilities.
+        path: The run's file with the log-probabilities. Of several processes, each after the first
+            writes what it has computed into a file of its own beside it.
         key: The checkpoint and the precision that they belong to.
         values: The log-probability of each answer, by its digest.
     """
@@ -48,23 +50,27 @@ class ReferenceLogProbs:
     values: dict[bytes, float] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Loads the file, if it belongs to the same checkpoint and is intact."""
-        try:
-            with np.load(self.path) as file:
-                key, digests, values = str(file["key"]), file["digests"], file["values"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return  # missing or damaged: everything is recomputed
-        if key == self.key:
-            self.values = dict(zip(map(bytes, digests), map(float, values), strict=True))
+        """Loads the files that belong to the same checkpoint and are intact."""
+        for path in sorted(self.path.parent.glob(f"{self.path.stem}*{self.path.suffix}")):
+            try:
+                with np.load(path) as file:
+                    key, digests, values = str(file["key"]), file["digests"], file["values"]
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+                continue  # missing or damaged: everything is recomputed
+            if key == self.key:
+                self.values |= dict(zip(map(bytes, digests), map(float, values), strict=True))
 
     def save(self) -> None:
-        """Writes the file atomically."""
-        unfinished = self.path.with_suffix(".unfinished")
+        """Writes this process's file atomically."""
+        path = self.path
+        if number := jax.process_index():
+            path = path.with_stem(f"{path.stem}-{number}")
+        unfinished = path.with_suffix(".unfinished")
         digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
         values = np.array(list(self.values.values()), np.float32)
         with naming_file(unfinished), unfinished.open("wb") as file:
             np.savez(file, key=self.key, digests=digests, values=values)
-        os.replace(unfinished, self.path)
+        os.replace(unfinished, path)
 
     def missing(self, batch: _Batch) -> bool:
         """Whether it lacks an answer of a batch."""
@@ -155,28 +161,38 @@ def load_or_compute_reference(
     reference = ReferenceLogProbs(
         folder.reference, f"{' '.join(map(_digest, job.reference))} {arithmetic}"
     )
-    if folder.has_checkpoints and folder.note("reference") != reference.key:
+
+    def has_changed() -> bool:
+        return folder.has_checkpoints and folder.note("reference") != reference.key
+
+    if distributed.in_first(has_changed):
         raise ValueError(
             f"`model` = {' with '.join(job.reference)} has changed since {folder.path} began, but "
             "it is the reference of all steps. Restore that checkpoint, or choose another `out`"
         )
     reference.load()
-    batches = (batch for dataset in datasets for batch in _epoch(dataset))
-    lacking = filter(reference.missing, batches)
+    # A batch is computed by all processes, if one of them lacks an answer of its rows.
+    lacks = distributed.gather([reference.missing(batch) for batch in _batches(datasets)])
+    lacking = itertools.compress(_batches(datasets), map(any, zip(*lacks, strict=True)))
     if (first := next(lacking, None)) is not None:
         try:
             for batch, found in _computed(itertools.chain([first], lacking), first, job, options):
                 reference.take(batch, found)
         finally:  # saves partial results of an interrupted process too
             reference.save()
+        distributed.gather(None)  # all have saved
+        reference.load()
         print(f"reference: {len(reference.values):,} answers, {reference.path}", flush=True)
+    if len(set(distributed.gather(len(reference.values)))) > 1:
+        raise ValueError(f"`out` = {folder.path} must be a folder that all processes see")
     folder.take_note("reference", reference.key)
     return reference
 
 
-def _epoch(dataset: data.Dataset) -> Iterable[_Batch]:
-    """Batches that cover each document of a dataset."""
-    return itertools.islice(dataset, -(-dataset.num_rows // dataset.options.batch_size))
+def _batches(datasets: Sequence[data.Dataset]) -> Iterator[_Batch]:
+    """Batches that cover each document of some datasets."""
+    for each in datasets:
+        yield from itertools.islice(each, -(-each.num_rows // each.options.batch_size))
 
 
 def _computed(

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax import data
+from megatrain_jax import data, distributed
 from megatrain_jax._src.lm.cli.errors import CommandError, error_text
 from megatrain_jax._src.lm.cli.run_settings import TrainingSettings, listed
 from megatrain_jax._src.lm.common.hub import hub_rows
@@ -202,7 +202,7 @@ def _token_cache(given: str | None) -> Path | None:
 
 def summarised(dataset: data.Dataset) -> data.Dataset:
     """Prints a summary of the dataset if no progress bar has printed it; returns the dataset."""
-    if not has_bar():
+    if not has_bar() and distributed.is_first():
         print(dataset.summary, file=sys.stderr, flush=True)
     return dataset
 
@@ -225,8 +225,8 @@ def _as_option(keyword: re.Match[str]) -> str:
 
 
 def has_bar() -> bool:
-    """Whether progress bars are shown."""
-    return sys.stderr.isatty()
+    """Whether progress bars are shown, by this process."""
+    return sys.stderr.isatty() and distributed.is_first()
 
 
 def _parts(train: data.Dataset | data.Mixture) -> Sequence[data.Dataset]:

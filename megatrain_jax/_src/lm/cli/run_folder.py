@@ -1,4 +1,8 @@
-"""The folder of a training run: its settings, and whether the run is done."""
+"""The folder of a training run: its settings, and whether the run is done.
+
+Of several processes that share a run, only the first one writes. What all of them do next must not
+depend on what it has just written, so they ask it (`distributed.in_first`).
+"""
 
 import json
 import os
@@ -8,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_jax import distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.outside import integer, naming
 from megatrain_jax._src.common.settings import changes
@@ -112,19 +117,25 @@ class RunFolder:
         )
 
     def is_done(self, settings: RunSettings) -> bool:
-        """Whether the run has finished, and everything is exported."""
-        exported = all((self.path / name).exists() for name in settings.exports)
-        return self.report is not None and (settings.export == "never" or exported)
+        """Whether the run has finished, and everything is exported; for all processes."""
+
+        def here() -> bool:
+            exported = all((self.path / name).exists() for name in settings.exports)
+            return self.report is not None and (settings.export == "never" or exported)
+
+        return distributed.in_first(here)
 
     def check_data(self, fingerprint: str) -> None:
-        """Checks that a continued run has the data that it started with.
+        """Checks that all processes have the same data, and a continued run that it began with.
 
         Args:
             fingerprint: A hash of the data and of the order of its batches.
 
         Raises:
-            ValueError: If the data has changed.
+            ValueError: If the data has changed, or differs from the first process's.
         """
+        if distributed.in_first(lambda: fingerprint) != fingerprint:
+            raise ValueError("`data` differs from the first process's: each needs the same files")
         before = self.note("data")
         if self.has_checkpoints and before not in (None, fingerprint):
             raise ValueError(
@@ -142,11 +153,15 @@ class RunFolder:
         return [option for option in stamps if before[option] not in (None, stamps[option])]
 
     def begin(self, settings: RunSettings) -> None:
-        """Creates the folder and saves the settings."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write(_SETTINGS, _as_json(settings))
-        if self.best.exists() and not self.has_checkpoints:
-            shutil.rmtree(self.best)  # left by a process that ended before its first checkpoint
+        """Creates the folder and saves the settings, once all processes have read what is there."""
+
+        def here() -> None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write(_SETTINGS, _as_json(settings))
+            if self.best.exists() and not self.has_checkpoints:
+                shutil.rmtree(self.best)  # left by a process that ended before its first checkpoint
+
+        distributed.in_first(here)
 
     def end(self, how: Mapping[str, Any]) -> None:
         """Records that training has ended, and how."""
@@ -195,6 +210,8 @@ class RunFolder:
         return None if path is None else read_json(path)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        if not distributed.is_first():
+            return
         unfinished = self.path / f"{name}.unfinished"
         # Complete or absent, whenever the process dies.
         with naming_file(unfinished):

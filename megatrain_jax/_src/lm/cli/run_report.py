@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import megatrain_jax as mt
-from megatrain_jax import Trainer, callbacks
+from megatrain_jax import Trainer, callbacks, distributed
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.lm.cli.recipe import Job
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
@@ -227,8 +227,8 @@ def num_gpus() -> int | None:
 
 
 def peak_memory() -> dict[str, float | None]:
-    """The peak memory of the first device, None if it is not reported, and of the process."""
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or None
+    """The peak memory of its first device, None if it is not reported, and of the process."""
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or None
     return {
         "peak_device_gib": peak and peak / 2**30,
         "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -255,5 +255,5 @@ def export_all(
     """
     for name in settings.exports:
         to = folder.path / f"{name}{suffix}"
-        if not to.exists():
+        if not distributed.in_first(to.exists):
             print(f"exported to {export(name, to)}", flush=True)

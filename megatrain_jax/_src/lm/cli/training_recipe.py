@@ -12,7 +12,7 @@ from typing import Any
 import optax
 
 import megatrain_jax as mt
-from megatrain_jax import callbacks
+from megatrain_jax import callbacks, distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.common.sizes import sized
@@ -23,7 +23,7 @@ from megatrain_jax._src.lm.cli.reference import (
     ReferenceLogProbs,
     load_or_compute_reference,
 )
-from megatrain_jax._src.lm.cli.run_data import RunData, check_files, file_stamps, read
+from megatrain_jax._src.lm.cli.run_data import RunData, check_files, file_stamps, has_bar, read
 from megatrain_jax._src.lm.cli.run_folder import RunFolder
 from megatrain_jax._src.lm.cli.run_settings import TrainingSettings
 from megatrain_jax._src.lm.common import hub
@@ -60,7 +60,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
                     "changed in size or time since that run read them. To train on them as they "
                     "are now, choose another `out`"
                 )
-            return push(settings, folder)
+            return distributed.in_first(lambda: push(settings, folder))
         check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
@@ -69,7 +69,9 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         options["on_nonfinite"] = settings.on_nonfinite
         plan = _plan(settings, job, options)
         if settings.microbatches == "auto":
-            options |= {"microbatches": plan.microbatches, "waves": plan.waves}
+            # As the first process's machine has it.
+            parts = distributed.in_first(lambda: [plan.microbatches, plan.waves])
+            options |= dict(zip(("microbatches", "waves"), parts, strict=True))
         print(with_cli_options(str(plan)), flush=True)
         _check_memory(plan, settings)
         timer.lap("plan")
@@ -105,7 +107,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         folder.end(ending)
     report = {**ending, **run_report.figures(result, settings, folder.began)}
     report["tokens_held_out"] = batches.num_held_out
-    result.history.plot().savefig(folder.path / "loss.png")
+    distributed.in_first(lambda: result.history.plot().savefig(folder.path / "loss.png"))
     if settings.export != "never":
         best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
         if best is not None:
@@ -117,7 +119,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         timer.lap("export")
     folder.finish({**report, "seconds": timer.seconds, "history": list(result.history)})
     print(f"finished after {_how(ending)}: {folder.path}")
-    return push(settings, folder)
+    return distributed.in_first(lambda: push(settings, folder))
 
 
 def _how(ending: Mapping[str, Any]) -> str:
@@ -218,7 +220,7 @@ def _train(
             eval_data=with_reference(batches.held_out),
             eval_every=settings.eval_every,
             callbacks=[lines, *found],
-            progress=sys.stderr.isatty(),
+            progress=has_bar(),
             **folder.saving(settings),
             **options,
         )

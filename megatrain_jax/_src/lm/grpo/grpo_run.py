@@ -11,12 +11,13 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax import Trainer, losses
+from megatrain_jax import Trainer, distributed, losses
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.progress import tell_phase
 from megatrain_jax._src.lm.common.prompts import is_messages, prompt_ids, shown_prompt
@@ -114,6 +115,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         *,
         tokenizer: Any,
         unit: int | None,
+        num_processes: int = 1,
     ):
         """Generates nothing yet; call `use` before the first batch.
 
@@ -123,6 +125,10 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             options: The options.
             tokenizer: The tokenizer.
             unit: Number of microbatches times that of devices; None if the plan chooses it.
+            num_processes: Number of processes that share the run.
+
+        Raises:
+            ValueError: If the processes can't have equally many rows.
         """
         self._prompts, self._rewards, self._options = prompts, rewards, options
         self._tokenizer, self._unit = tokenizer, 1
@@ -131,6 +137,12 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         longest = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
         number = 1 if unit is None else policy_batch.documents_per_row(completions, longest, unit)
         self.num_rows, self.length = completions // number, number * longest
+        if self.num_rows % num_processes:
+            raise ValueError(
+                f"`prompts_per_step`={options.prompts_per_step} times `num_generations`="
+                f"{options.num_generations} must be a multiple of the {num_processes} processes of "
+                "the run"
+            )
         self._trainer: Trainer | None = None
         self._progress = False
         self.notes: dict[int, dict[str, Any]] = {}
@@ -142,7 +154,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
         self._returned: float | None = None
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns the next batch: new completions, or the last ones once more."""
+        """Returns this process's rows of the next batch: new completions, or the last once more."""
         assert self._trainer is not None
         # The trainer's own count: the options of a resumed run may have changed.
         step = self._trainer.num_steps + 1
@@ -156,7 +168,10 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             kept.pop(step - _NOTES_KEPT, None)
         self._returned = time.perf_counter()
         assert self._batch is not None
-        return self._batch
+        processes = self._trainer.processes
+        size = len(self._batch["tokens"]) // processes.count
+        own = slice(processes.index * size, (processes.index + 1) * size)
+        return {name: rows[own] for name, rows in self._batch.items()}
 
     def use(self, trainer: Trainer, *, progress: bool = False) -> None:
         """Sets the trainer that writes the completions, and whether the first ones are told."""
@@ -227,7 +242,7 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             self.notes[step]["completions"] = self._table(rows, found, each, advantages)
 
     def _rewarded(self, rows: Sequence[int], found: Sequence[Completion]) -> np.ndarray:
-        """The rewards of completions (completions, functions)."""
+        """The rewards of completions (completions, functions), from the first process."""
         of = [self._prompts.row(rows[one.prompt]) for one in found]
         # As TRL passes them: a completion of messages is a message.
         said = [
@@ -235,12 +250,17 @@ class Rollouts(Iterator[dict[str, np.ndarray]]):
             for row, one in zip(of, found, strict=True)
         ]
         columns = {name: [row[name] for row in of] for name in self._prompts.columns}
-        return self._rewards(
-            **columns,
-            prompts=[row["prompt"] for row in of],
-            completions=said,
-            completion_ids=[one.ids.tolist() for one in found],
-        )
+
+        def rewards() -> list[list[float]]:
+            return self._rewards(
+                **columns,
+                prompts=[row["prompt"] for row in of],
+                completions=said,
+                completion_ids=[one.ids.tolist() for one in found],
+            ).tolist()
+
+        # Functions may draw numbers, or cost money: all processes go on with the same rewards.
+        return np.array(distributed.in_first(rewards, self._trainer), np.float64)
 
     def _numbers(
         self, found: Sequence[Completion], each: np.ndarray, total: np.ndarray
@@ -389,16 +409,25 @@ def train_grpo(
         if precision.frozen is None:
             precision = replace(precision, frozen="int8")
     mesh, microbatches = settings.get("mesh"), settings.get("microbatches", 1)
+    devices = _devices() if mesh is None else [*mesh.devices.flat]
+    num_processes = len({device.process_index for device in devices})
     unit = None
     if isinstance(microbatches, int):
-        unit = max(microbatches, 1) * (1 if mesh is None else mesh.size)
-    rollouts = Rollouts(prompts, rewarding, options, tokenizer=tokenizer, unit=unit)
+        unit = max(microbatches, 1) * len(devices)
+    rollouts = Rollouts(
+        prompts,
+        rewarding,
+        options,
+        tokenizer=tokenizer,
+        unit=unit,
+        num_processes=num_processes,
+    )
     resume = resume and checkpoint_dir is not None
     trainer = mt.Trainer(
         trained,
         policy_batch.grpo_loss(options),
         optimizer,
-        policy_batch.batch_shapes(rollouts.num_rows, rollouts.length),
+        policy_batch.batch_shapes(rollouts.num_rows // num_processes, rollouts.length),
         params=params,
         trainable=trainable,
         precision=precision,
@@ -420,6 +449,12 @@ def train_grpo(
         callbacks=[RolloutMetrics(rollouts), *callbacks],
         progress=progress,
     )
+
+
+def _devices() -> list[Any]:
+    """The devices of a run without a mesh."""
+    first, *others = jax.devices()
+    return [first, *others] if first.platform == "gpu" or jax.process_count() > 1 else [first]
 
 
 def has_adapters(model: Decoder | Callable[[], Decoder]) -> bool:

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from megatrain_jax import Trainer
+from megatrain_jax import Trainer, distributed
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 from megatrain_jax._src.lm.common.hf_folder import (
@@ -277,13 +277,30 @@ def save_pretrained(
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
     if source is None:
         learned = (*config.end_tokens, *learned)  # adapters may have brought some
-    with atomic_folder(folder, overwrite=overwrite) as at:
-        write_tensors(at, tensors, max_shard_bytes)
-        write_config(at, json.loads(config.original), dtype)
-        copy_companions(at, copied)
-        write_end_tokens(at, copied.get(GENERATION_CONFIG), config, learned)
-        write_chat_template(at, chat_template)
+    original = json.loads(config.original)
+
+    def write() -> None:
+        with atomic_folder(folder, overwrite=overwrite) as at:
+            write_tensors(at, tensors, max_shard_bytes)
+            write_config(at, original, dtype)
+            copy_companions(at, copied)
+            write_end_tokens(at, copied.get(GENERATION_CONFIG), config, learned)
+            write_chat_template(at, chat_template)
+
+    written_once(trainer, write)
     return folder
+
+
+def written_once(trainer: Trainer | Decoder, write: Callable[[], None]) -> None:
+    """Calls a function that writes: of processes that share the trainer, in the first one only.
+
+    Raises:
+        Exception: If the function raises one; see `distributed.in_first`.
+    """
+    if isinstance(trainer, Trainer):
+        distributed.in_first(write, trainer)
+    else:
+        write()
 
 
 def check_chat_template(given: Any) -> None:

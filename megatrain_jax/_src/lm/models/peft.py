@@ -45,6 +45,7 @@ from megatrain_jax._src.lm.models.export import (
     write_chat_template,
     write_config,
     write_end_tokens,
+    written_once,
 )
 from megatrain_jax._src.lm.models.hf_common import shown
 from megatrain_jax._src.lm.models.lora import Lora, ModulePath, adapted_modules, lora, name_of
@@ -500,12 +501,16 @@ def save_lora(
     if settings_file is None and base is not None and Path(base).is_dir():
         settings_file = own_file(Path(base), GENERATION_CONFIG)
     learned = trainer.end_tokens if isinstance(trainer, Trainer) else ()
-    with atomic_folder(folder, overwrite=overwrite) as at:
-        save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
-        (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        copy_companions(at, copied)
-        write_chat_template(at, chat_template)
-        write_end_tokens(at, settings_file, model.config, (*model.config.end_tokens, *learned))
+
+    def write() -> None:
+        with atomic_folder(folder, overwrite=overwrite) as at:
+            save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
+            (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            copy_companions(at, copied)
+            write_chat_template(at, chat_template)
+            write_end_tokens(at, settings_file, model.config, (*model.config.end_tokens, *learned))
+
+    written_once(trainer, write)
     return folder
 
 

@@ -456,6 +456,9 @@ class ResidentDecoding:
         write = self._write(kind)
         return write(self._ends, self._layers, caches, rows, params, np.int32(steps))
 
+    def finish(self) -> None:
+        """Ends the writing of some texts."""
+
 
 class StreamedDecoding:
     """A decode that streams the layers' weights through the device, once per token of all rows.
@@ -490,6 +493,7 @@ class StreamedDecoding:
 
     def read(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Any]:
         """See `ResidentDecoding`."""
+        self._source.sharing.goes_on(True)
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         turns = self._rotation_program(positions, lengths)
         x, handed = self._embedding_program(self._ends, tokens)
@@ -505,6 +509,7 @@ class StreamedDecoding:
         self, kind: SamplingKind, params: SamplingParams, caches: Any, rows: TextRows, steps: int
     ) -> tuple[list[Any], TextRows, SampledTokens]:
         """See `ResidentDecoding`; writes one token of each row."""
+        self._source.sharing.goes_on(True)
         turns = self._rotation_program(rows.positions[:, None], rows.positions + 1)
         x, handed = self._embedding_program(self._ends, rows.tokens[:, None])
         caches = [*caches, None]
@@ -526,6 +531,12 @@ class StreamedDecoding:
         caches.pop()
         rows, written = self._sampling_program(kind)(self._ends, x, handed, params, rows)
         return caches, rows, written
+
+    def finish(self) -> None:
+        """Ends the writing of some texts, once all processes have written theirs."""
+        while self._source.sharing.goes_on(False):
+            for i in range(len(self._form.layers)):
+                jax.block_until_ready(self._weights(i, None))
 
     def _weights(self, i: int, x: Any) -> Any:
         """Returns the weights of a layer, and starts to copy the next one's.

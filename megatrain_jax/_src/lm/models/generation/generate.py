@@ -41,6 +41,7 @@ from megatrain_jax._src.lm.models.generation.generation_memory import (
     GenerationPlan,
     plan_of,
 )
+from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.generation.weight_source import WeightSource, open_source
 
 _NEVER = np.iinfo(np.int32).max
@@ -151,6 +152,7 @@ class Batch:
                 *sampling, self._caches, self._rows, steps
             )
             waiting.extendleft(reversed(self._collect(new)))
+        self._decoding.finish()
 
     def _longest(self) -> int:
         """The number of tokens of the longest text in a row."""
@@ -454,6 +456,9 @@ class Generator:
             if max(ids) >= config.vocab_size:
                 known = f"below the vocabulary's size, {config.vocab_size}"
                 raise ValueError(checks.refused("prompts", f"ids {known}", max(ids)))
+        numbers = (max_tokens, num_samples, max_batch, seed, float(temperature), top_p, top_k)
+        ending = None if stop is None else sorted(map(repr, stop))
+        self._source.sharing.check_equal((rows, numbers, ending))
         if not rows:
             return []
         _check_count(num_samples, len(rows), max(map(len, rows)))
@@ -463,7 +468,8 @@ class Generator:
             for sample in range(num_samples)
         ]
         size = bucket(max(map(len, rows)) + max_tokens)
-        form = self._memory.choose(size, min(len(texts), max_batch))
+        sharing = self._source.sharing
+        form = self._memory.choose(size, min(-(-len(texts) // sharing.count), max_batch))
         task = WritingTask(
             max_tokens=max_tokens,
             sampling_kind=sampling_kind,
@@ -479,7 +485,10 @@ class Generator:
         if not isinstance(self._decoding, kind):
             self._decoding = None  # first, so that its memory is free
             self._decoding = kind(source)
-        Batch(source.form, self._decoding, task, self._memory.shapes).write(texts)
+        own = sharing.own(texts)
+        Batch(source.form, self._decoding, task, self._memory.shapes).write(own)
+        if sharing.count > 1:
+            _join(sharing, texts, own)
         return [self._completion(text, shown.words(text)) for text in texts]
 
     def _completion(self, text: OpenText, words: str) -> Completion:
@@ -497,6 +506,32 @@ class Generator:
             drawn_log_probs=drawn,
             finish=text.finish,
         )
+
+
+_FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
+
+
+def _join(sharing: Sharing, texts: Sequence[OpenText], own: Sequence[OpenText]) -> None:
+    """Completes texts that other processes have written, from what each has written."""
+    ends = [
+        (text.num_written, _FINISHES.index(text.finish or "length"), text.is_cut) for text in own
+    ]
+    tokens = [token for text in own for token in text.ids[text.start :]]
+    numbers = [row for text in own for row in text.log_probs]
+    found = sharing.joined(
+        [
+            np.array(ends, np.int32).reshape(-1, 3),
+            np.array(tokens, np.int32),
+            np.array(numbers, np.float32).reshape(-1, 3),
+        ]
+    )
+    at = 0
+    for text, (count, finish, is_cut) in zip(texts, found[0].tolist(), strict=True):
+        written = slice(at, at + count)
+        text.ids[text.start :] = found[1][written].tolist()
+        text.log_probs = list(map(tuple, found[2][written].tolist()))
+        text.finish, text.is_cut = _FINISHES[finish], bool(is_cut)
+        at += count
 
 
 def generate(
@@ -522,6 +557,9 @@ def generate(
     streamed through it layer by layer, once per token of all texts. A text that ends makes room
     for the next prompt. A text doesn't depend on the texts beside it, except for rounding.
 
+    If several processes share the run, all call this with the same arguments. Each writes a share
+    of the texts on its first device, and gets all of them.
+
     Args:
         source: A `Trainer`, or the result of `fit` or `train`: its current parameters, in the dtype
             that it computes in. Or a `models.Pretrained`, a `models.Lora`, a `models.Decoder`, or a
@@ -544,9 +582,10 @@ def generate(
         dtype: The dtype to compute in; None for the run's or the parameters' own.
         device_budget: Maximum bytes of device memory, as a number or as text such as "22 GiB"; None
             for nine tenths of the memory that is free.
-        max_batch: Maximum number of texts that are written at a time.
+        max_batch: Maximum number of texts that are written at a time, by each process.
         on_text: A function that is called whenever a text has some new tokens, with the number of
-            its prompt, the number of its sample, and the text so far.
+            its prompt, the number of its sample, and the text so far; in the process that writes
+            it.
 
     Returns:
         A `Completion` of each sample: all samples of the first prompt, then of the second, and so

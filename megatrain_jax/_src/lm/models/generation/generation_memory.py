@@ -67,8 +67,10 @@ class GenerationMemory:
         budget = bytes_of("device_budget", budget) if isinstance(budget, str) else budget
         self._budget = budget
         # Asked once, before any weights are there.
-        self._bytes = _free_bytes(source.device) if budget is None else budget
-        self._host_bytes = _HOST_SHARE * available_bytes()
+        # All processes choose the same form.
+        own = _free_bytes(source.device) if budget is None else budget
+        self._bytes = source.sharing.least(own)
+        self._host_bytes = source.sharing.least(_HOST_SHARE * available_bytes())
         self._source = source
         self.shapes = _shapes(source, source.ends), [_shapes(source, x) for x in source.layers]
         caches = shapes_of(source.form, *self.shapes)

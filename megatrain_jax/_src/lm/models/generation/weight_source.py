@@ -13,6 +13,7 @@ from megatrain_jax import FitResult, Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.lm.models.arrays import check_floating
 from megatrain_jax._src.lm.models.decoder import Decoder, policy_of
+from megatrain_jax._src.lm.models.generation.sharing import Sharing
 from megatrain_jax._src.lm.models.lora import Lora
 from megatrain_jax._src.lm.models.pretrained import Pretrained
 from megatrain_jax._src.lm.models.rotary import Rope
@@ -81,11 +82,12 @@ class WeightSource:
         ends: The weights outside its layers.
         layers: The weights of its layers.
         dtype: The dtype that is computed with.
-        device: The device that it is computed on.
+        device: The device of this process that it is computed on.
         bytes_at_rest: Bytes of the layers in pinned memory, if each read copies from there and the
             layers can be streamed; None otherwise.
         read: Reads some leaves.
         end_tokens: Ids of the tokens that end a text.
+        sharing: The processes that write texts together. Each read needs all of them.
     """
 
     form: ModelForm
@@ -97,6 +99,7 @@ class WeightSource:
     bytes_at_rest: int | None
     read: Read
     end_tokens: tuple[int, ...]
+    sharing: Sharing = Sharing()
 
     def weights(self, part: WeightsPart) -> Any:
         """Returns the weights of a part, on the device; they may still be in flight."""
@@ -133,11 +136,6 @@ def open_source(given: Any, dtype: Any = None) -> WeightSource:
 
 
 def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
-    if trainer.processes.count > 1:
-        raise ValueError(
-            f"`source` is a run of {trainer.processes.count} processes, but generation is for one: "
-            "save the run, and generate from its parameters in one process"
-        )
     copy = trainer.compute_copy()
     model = policy_of(copy.model)
     if not isinstance(model, Decoder):
@@ -157,7 +155,8 @@ def _of_trainer(trainer: Trainer, dtype: Any) -> WeightSource:
         return copy.bytes_at_rest([leaf for leaf in leaves if hasattr(leaf, "number")])
 
     source = _source(model, copy.dtype, copy.device, read, at_rest)
-    return replace(source, end_tokens=(*source.end_tokens, *trainer.end_tokens))
+    ends, sharing = (*source.end_tokens, *trainer.end_tokens), Sharing(trainer.processes)
+    return replace(source, end_tokens=ends, sharing=sharing)
 
 
 def _of_arrays(model: Decoder, dtype: Any) -> WeightSource:
