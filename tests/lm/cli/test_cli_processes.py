@@ -127,7 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (folder / "rewards.py").write_text(REWARDS)
-    other = options(given, folder / "other", checkpoints="false")
+    other = options(given, folder / "other", length=0)
     first = in_processes(
         folder,
         2,
@@ -139,7 +139,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             (["finetune", *options(given, folder / "pairs", **pairs)], None),
             (["finetune", *options(given, folder / "lora", **adapters)], None),
             (["merge", str(folder / "lora/adapter"), "--out", str(folder / "merged")], None),
-            (["finetune", *other, "--length", "0"], None),
+            (["finetune", *other], None),
             (["grpo", *rewarded(folder, folder / "rewarded")], None),
             (["finetune", *options(given, folder / "said", samples="count", steps=3)], None),
         ],
@@ -239,7 +239,7 @@ def test_processes_write_and_reward_what_one_process_does(runs, tmp_path, monkey
         assert here["reward"] == there["reward"] and here["tokens"] == there["tokens"]
         np.testing.assert_allclose(here["loss"], there["loss"], atol=2e-5)
     (texts, others) = (
-        [json.loads(line) for line in (folder / "log.samples.jsonl").read_text().splitlines()]
+        (folder / "log.jsonl.txt").read_text()
         for folder in (runs.folder / "rewarded", tmp_path / "one")
     )
     assert texts == others
