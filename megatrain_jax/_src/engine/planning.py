@@ -182,7 +182,7 @@ def plan(
         adapted = remembered(
             "adapted model",
             lambda: given,
-            lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
+            lambda: adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0],
         )
         usable = machine and machine.usable_bytes
         # Without hardware, the run is one of this machine.
@@ -220,7 +220,7 @@ def _measured(
             "`measure`=True times a run's functions on a GPU, and JAX sees none on this machine; "
             "leave it out to plan by estimates"
         )
-    adapted = adapt(model, loss_fn, sample_batch, run.seed)[0]
+    adapted = adapt(model, loss_fn, sample_batch, run.seed, run.trainable)[0]
     with warnings.catch_warnings():  # the plan lists them
         warnings.simplefilter("ignore", PlanWarning)
         spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)

@@ -34,7 +34,7 @@ from megatrain_jax._src.engine.options.options import (
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
-from megatrain_jax._src.engine.report.run_warnings import products_line
+from megatrain_jax._src.engine.report.run_warnings import products_line, statistics_line
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
 from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
@@ -122,7 +122,9 @@ class Trainer(ExplainedAttributes):
                 variable. Any of a list may choose a parameter. Predicates return Booleans. Frozen
                 parameters have neither gradients nor optimizer state and are only copied to the
                 device, in `precision.frozen` if that is given; the optimizer sees
-                `optax.MaskedNode` in their place.
+                `optax.MaskedNode` in their place. Running statistics, as of BatchNorm, are no
+                parameters: those of frozen modules change too, unless these are in evaluation mode:
+                `model.backbone.eval()` in NNX, `use_running_average=True` in Linen.
             eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for
                 `loss_fn`. A Linen module that is called differently in training needs one, as in
                 ``model(x, train=False)``; an NNX module is evaluated as after ``.eval()``.
@@ -514,11 +516,12 @@ def prepare(
         sample_batch, number, "sample_batch", num_devices, or_shapes=True, needs_rows=divides
     )
     tell_phase("tracing the model, the loss and the optimizer ...", progress)
-    adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
+    adapted, initial = adapt(model, loss_fn, sample_batch, run.seed, run.trainable)
     initial.check()
     spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-    if progress and (line := products_line(spec)):
-        tqdm.write(line, file=sys.stderr)
+    if progress:
+        for line in filter(None, (products_line(spec), statistics_line(spec))):
+            tqdm.write(line, file=sys.stderr)
     if params is not None:
         initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
     return Prepared(

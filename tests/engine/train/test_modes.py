@@ -126,6 +126,50 @@ def test_a_module_in_evaluation_mode_stays_so_among_others():
     assert found["dropout/rngs/count"] == expected["dropout/rngs/count"] > 0
 
 
+class Backbone(nnx.Module):
+    """A model whose only modes are those of its frozen part, and of a dropout after it."""
+
+    def __init__(self):
+        self.layers = Layers()
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.head = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.dropout(self.layers(x)))
+
+
+def of_frozen(capsys: Any, model: Any, **options: Any) -> tuple[Any, bool]:
+    """The state after training a head, and whether statistics were told to change."""
+    given = {"eval_data": None, "trainable": "head", "progress": True} | options
+    trainer = fitted(model, **given).trainer
+    return trainer.variables, "layers/norm/mean" in capsys.readouterr().err
+
+
+def test_frozen_modules_in_evaluation_mode_stay_in_it(capsys: pytest.CaptureFixture[str]):
+    model = Backbone()
+    model.eval()
+    found, told = of_frozen(capsys, model)
+    assert not told and not found["layers/norm/mean"].any()
+    assert found["layers/dropout/rngs/count"] == 0 < found["dropout/rngs/count"]
+    several: list[Any] = [{}, *({"trainable": x} for x in ("layers", "norm/scale", None))]
+    for options in several:
+        model = Backbone()
+        if options:
+            model.eval()
+        found, told = of_frozen(capsys, model, **options)
+        assert told == (not options) and found["layers/norm/mean"].any(), options
+        assert found["layers/dropout/rngs/count"] > 0
+
+
+@pytest.mark.parametrize("trainable", ["Dense_2", "Dense_0", None, "BatchNorm"])
+def test_statistics_of_frozen_linen_modules_are_told(
+    trainable: str | None, capsys: pytest.CaptureFixture[str]
+):
+    fitted(Net(0.0, True), eval_data=None, trainable=trainable, progress=True)
+    told = "BatchNorm_0/mean" in capsys.readouterr().err
+    assert told == (trainable in ("Dense_2", "Dense_0"))
+
+
 def test_modules_whose_mode_was_never_set_train_and_are_evaluated():
     """As `nnx.MultiHeadAttention`, which asks for a mode where none is set."""
 

@@ -78,14 +78,18 @@ class Shell:
 Parts = tuple[Any, Any, Shell]
 
 
-def parts_of(model: Any) -> Parts:
+def parts_of(model: Any, trainable: Any = None) -> Parts:
     """Splits an NNX model or a pytree of arrays.
+
+    Args:
+        model: the model.
+        trainable: see `trainable_mask`.
 
     Raises:
         TypeError: an NNX variable's value is not an array.
         ValueError: a pytree holds arrays that are not numeric.
     """
-    return _nnx_parts(model) if _nnx_modules(model) else _pytree_parts(model)
+    return _nnx_parts(model, trainable) if _nnx_modules(model) else _pytree_parts(model)
 
 
 def is_pytree_model(model: Any) -> bool:
@@ -173,6 +177,21 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
     return found
 
 
+def is_frozen(module: ModelPath, paths: Sequence[ModelPath], trained: Sequence[bool]) -> bool:
+    """Whether a module, or the smallest one around it that has parameters, trains none of them.
+
+    Args:
+        module: the module's path.
+        paths: the paths of all parameters.
+        trained: whether each is trained.
+    """
+    for n in range(len(module), 0, -1):
+        pairs = zip(paths, trained, strict=True)
+        if found := [is_trained for path, is_trained in pairs if path[:n] == module[:n]]:
+            return not any(found)
+    return False
+
+
 def check_same_paths(name: str, what: str, expected: Sequence[ModelPath], tree: Any) -> None:
     """Checks that a call of the loss function did not change the model's structure.
 
@@ -231,7 +250,7 @@ def _nnx_modules(model: Any) -> list[nnx.Module]:
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 
 
-def _nnx_parts(model: Any) -> Parts:
+def _nnx_parts(model: Any, trainable: Any) -> Parts:
     """Splits an NNX model by the types of its variables."""
     # Values sown by an earlier call are results, not state. They are removed from a copy of the
     # graph that shares its arrays, so the user's own model keeps them.
@@ -239,14 +258,17 @@ def _nnx_parts(model: Any) -> Parts:
     nnx.pop(model, nnx.Intermediate)
     _mark_traced_arrays(model)
     # A model trains, also if it was left in evaluation mode, or its modes were never set. Single
-    # modules in evaluation mode are frozen on purpose.
-    modes = [mode for _, node in nnx.iter_graph(model) for mode in _modes(node)]
-    sets_mode = len({mode is True for mode in modes}) == 1
+    # modules in evaluation mode are frozen on purpose, as are modules without trained parameters.
+    modes = {path: found for path, node in nnx.iter_graph(model) if (found := _modes(node))}
+    every = {mode is True for found in modes.values() for mode in found}
+    sets_mode = len(every) == 1
     graphdef, params, variables = nnx.split(model, nnx.Param, ...)
     _check_static(graphdef)
     _check_values(params)
     _check_values(variables)
     param_paths = flatten(params)[0]
+    trained = trainable_mask(trainable if True in every else None, params)
+    kept = {path for path in modes if True in every and is_frozen(path, param_paths, trained)}
 
     def call(loss_fn, args, params, variables, rng, train):
         # Without a copy the variables belong to an outer trace and refuse to be changed.
@@ -255,6 +277,9 @@ def _nnx_parts(model: Any) -> Parts:
         if not train or sets_mode:
             for module in _nnx_modules(model):
                 module.train() if train else module.eval()
+            for path, node in nnx.iter_graph(model):
+                if path in kept:
+                    node.eval()
         result = loss_fn(model, *args)
         _, after, _, changed = nnx.split(model, nnx.Param, nnx.Intermediate, ...)
         check_same_paths(argument_of(loss_fn), "parameters", param_paths, after)
@@ -476,7 +501,7 @@ class AdaptedModel:
 
 
 def adapt(
-    model: Any, loss_fn: Callable[..., Any], sample_batch: Any, seed: int
+    model: Any, loss_fn: Callable[..., Any], sample_batch: Any, seed: int, trainable: Any = None
 ) -> tuple[AdaptedModel, InitialValues]:
     """Turns a model of any supported kind into the internal form.
 
@@ -489,6 +514,8 @@ def adapt(
             of scalar metrics).
         sample_batch: a pytree of arrays or `jax.ShapeDtypeStruct`.
         seed: a Linen module is initialised with `jax.random.key(seed)`.
+        trainable: the parameters to train; see `trainable_mask`. A frozen module of an NNX model in
+            evaluation mode stays in it.
 
     Returns:
         The model without its arrays, and its initial values.
@@ -506,14 +533,14 @@ def adapt(
             return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key), seed)
 
         return _adapt_traced(split_linen, (key, sample_batch))
-    return adapt_alone(model)
+    return adapt_alone(model, trainable)
 
 
-def adapt_alone(model: Any) -> tuple[AdaptedModel, InitialValues]:
+def adapt_alone(model: Any, trainable: Any = None) -> tuple[AdaptedModel, InitialValues]:
     """Turns a model other than a Linen module, which needs a batch, into the internal form."""
     if is_pytree_model(model):
-        return _adapt_values(model)
-    adapted, initial = _adapt_traced(lambda: _built_parts(model), ())
+        return _adapt_values(model, trainable)
+    adapted, initial = _adapt_traced(lambda: _built_parts(model, trainable), ())
     return dataclasses.replace(adapted, builder=name_of(model)), initial
 
 
@@ -564,7 +591,7 @@ _SUPPORTED = (
 )
 
 
-def _built_parts(build: Callable[[], Any]) -> Parts:
+def _built_parts(build: Callable[[], Any], trainable: Any) -> Parts:
     """Calls a function that builds a model, and takes the model apart."""
     model = _call_builder(build)
     if isinstance(model, linen.Module):
@@ -578,12 +605,12 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
         )
     if not is_pytree_model(model):
         raise TypeError(f"{name_of(build)} builds a {type(model).__qualname__}; {_SUPPORTED}")
-    return parts_of(model)
+    return parts_of(model, trainable)
 
 
-def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
+def _adapt_values(model: Any, trainable: Any) -> tuple[AdaptedModel, InitialValues]:
     """Adapts a model that holds arrays; these are its initial values."""
-    params, variables, shell = parts_of(model)
+    params, variables, shell = parts_of(model, trainable)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
     adapted = _assemble(shapes[0], shapes[1], shell)
     initial = initial_values_of(

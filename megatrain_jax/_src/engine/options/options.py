@@ -78,7 +78,9 @@ class Options:
             of a list may choose a parameter. Predicates return Booleans. Frozen parameters have
             neither gradients nor optimizer state and are only copied to the device, in
             `precision.frozen` if that is given; the optimizer sees `optax.MaskedNode` in their
-            place.
+            place. Running statistics, as of BatchNorm, are no parameters: those of frozen modules
+            change too, unless these are in evaluation mode: `model.backbone.eval()` in NNX,
+            `use_running_average=True` in Linen.
         eval_loss_fn: Loss function to evaluate with, called as `loss_fn` is; None for `loss_fn`. A
             Linen module that is called differently in training needs one, as in ``model(x,
             train=False)``; an NNX module is evaluated as after ``.eval()``.

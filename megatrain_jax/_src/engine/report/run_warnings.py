@@ -10,6 +10,7 @@ from flax import nnx
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
+from megatrain_jax._src.engine.adapt.adapters import is_frozen
 from megatrain_jax._src.engine.options.precision_values import NF4
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import count_flops, is_product
@@ -111,6 +112,33 @@ def products_line(spec: RunSpec) -> str:
         return f"{found[0].upper()}{found[1:]}."
     coded = "float8 and " if spec.first.program.in_float8 else ""
     return f"Matrix products are computed in {coded}{np.dtype(spec.precision.compute).name}."
+
+
+def statistics_line(spec: RunSpec) -> str:
+    """The running statistics of frozen modules that change in training, and a remedy, or ""."""
+    traced = spec.traced
+    jaxpr, first = traced.traced.jaxpr, len(traced.traced.consts) + traced.num_parameters
+    before = jaxpr.invars[first : first + traced.num_variables]
+    after = jaxpr.outvars[len(jaxpr.outvars) - traced.num_variables :]
+    paths = spec.adapted.paths
+    trained = [False] * len(paths)
+    for leaf in spec.leaves:
+        trained[leaf.parameter] |= leaf.is_trainable
+    names = []
+    for path, old, new in zip(spec.adapted.variable_paths, before, after, strict=True):
+        # In Linen, the name of a collection comes first.
+        modules = path[:-1], path[1:-1]
+        if old is not new and jx.is_float(old.aval):
+            if any(is_frozen(module, paths, trained) for module in modules):
+                names.append(path_name(path))
+    if not names:
+        return ""
+    shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+    return (
+        f"`trainable` freezes parameters, not running statistics: {shown} of frozen modules change "
+        "in training. To keep them, put these modules into evaluation mode: by .eval() in NNX, by "
+        "use_running_average=True in Linen."
+    )
 
 
 def _much_is_wide(spec: RunSpec, wide: int, every: int) -> str:
