@@ -100,3 +100,35 @@ def test_a_card_that_was_a_constant_is_found_by_its_name(key):
         getattr(mt, key)
     named = re.findall(r'card\("(.+?)"\)', str(caught.value))
     assert [hardware.card(name) for name in named] == [hardware._CARDS[key]]
+
+
+@pytest.mark.parametrize(
+    ("name", "maker"),
+    [
+        *(("MI300X", "AMD"), ("AMD Instinct MI250", "AMD"), ("Radeon RX 7900 XTX", "AMD")),
+        *(("TPU v5e", "Google"), ("v5p", "Google"), ("Gaudi 3", "Intel"), ("M4 Max", "Apple")),
+        *(("Ascend 910B", "Huawei"), ("trn2", "AWS"), ("4x MI300X", "AMD")),
+    ],
+)
+def test_cards_of_other_makers_are_told_apart(name: str, maker: str):
+    with refuses(ValueError, maker, "NVIDIA", "megatrain_jax.Hardware") as caught:
+        hardware.card(name)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_unknown_cards_of_nvidia_are_no_other_maker_s():
+    names = [
+        "M40",
+        "Quadro M6000",
+        "MX450",
+        "RTX 6000 Ada",
+        "GTX 1080",
+        "A16",
+        "T1000",
+        "V10",
+        "GB10",
+    ]
+    for name in names:
+        with refuses(ValueError, name) as caught:
+            hardware.card(name)
+        assert not any(maker in str(caught.value) for maker in hardware._MAKERS), name

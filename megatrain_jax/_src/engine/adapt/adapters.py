@@ -177,7 +177,7 @@ def _chosen(trainable: Any, names: Sequence[str], items: Sequence[tuple[ModelPat
     return found
 
 
-def is_frozen(module: ModelPath, paths: Sequence[ModelPath], trained: Sequence[bool]) -> bool:
+def is_frozen(module: Sequence[Any], paths: Sequence[ModelPath], trained: Sequence[bool]) -> bool:
     """Whether a module, or the smallest one around it that has parameters, trains none of them.
 
     Args:

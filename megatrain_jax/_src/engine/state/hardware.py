@@ -322,6 +322,12 @@ def card(name: str) -> Hardware:
             f"num_gpus={number} (--gpus {number} on the command line)"
         )
     if found is None:
+        if maker := next((m for m, names in _MAKERS.items() if re.match(names, plain)), None):
+            raise ValueError(
+                f"{name!r} is {maker}'s, and this library was tried on NVIDIA's GPUs alone, so no "
+                "figures of others are known. A plan can take yours: describe it as "
+                "megatrain_jax.Hardware(...)"
+            )
         names = {_plain(shown): shown for shown in _BY_NAME}
         near = difflib.get_close_matches(plain, names, n=3)
         if near:
@@ -332,6 +338,17 @@ def card(name: str) -> Hardware:
             f"no card {name!r} is known; {hint} Describe others as megatrain_jax.Hardware(...)"
         )
     return found
+
+
+# Beginnings of other makers' names, as `_plain` writes them.
+_MAKERS = {
+    "AMD": r"amd|mi\d|instinct|radeon|rx\d|gfx\d",
+    "Apple": r"apple|m\d(pro|max|ultra)?$",
+    "AWS": r"aws|trainium|inferentia|trn\d|inf\d",
+    "Google": r"google|tpu|trillium|ironwood|v\d[ep]$",
+    "Huawei": r"huawei|ascend",
+    "Intel": r"intel|gaudi|arc|datacentergpu",
+}
 
 
 def _plain(name: str) -> str:
