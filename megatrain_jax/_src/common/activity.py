@@ -4,6 +4,7 @@ The peers of a process show these words when they wait for it, and a run that ha
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 
@@ -45,3 +46,28 @@ def doing(what: str, *, of_user: bool = False) -> Iterator[None]:
 def progressed() -> None:
     """Says that what takes long has got on."""
     HERE.count += 1
+
+
+# Seconds between two signs of a process whose work may take hours.
+_SIGN_SECONDS = 20.0
+
+
+@contextlib.contextmanager
+def getting_on(what: str) -> Iterator[None]:
+    """Says what the body does, and keeps saying that it gets on, as peers may wait for hours.
+
+    Args:
+        what: See `doing`.
+    """
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(_SIGN_SECONDS):
+            progressed()
+
+    threading.Thread(target=tell, name="activity", daemon=True).start()
+    try:
+        with doing(what):
+            yield
+    finally:
+        done.set()

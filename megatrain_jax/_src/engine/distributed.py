@@ -17,6 +17,7 @@ from megatrain_jax._src.engine.startup.launchers import (
     Variables,
     find_launch,
 )
+from megatrain_jax._src.engine.state.aborts import explain_aborts
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import Processes
 from megatrain_jax._src.engine.trainer import Trainer
@@ -133,6 +134,8 @@ def connect(
     if launch.num_processes is not None:
         # JAX would give each process the one GPU with its number.
         options["cluster_detection_method"] = "deactivate"
+    # JAX ends the process if one never comes.
+    explain_aborts(lambda _: _incomplete(launch, timeout_seconds))
     call(
         launch.address,
         launch.num_processes,
@@ -259,6 +262,17 @@ def _check_equal(given: dict[str, Any]) -> None:
                 f"`{name}`={given[name]}, but this process is connected already, with {value}: "
                 "leave it out"
             )
+
+
+def _incomplete(launch: Launch, seconds: int) -> str:
+    """What is wrong if not all processes have come."""
+    if launch.num_processes is None:
+        return f"not all processes of this job have come within {seconds} s"
+    return (
+        f"this is process {launch.process_id} of {launch.num_processes}, of which some have not "
+        f"come within {seconds} s, or not to the first one at {launch.address}: see that all are "
+        "started, and that every host reaches that port"
+    )
 
 
 def _alone(launch: Launch | None, environment: Variables) -> str:

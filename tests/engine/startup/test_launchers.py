@@ -284,12 +284,15 @@ def test_jax_gets_what_the_launcher_tells(bare):
     def call(*given: Any, **options: Any) -> None:
         calls.append((given, options))
 
+    words: list[Any] = []
     bare.setattr(distributed, "gpu_memories", lambda: [GpuMemory(1, 1)] * 8)
+    bare.setattr(distributed, "explain_aborts", words.append)
     launch = find_launch(TORCHRUN)
     assert launch is not None
     distributed.connect(launch, None, 1800, call)
     given, options = calls.pop()
     assert given == ("node0:29501", 8, 5)
+    assert tells(words.pop()(True), 5, 8, "node0:29501", 1800), "if one never comes"
     assert options["local_device_ids"] == [2, 3] and options["initialization_timeout"] == 1800
     assert options["cluster_detection_method"] == "deactivate"
     distributed.connect(launch, [7], 60, call)

@@ -40,7 +40,7 @@ def in_processes(folder: Path, count: int, devices: int, calls: list[Any]) -> Ra
         port = free.getsockname()[1]
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", f"device_count={devices}")
     shared = {"XLA_FLAGS": flags, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    files = [folder / f"statuses-{i}.json" for i in range(count)]
+    files = [folder / f"statuses-{port}-{i}.json" for i in range(count)]
     running = [
         subprocess.Popen(
             [sys.executable, str(HELPERS / "commands.py"), json.dumps(calls)],

@@ -14,6 +14,7 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax import callbacks, distributed
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.activity import getting_on
 from megatrain_jax._src.common.progress import phase_lines
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli import recipe, run_report
@@ -76,7 +77,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], recipe.Job]) -> int:
         _check_memory(plan, settings)
         timer.lap("plan")
         # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
-        batches = read(settings, job.dataset)
+        with getting_on("reading the data"):
+            batches = read(settings, job.dataset)
         folder.check_data(batches.fingerprint)
         folder.begin(settings)
         for name, value in _notes(settings, identity, batches, options).items():
@@ -255,7 +257,8 @@ def push(settings: TrainingSettings, folder: RunFolder) -> int:
         return 0
     export = folder.path / settings.exports[0]
     try:
-        commit = hub.upload(export, name, private=settings.push_private)
+        with getting_on("uploading the export"):
+            commit = hub.upload(export, name, private=settings.push_private)
     except Exception as error:  # HTTP and disk errors have no common type
         why = " ".join(str(error).split())[:300]
         print(

@@ -31,6 +31,7 @@ import xxhash
 
 from megatrain_jax import Trainer, distributed
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.activity import getting_on
 from megatrain_jax._src.common.unfinished import UnfinishedFolder, naming_file, sync_tree
 from megatrain_jax._src.lm.common.hf_folder import (
     CHAT_TEMPLATE,
@@ -280,7 +281,7 @@ def save_pretrained(
     original = json.loads(config.original)
 
     def write() -> None:
-        with atomic_folder(folder, overwrite=overwrite) as at:
+        with getting_on("writing an export"), atomic_folder(folder, overwrite=overwrite) as at:
             write_tensors(at, tensors, max_shard_bytes)
             write_config(at, original, dtype)
             copy_companions(at, copied)
