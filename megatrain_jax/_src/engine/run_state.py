@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Never
@@ -47,6 +47,9 @@ from megatrain_jax._src.engine.spec.rescheduled import with_all_waves
 from megatrain_jax._src.engine.spec.run_spec import RunSpec, batch_key
 from megatrain_jax._src.engine.start import group_bar
 
+# Functions given to evaluations whose bound steps are kept.
+_MOST_GIVEN = 8
+
 
 class RunState:
     """A started run: its arrays, counts and history; checkpoints save and restore it.
@@ -82,8 +85,11 @@ class RunState:
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
         self._sample = joined_shapes(sample_batch, 1)
-        self._looked_at: set[Any] = set()  # whether they train
-        self.bound: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
+        # Functions given to evaluations, the last one used most recently; their values say whether
+        # they were looked at, for what belongs to training. A notebook makes a new one in each run
+        # of a cell, and its bound steps take a MiB and more.
+        self._given: dict[Callable[..., Any], bool] = {}
+        self.bound: dict[Any, BoundStep] = {spec.first.key: spec.first}
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         """Refuses to pickle or deep-copy the state, and with it its trainer and results.
@@ -396,15 +402,27 @@ class RunState:
 
     def _warn_of_training(self, function: Any, batch: Any, advice: tuple[str, str]) -> None:
         """Warns, once for a function, if it does what belongs to training."""
-        if function in self._looked_at:
+        if self._given.get(function):
             return
-        self._looked_at.add(function)
+        self._use(function)
+        self._given[function] = True
         if does := self.spec.adapted.only_in_training(function, batch):
             name = name_of(function)
             warn_user(
                 f"in evaluations, {name} {does}, as in training: {advice[0]} the model as for "
                 f"inference, such as model(x, train=False){advice[1]}"
             )
+
+    def _use(self, function: Callable[..., Any]) -> None:
+        """Marks a function as used now, and forgets the bound steps of one used long ago."""
+        self._given[function] = self._given.pop(function, False)
+        own = self.spec.loss_fn, self.spec.loss_to_evaluate
+        others = [given for given in self._given if given not in own]
+        if len(others) > _MOST_GIVEN:
+            del self._given[oldest := others[0]]
+            old = {key: step for key, step in self.bound.items() if key[2] == oldest}
+            self.engine.forget([*old.values()])
+            self.bound = {key: step for key, step in self.bound.items() if key not in old}
 
     def _check_values(self, batch: Any) -> None:
         """Checks a batch to evaluate, which need not be like the first one to train on."""
@@ -418,6 +436,7 @@ class RunState:
         shapes = joined_shapes(batch, placement.processes.count)
         # Losses are compared as functions: a new one, even with equal code, is cut again.
         key = (batch_key(shapes), train, loss_fn)
+        self._use(loss_fn)
         if key not in self.bound:
             where = f"training step {self.training.num_steps + 1}" if train else "an evaluation"
             with placement.outside_meshes(), _noting_arrays(where, batch, self._sample):

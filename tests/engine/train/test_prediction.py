@@ -1,5 +1,7 @@
 """Predictions are what plain JAX computes from the same parameters, with the rows in order."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+import small
 from messages import refuses
 from runs import make_trainer
 from zoo import CASES
@@ -108,3 +111,31 @@ def test_rows_that_cannot_be_joined_are_told_at_their_batch(linear):
     with refuses(ValueError, "fn", "first of `batches`", "(3,)", "batch 2", "(4,)"):
         linear.predict(batches(), lambda model, batch: batch["x"] * model["w"][0])
     assert drawn == [3, 4]
+
+
+def test_functions_of_long_ago_are_forgotten_with_their_programs():
+    """As a notebook's lambda, which is a new function each time that its cell runs."""
+    trainer, batches = small.trainer(), [small.batch(1)]
+    trainer.read(trainer.step(batches[0]))
+    made, expected = [], trainer.evaluate(batches)["loss"]
+
+    def evaluate() -> int:
+        loss, fn = lambda p, x: small.loss_fn(p, x), lambda p, x: x["x"] @ p[0]["w"]
+        made.extend([weakref.ref(loss), weakref.ref(fn)])
+        assert trainer.evaluate(batches, loss)["loss"] == expected
+        trainer.predict(batches, fn)
+        return len(trainer.run_state.engine.kernels)
+
+    numbers = [evaluate() for _ in range(6)]
+    gc.collect()
+    assert [function() is not None for function in made] == [False] * 4 + [True] * 8
+    assert numbers[-1] == numbers[-2] and len(trainer.run_state.bound) == 10
+    # One that is used again stays, and so do the run's own functions.
+    used = made[4]()
+    for _ in range(3):
+        assert trainer.evaluate(batches, used)["loss"] == expected
+        evaluate()
+    own = trainer.run_state.bound.keys()
+    trainer.evaluate(batches)
+    trainer.read(trainer.step(batches[0]))
+    assert trainer.run_state.bound.keys() == own and used in trainer.run_state._given

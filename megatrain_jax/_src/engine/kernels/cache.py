@@ -3,7 +3,7 @@
 Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -136,6 +136,13 @@ class KernelCache:
         """Drops all other functions, with the memory of their programs."""
         kept = {(kernel.name, kernel.key) for kernel in kernels}
         self._functions = {key: f for key, f in self._functions.items() if key in kept}
+
+    def drop(self, functions: Collection[int]) -> None:
+        """Drops functions, given by `id`, and what is known about their kernels."""
+        keys = {key for key, f in self._functions.items() if id(f) in functions}
+        for known in (self._functions, self._estimates, self._pieces, self._temporaries):
+            for key in keys & known.keys():
+                del known[key]
 
     def has_large_temporaries(self, kernel: Kernel) -> bool:
         """Whether a kernel must wait for earlier large kernels before it is dispatched.

@@ -11,7 +11,7 @@ dropped after the last stage that reads it; a cotangent is removed by the stage 
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -373,6 +373,13 @@ class Engine:
                 self._large.add(key)
         return self._found[key]
 
+    def forget(self, steps: Collection[BoundStep]) -> None:
+        """Drops the functions that only these steps use, with the memory of their programs."""
+        found = {key: f for key, f in self._found.items() if not _is_of(key, steps)}
+        used = {*map(id, found.values())}
+        self.kernels.drop({id(f) for f in self._found.values()} - used)
+        self._found, self._large = found, self._large & found.keys()
+
     def _stage_function(
         self,
         op: Op,
@@ -541,3 +548,8 @@ class Engine:
 def _known(number: int | None) -> int:
     assert number is not None
     return number
+
+
+def _is_of(key: Hashable, steps: Collection[BoundStep]) -> bool:
+    """Whether a function's cheap key names one of these steps."""
+    return isinstance(key, tuple) and any(isinstance(x, BoundStep) and x in steps for x in key)
