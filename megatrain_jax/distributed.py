@@ -4,8 +4,16 @@ Imported on first use as `megatrain_jax.distributed`.
 """
 
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.engine.distributed import gather, in_first, initialize, is_first, summary
+from megatrain_jax._src.engine.distributed import (
+    gather,
+    in_first,
+    initialize,
+    is_first,
+    leave,
+    summary,
+)
+from megatrain_jax._src.engine.state.processes import PeerEndedError
 
-__all__ = ["gather", "in_first", "initialize", "is_first", "summary"]
+__all__ = ["PeerEndedError", "gather", "in_first", "initialize", "is_first", "leave", "summary"]
 
 _explain(globals())

@@ -10,7 +10,7 @@ def train(config: dict) -> None:
     """Trains in one of Ray's workers."""
     import jax
     import optax
-    import ray.train
+    import ray.train  # pyright: ignore[reportMissingImports]
 
     import megatrain_jax as mt
     from megatrain_jax import data, models
@@ -36,8 +36,8 @@ def train(config: dict) -> None:
 
 
 if __name__ == "__main__":
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.jax import JaxTrainer
+    from ray.train import FailureConfig, RunConfig, ScalingConfig  # pyright: ignore
+    from ray.train.v2.jax import JaxTrainer  # pyright: ignore
 
     JaxTrainer(
         train,

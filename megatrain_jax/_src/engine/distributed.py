@@ -1,5 +1,6 @@
 """`initialize`: connects the processes of a run, on one host or on several."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from megatrain_jax._src.engine.startup.launchers import (
 )
 from megatrain_jax._src.engine.state.aborts import explain_aborts
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
-from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.trainer import Trainer
 
 _BY_HAND = "the arguments"
@@ -233,6 +234,19 @@ _KINDS: tuple[type[Exception], ...] = (
     MemoryError,
     RuntimeError,
 )
+
+
+def leave(why: str) -> None:
+    """Tells the other processes that this one ends, before a run has begun or after it.
+
+    Those that wait for it raise a `PeerEndedError`. In `fit` and `train`, an error tells them.
+
+    Args:
+        why: The reason, for their error.
+    """
+    if jax.distributed.is_initialized():
+        with contextlib.suppress(PeerEndedError):
+            _processes().leave(why)
 
 
 def _processes() -> Processes:

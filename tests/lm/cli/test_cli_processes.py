@@ -261,6 +261,28 @@ def test_a_command_for_one_runs_in_the_first_process_alone(monkeypatch, tmp_path
         assert bool(capsys.readouterr().err) == (status > 0)
 
 
+def test_other_processes_are_told_of_an_error_and_tell_it_in_a_line(monkeypatch, capsys):
+    raised: list[Exception] = []
+    left: list[str] = []
+
+    def run(settings: Any) -> int:
+        raise raised[-1]
+
+    monkeypatch.setattr(command, "_takes_part", lambda name: True)
+    monkeypatch.setattr(distributed, "leave", left.append)
+    plain = command._named
+    monkeypatch.setattr(
+        command, "_named", lambda name: run if name == "plan_command.run" else plain(name)
+    )
+    raised.append(command.errors.CommandError("no such file"))
+    assert command.main(["plan", "Qwen3-8B"]) == 2 and left == ["no such file"]
+    raised.append(distributed.PeerEndedError("process 1 has ended: no such file"))
+    capsys.readouterr()
+    assert command.main(["plan", "Qwen3-8B"]) == 1 and len(left) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert tells(line, "process 1", "no such file")
+
+
 def test_only_the_first_process_prints_and_errors_name_the_process(monkeypatch, capsys):
     def run(settings: Any) -> int:
         print("a plan")

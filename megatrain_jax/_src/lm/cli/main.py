@@ -84,12 +84,15 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         run = _named(command)
         if not _takes_part(name):
             return 0
-    from megatrain_jax import CheckpointError
+    from megatrain_jax import CheckpointError, distributed
 
     try:
         with _output_of_first():
             return run(settings)
-    except CheckpointError as error:
+    except errors.CommandError as error:
+        distributed.leave(str(error))  # it may be one of this process alone
+        raise
+    except (CheckpointError, distributed.PeerEndedError) as error:
         return _failed(name, error)
 
 

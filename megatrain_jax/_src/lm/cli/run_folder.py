@@ -132,10 +132,10 @@ class RunFolder:
             fingerprint: A hash of the data and of the order of its batches.
 
         Raises:
-            ValueError: If the data has changed, or differs from the first process's.
+            ValueError: If the data has changed, or differs between processes.
         """
-        if distributed.in_first(lambda: fingerprint) != fingerprint:
-            raise ValueError("`data` differs from the first process's: each needs the same files")
+        if len(set(distributed.gather(fingerprint))) > 1:
+            raise ValueError("`data` differs between processes: each needs the same files")
         before = self.note("data")
         if self.has_checkpoints and before not in (None, fingerprint):
             raise ValueError(
