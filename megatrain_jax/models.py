@@ -9,26 +9,30 @@
 It uses only the core's public names. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 
+from typing import TYPE_CHECKING
+
 from megatrain_jax._src.common.suggestions import explain as _explain
-from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
-from megatrain_jax._src.lm.grpo.policy_batch import GrpoOptions
-from megatrain_jax._src.lm.models.causal_attention import attention
-from megatrain_jax._src.lm.models.config import DecoderConfig
-from megatrain_jax._src.lm.models.decoder import Decoder, neftune, next_token_loss
-from megatrain_jax._src.lm.models.export import save_pretrained
-from megatrain_jax._src.lm.models.generation.generate import Completion, Generator, generate
-from megatrain_jax._src.lm.models.generation.generation_memory import GenerationPlan
-from megatrain_jax._src.lm.models.lora import Lora, lora, merge_lora, without_lora
-from megatrain_jax._src.lm.models.moe import Experts
-from megatrain_jax._src.lm.models.peft import load_lora, merge_adapter, save_lora
-from megatrain_jax._src.lm.models.pretrained import (
-    Pretrained,
-    conversation_scores,
-    load_pretrained,
-    resize_vocabulary,
-    reward_model,
-)
-from megatrain_jax._src.lm.models.rotary import Rope
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.lm.grpo.grpo_run import train_grpo
+    from megatrain_jax._src.lm.grpo.policy_batch import GrpoOptions
+    from megatrain_jax._src.lm.models.causal_attention import attention
+    from megatrain_jax._src.lm.models.config import DecoderConfig
+    from megatrain_jax._src.lm.models.decoder import Decoder, neftune, next_token_loss
+    from megatrain_jax._src.lm.models.export import save_pretrained
+    from megatrain_jax._src.lm.models.generation.generate import Completion, Generator, generate
+    from megatrain_jax._src.lm.models.generation.generation_memory import GenerationPlan
+    from megatrain_jax._src.lm.models.lora import Lora, lora, merge_lora, without_lora
+    from megatrain_jax._src.lm.models.moe import Experts
+    from megatrain_jax._src.lm.models.peft import load_lora, merge_adapter, save_lora
+    from megatrain_jax._src.lm.models.pretrained import (
+        Pretrained,
+        conversation_scores,
+        load_pretrained,
+        resize_vocabulary,
+        reward_model,
+    )
+    from megatrain_jax._src.lm.models.rotary import Rope
 
 __all__ = [
     "Completion",
@@ -59,4 +63,29 @@ __all__ = [
     "without_lora",
 ]
 
-_explain(globals())
+# Imported on first use, because training, checkpoints and generation need many packages.
+_NAMES = {
+    "grpo.grpo_run": "train_grpo",
+    "grpo.policy_batch": "GrpoOptions",
+    "models.causal_attention": "attention",
+    "models.config": "DecoderConfig",
+    "models.decoder": "Decoder neftune next_token_loss",
+    "models.export": "save_pretrained",
+    "models.generation.generate": "Completion Generator generate",
+    "models.generation.generation_memory": "GenerationPlan",
+    "models.lora": "Lora lora merge_lora without_lora",
+    "models.moe": "Experts",
+    "models.peft": "load_lora merge_adapter save_lora",
+    "models.pretrained": (
+        "Pretrained conversation_scores load_pretrained resize_vocabulary reward_model"
+    ),
+    "models.rotary": "Rope",
+}
+_explain(
+    globals(),
+    later={
+        name: f"megatrain_jax._src.lm.{module}"
+        for module, names in _NAMES.items()
+        for name in names.split()
+    },
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatrain_jax
+from megatrain_jax import models
 from places import HELPERS, ROOT, TESTS
 
 SOURCES = ROOT / "megatrain_jax" / "_src"
@@ -195,16 +196,20 @@ def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
     assert found == {"inside.py"}
 
 
-def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are():
-    tree = ast.parse((SOURCES.parent / "__init__.py").read_text(encoding="utf-8"))
-    typed = [
+def typed_names(file: str) -> list[tuple[str, str | None]]:
+    """The names that a public module imports for type checkers alone, and their modules."""
+    return [
         (alias.name, node.module)
-        for block in tree.body
+        for block in ast.parse((SOURCES.parent / file).read_text(encoding="utf-8")).body
         if isinstance(block, ast.If)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
+
+
+def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are():
+    typed = typed_names("__init__.py")
     modules = {name for name, place in typed if place == "megatrain_jax"}
     assert modules == {*megatrain_jax._SUBMODULES} <= set(dir(megatrain_jax))
     typed = [(name, place) for name, place in typed if place != "megatrain_jax"]
@@ -213,3 +218,25 @@ def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are(
         dir(megatrain_jax)
     )
     assert all(getattr(megatrain_jax, name) is not None for name in known)
+
+
+def test_public_names_of_models_are_imported_when_they_are_asked_for():
+    typed = dict(typed_names("models.py"))
+    names = [(name, place) for place, names in models._NAMES.items() for name in names.split()]
+    assert typed == {name: f"megatrain_jax._src.lm.{place}" for name, place in names}
+    assert set(typed) == set(models.__all__) <= set(dir(models))
+    assert all(getattr(models, name) is not None for name in typed)
+
+
+PLANNED = """
+import sys
+from megatrain_jax._src.lm.cli.main import main
+assert main(["plan", "Qwen3-0.6B", "--gpu", "H100", "--tokens", "4096"]) == 0
+found = {"grain", "orbax", "pyarrow", "scipy", "transformers"} & set(sys.modules)
+assert not found, found
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_plan_imports_no_package_that_only_training_needs():
+    subprocess.run([sys.executable, "-c", PLANNED], check=True, capture_output=True)

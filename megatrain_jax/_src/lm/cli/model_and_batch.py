@@ -65,7 +65,7 @@ def with_adapters(
 
 
 def trained_with(
-    adapted: models.Lora, trainable: Sequence[str] | str | None
+    adapted: "models.Lora", trainable: Sequence[str] | str | None
 ) -> tuple[Any, Any, str]:
     """A model with adapters, its parameters, and the pattern of all that are trained.
 

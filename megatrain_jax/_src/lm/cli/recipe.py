@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,13 @@ from jax.typing import DTypeLike
 from optax import contrib
 
 import megatrain_jax as mt
-from megatrain_jax import data, models
+from megatrain_jax import models
 from megatrain_jax._src.common.suggestions import did_you_mean
 from megatrain_jax._src.lm.cli import run_settings
 from megatrain_jax._src.lm.cli.plan_settings import PlanSettings
+
+if TYPE_CHECKING:  # `data` imports many packages, and no plan needs them
+    from megatrain_jax import data
 
 
 def precision_of(
@@ -336,5 +339,5 @@ class Job:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     reference: tuple[str, ...] = ()
     prompting: Callable[[], tuple[Any, Callable[[str], Any]]]
-    dataset: Callable[[Sequence[str] | str, int | None], data.Dataset]
-    export: Callable[[mt.Trainer, str, Path, str | None], Path]
+    dataset: Callable[[Sequence[str] | str, int | None], "data.Dataset"]
+    export: "Callable[[mt.Trainer, str, Path, str | None], Path]"

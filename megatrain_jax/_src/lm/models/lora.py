@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from megatrain_jax import Trainer
+import megatrain_jax as mt
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import ExplainedAttributes
 from megatrain_jax._src.lm.models.decoder import Decoder
@@ -422,7 +422,7 @@ def lora(
     )
 
 
-def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
+def merge_lora(model: "nnx.Module | mt.Trainer") -> nnx.Module:
     """Returns an equivalent model without adapters; its merged matrices are NumPy arrays.
 
     Args:
@@ -530,7 +530,7 @@ def _matrix_name(path: ModulePath, module: Any) -> str:
 
 
 def _model(given: Any) -> nnx.Module:
-    model = given.model if isinstance(given, Trainer) else given
+    model = given.model if isinstance(given, mt.Trainer) else given
     if not isinstance(model, nnx.Module):
         raise TypeError(checks.refused("model", "an nnx.Module with adapters", model))
     return model

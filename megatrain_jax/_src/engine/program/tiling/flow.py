@@ -67,9 +67,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.axes import MAPPED, Axes, Division, Label
@@ -437,6 +434,10 @@ def _least_waiting(
         return flow.levels[asked]
     count = len(flow.ops)
     values = sorted(lasts)
+    # Imported here, because importing SciPy takes a third of a second, and few runs need tiles.
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
     # Variables: a level for each operation, then for each value the level of its last use. A value
     # costs its bytes times (last use - making). A small cost per level breaks ties towards early
     # levels; without it, an operation that no bytes depend on could be anywhere.
@@ -483,6 +484,9 @@ def _cut(
     through edges with their bytes as capacity, to values that can't be recomputed. Stored values
     end a path.
     """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     nodes: dict[int, int] = {}
     edges: dict[tuple[int, int], int] = {}
     endless = 2**31 - 1
