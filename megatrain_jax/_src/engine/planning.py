@@ -187,7 +187,13 @@ def plan(
         usable = machine and machine.usable_bytes
         # Without hardware, the run is one of this machine.
         on_cpu = machine is None and default_device().platform == "cpu"
-        kernels = KernelCache(platform="cpu" if on_cpu else "gpu")
+        platform = "cpu" if on_cpu else "gpu"
+        affecting = platform, run.num_devices, machine, run.dtypes, IdentityKey(optimizer)
+        tiles = remembered(
+            "tiles",
+            lambda: (*affecting, run.on_nonfinite, trace_target()),
+            lambda: TileFinder(KernelCache(platform=platform), placement),
+        )
         base = process_base_bytes() if on_cpu else None
         # One process for each host.
         spread = (1 if machine is None else machine.hosts), 1
@@ -197,11 +203,11 @@ def plan(
                 make_run_spec(adapted, loss_fn, optimizer, sample_batch, run), base_bytes=base
             ),
             lambda spec: fit_to_machine(
-                spec, kernels, usable, placement, lambda fitted: fit_to_host(fitted, *spread)
+                spec, tiles, usable, lambda fitted: fit_to_host(fitted, *spread)
             ),
             num_rows(sample_batch) or 1,
             usable,
-            TileFinder(kernels, placement),
+            tiles,
         )
         return make_plan(run_with_all_waves(spec), *spread)
 

@@ -181,15 +181,14 @@ def with_chosen_microbatches(
     processes, rows = placement.processes, num_rows(sample) or 1
     # Uses estimates, so that nothing is compiled for rejected numbers.
     planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    kernels = KernelCache(platform="gpu")
+    tiles = TileFinder(KernelCache(platform="gpu"), planned)
 
     def to_host(spec: RunSpec) -> RunSpec | None:
         return fit_to_host(spec, *processes.spread)
 
     def fit(spec: RunSpec) -> RunSpec:
-        return fit_to_machine(spec, kernels, usable, planned, to_host)
+        return fit_to_machine(spec, tiles, usable, to_host)
 
-    tiles = TileFinder(kernels, planned)
     return fit_with_microbatches(run, make, fit, rows, usable, tiles).options
 
 
@@ -335,9 +334,8 @@ def fit_and_compile(
     if free is not None:
         free = min(processes.gather("asking for free device memory", free))
     if has_gpu:
-        spec = fit_to_machine(
-            spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
-        )
+        tiles = TileFinder(kernels, placement)
+        spec = fit_to_machine(spec, tiles, free, lambda run: fit_to_host(run, *processes.spread))
     elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
         fitted = fit_to_host(_on_cpu(spec, kernels, placement), *processes.spread)
         spec = replace(spec, fits_host=False) if fitted is None else fitted

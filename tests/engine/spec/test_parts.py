@@ -22,6 +22,7 @@ from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
 from megatrain_jax._src.engine.spec.budget import fit_to_machine, least_device_bytes
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
+from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state.hardware import card
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from messages import tells
@@ -71,7 +72,7 @@ def spec_of_blocks(num_blocks, rows=8, **options):
 
 
 def fitted(spec, num_bytes):
-    return fit_to_machine(spec, KernelCache(), num_bytes, NOWHERE, lambda spec: spec)
+    return fit_to_machine(spec, TileFinder(KernelCache(), NOWHERE), num_bytes, lambda spec: spec)
 
 
 @pytest.mark.exhaustive
@@ -217,7 +218,7 @@ def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share,
     here = placed_on(default_mesh())
 
     def fitted(num_bytes):
-        return fit_to_machine(spec, Compiler(), num_bytes, here, lambda spec: spec)
+        return fit_to_machine(spec, TileFinder(Compiler(), here), num_bytes, lambda spec: spec)
 
     roomy = make_plan(fitted(1 << 30))
     assert roomy.device_temporary_bytes is not None

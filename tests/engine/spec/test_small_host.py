@@ -533,7 +533,7 @@ def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_ho
             asked.append(spec.temporary_bytes)
             return spec if spec.budget_bytes >= least else None
 
-        found = fit_to_machine(spec, KernelCache(), 24 * GIB, nowhere, to_host)
+        found = fit_to_machine(spec, TileFinder(KernelCache(), nowhere), 24 * GIB, to_host)
         assert len(set(asked)) == len(asked) > 1, "a search for each need"
         return found.budget_bytes or 0
 
@@ -555,8 +555,9 @@ def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
         )
         return dataclasses.replace(spec, first=dataclasses.replace(spec.first, schedule=schedule))
 
-    usual = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lambda spec: spec)
-    found = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, selective)
+    tiles = TileFinder(KernelCache(), nowhere)
+    usual = fit_to_machine(spec, tiles, 16 * GIB, lambda spec: spec)
+    found = fit_to_machine(spec, tiles, 16 * GIB, selective)
     assert not usual.first.schedule.kept and usual.first.stages[1].tiles
     assert (found.temporary_bytes or 0) >= TileFinder(KernelCache(), nowhere).most(found.first)
     names = ["forward keeping the costliest", "backward of the costliest"]

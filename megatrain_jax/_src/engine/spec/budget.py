@@ -56,25 +56,24 @@ _MAX_TURNS = 3
 
 def fit_to_machine(
     spec: RunSpec,
-    kernels: KernelCache,
+    tiles: TileFinder,
     device_bytes: int | None,
-    placement: Placement,
     to_host: Callable[[RunSpec], RunSpec | None],
 ) -> RunSpec:
     """Finds the memory of a step's functions, and an automatic budget from the rest.
 
     Args:
         spec: The run before the memory of its functions is known.
-        kernels: Cache that receives the functions.
+        tiles: Finds tiles, and its cache receives the functions; for a placement without devices,
+            memory is estimated.
         device_bytes: Free device memory; None if unknown, and then no function is tiled.
-        placement: Placement of the run, to compile for; without devices, memory is estimated.
         to_host: Fits a run that is fitted to its device to its host, or returns None; see
             `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
             need no host memory.
     """
 
     def fitted(spec: RunSpec, reserved: int | None = None) -> RunSpec:
-        return _Fitting(spec, kernels, device_bytes, placement, to_host, reserved).to_machine()
+        return _Fitting(spec, tiles, device_bytes, to_host, reserved).to_machine()
 
     whole = smallest = finer = fitted(spec)
     if device_bytes is None:
@@ -164,17 +163,15 @@ class _Fitting:
     def __init__(
         self,
         spec: RunSpec,
-        kernels: KernelCache,
+        tiles: TileFinder,
         device_bytes: int | None,
-        placement: Placement,
         to_host: Callable[[RunSpec], RunSpec | None],
         reserved: int | None = None,
     ):
         """See `fit_to_machine`, and `with_temporaries` for the reserved bytes."""
-        self._spec, self._kernels = spec, kernels
-        self._device_bytes, self._placement = device_bytes, placement
+        self._spec, self._tiles, self._device_bytes = spec, tiles, device_bytes
+        self._kernels, self._placement = tiles.cache, tiles.placement
         self._to_host, self._reserved = to_host, reserved
-        self._tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
         self._on_host: dict[int, RunSpec | None] = {}
 

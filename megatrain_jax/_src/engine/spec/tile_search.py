@@ -30,7 +30,12 @@ _WORTH, _NEAR = 0.8, 0.95
 
 
 class TileFinder:
-    """Finds tiles for the steps of one run, and remembers the estimates."""
+    """Finds tiles for the steps of runs with equal options, and remembers the estimates.
+
+    Attributes:
+        cache: Cache that estimates kernels, or compiles undivided ones.
+        placement: Placement of the runs.
+    """
 
     def __init__(self, cache: KernelCache, placement: Placement):
         """Finds tiles for kernels of a placement.
@@ -39,7 +44,7 @@ class TileFinder:
             cache: Cache that estimates kernels; it keeps no functions of tiled kernels.
             placement: Placement of the run.
         """
-        self._cache, self._placement = cache, placement
+        self.cache, self.placement = cache, placement
         self._divisible: dict[Hashable, Divisible] = {}
         self._divided: dict[Hashable, tuple[Tiling, int] | None] = {}
 
@@ -50,7 +55,7 @@ class TileFinder:
             for kernel in kernels:
                 tiling = step.stages[number].tiles.get(kernel.name)
                 divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
-                needs.append(divided[1] if divided else self._cache.estimate([kernel]))
+                needs.append(divided[1] if divided else self.cache.estimate([kernel]))
         return max(needs)
 
     def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
@@ -86,11 +91,11 @@ class TileFinder:
         # Together, these lists have every forward and backward.
         for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
             if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
-                yield number, list(stage_kernels(whole, op, number, self._placement))
+                yield number, list(stage_kernels(whole, op, number, self.placement))
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it fits whole or is indivisible."""
-        whole = self._cache.estimate([kernel])
+        whole = self.cache.estimate([kernel])
         if whole <= room:
             return None
         counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
@@ -119,5 +124,5 @@ class TileFinder:
         like = kernel.name, kernel.key, count
         if like not in self._divided:
             found = self._of(kernel).into(count)
-            self._divided[like] = found and (found[1], self._cache.estimate_trial(found[0]))
+            self._divided[like] = found and (found[1], self.cache.estimate_trial(found[0]))
         return self._divided[like]

@@ -151,10 +151,12 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     more of the host, so few plans find the limit. Device memory depends on a model's widest layer,
     so all smaller models are tried until one fits.
     """
-    few = with_few_layers(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
-    small = planner.plan(few, rows, 128, least=True)
-    host = _most_state_bytes(small)
-    most = _SLACK * host * small.num_parameters / small.host_bytes
+
+    def of_few_layers(name: str, least: int = _LAYERS) -> Plan:
+        return planner.plan(with_few_layers(config_of(name), least), rows, 128, least=True)
+
+    small = of_few_layers("Llama-3.2-1B", _UNKNOWN_LAYERS)
+    most = _SLACK * _most_state_bytes(small) * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in known_models().items()}
     sizes = sorted(size for size in by_size if size <= most)
 
@@ -163,12 +165,23 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         return planner.plan(config_of(by_size[size]), rows, length)
 
     def share(size: int) -> float:
+        # The whole model takes seconds to plan; a few layers tell whether its state is too large.
+        few = of_few_layers(by_size[size])
+        if (least := _least_state_bytes(few, size) / _most_state_bytes(few)) > 1:
+            return least
         # Schedules adapt to the host's memory: its fraction in use says nothing about the limit.
         return 1.5 if planned(size).fits_host is False else 0.5
 
     place = largest(share, sizes[-1], sizes) if sizes else None
     found = confirmed(planned, place, sizes)
     return found and (by_size[found[0]], found[1])
+
+
+def _least_state_bytes(few: Plan, num_parameters: int) -> float:
+    """The fewest bytes of a model's state at rest, from a plan of a few of its layers."""
+    layers = [row for row in few.groups if row.name.startswith("layers.")]
+    each = min(row.host_bytes / row.num_parameters for row in layers)
+    return few.host_bytes + (num_parameters - few.num_parameters) * each
 
 
 def fits(plan: Plan) -> bool:

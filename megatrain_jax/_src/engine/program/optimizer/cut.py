@@ -61,6 +61,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.layers.blocks import Leaf
 from megatrain_jax._src.engine.program.layers.sliced_values import Index, joined
@@ -576,9 +577,25 @@ def cut_optimizer(
         ValueError: It needs more than gradients, parameters, its state and the loss.
         CoupledGroupsError: It couples parameters in a way that can't be cut.
     """
-    traced = trace_optimizer(optimizer, params_tree, shapes, is_scaled=is_scaled)
+
+    def key() -> Hashable:
+        tree = jax.tree.structure(params_tree(range(len(shapes))))
+        return IdentityKey(optimizer), tree, tuple((x.shape, x.dtype) for x in shapes), is_scaled
+
+    # Only the cut depends on the groups, so blocks in any number of parts share the traces.
+    traced = remembered(
+        "traced optimizer",
+        key,
+        lambda: trace_optimizer(optimizer, params_tree, shapes, is_scaled=is_scaled),
+    )
     leaf_map = LeafMap(traced, leaves, group_of, num_groups)
-    return _cut(leaf_map, flatten_update(leaf_map), flatten_init(leaf_map))
+    places = tuple((leaf.parameter, leaf.index) for leaf in leaves)
+    flat = remembered(
+        "flat optimizer",
+        lambda: (IdentityKey(traced), places),
+        lambda: (flatten_update(leaf_map), flatten_init(leaf_map)),
+    )
+    return _cut(leaf_map, *flat)
 
 
 def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
