@@ -253,11 +253,11 @@ class Tiling:
 class Divisible:
     """A kernel, traced once, that can be divided into different numbers of tiles."""
 
-    def __init__(self, kernel: Kernel):
-        """Traces a kernel on the shapes that it takes."""
+    def __init__(self, kernel: Kernel, traced: jx.Traced | None = None):
+        """Takes a kernel, traced on the shapes that it takes; None traces it here."""
         self._kernel = kernel
         takes = kernel.takes or ()
-        self._traced = jx.trace(kernel.build(), *takes)
+        self._traced = jx.trace(kernel.build(), *takes) if traced is None else traced
         shardings = (x.sharding for x in jax.tree.leaves(takes))
         self._num_devices = max((sharding.num_devices for sharding in shardings), default=1)
 

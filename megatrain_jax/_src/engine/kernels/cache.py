@@ -70,6 +70,13 @@ class KernelCache:
             self._functions[key] = self._built(kernel)
         return self._functions[key]
 
+    def traced(self, kernel: Kernel) -> jx.Traced:
+        """A kernel as it was written, traced on the shapes that it takes."""
+        takes = kernel.takes or ()
+        if self._code_passes or PART in self._options:  # its function differs
+            return jx.trace(kernel.build(), *takes)
+        return jx.trace_jitted(self.get(kernel), *takes)
+
     def _built(self, kernel: Kernel) -> Any:
         # Given if callers rely on shardings that XLA might not choose by itself.
         placed = {} if kernel.out_shardings is None else {"out_shardings": kernel.out_shardings}

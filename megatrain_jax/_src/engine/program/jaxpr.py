@@ -126,6 +126,16 @@ def trace(fn: Callable, *args: Any) -> Traced:
     leaves, in_tree = jax.tree.flatten(args)
     with short_errors():
         closed = jax.make_jaxpr(flat)(*leaves)
+    return _traced(closed, out_tree)
+
+
+def trace_jitted(function: Any, *args: Any) -> Traced:
+    """Traces a function of `jax.jit` as `trace` does; JAX remembers the trace of its last call."""
+    traced = function.trace(*args)
+    return _traced(traced.jaxpr, jax.tree.structure(traced.out_info))
+
+
+def _traced(closed: Any, out_tree: Any) -> Traced:
     jaxpr = opened(closed)
     # Constants become the first inputs, so that each piece of the jaxpr can have the constants it
     # reads among its own inputs.

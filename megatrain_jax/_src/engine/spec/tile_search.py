@@ -11,6 +11,7 @@ The block's forward needs 12 GiB and stays undivided.
 """
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
 from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling
@@ -111,13 +112,19 @@ class TileFinder:
         if least > room and least >= _WORTH * whole:
             return None
         limit = room if least <= room else least / _NEAR
-        rows = (self._in_tiles(kernel, count) for count in counts)
-        return next((found[0] for found in rows if found and found[1] <= limit), None)
+
+        def fits(count: int) -> bool:
+            found = self._in_tiles(kernel, count)
+            return found is not None and found[1] <= limit
+
+        count = counts[bisect_left(counts[:-1], True, key=fits)]
+        found = self._in_tiles(kernel, count)
+        return found[0] if found and found[1] <= limit else None
 
     def _of(self, kernel: Kernel) -> Divisible:
         like = kernel.name, kernel.key
         if like not in self._divisible:
-            self._divisible[like] = Divisible(kernel)
+            self._divisible[like] = Divisible(kernel, self.cache.traced(kernel))
         return self._divisible[like]
 
     def _in_tiles(self, kernel: Kernel, count: int) -> tuple[Tiling, int] | None:

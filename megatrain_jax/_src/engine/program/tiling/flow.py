@@ -331,7 +331,7 @@ def chosen(flow: Flow, ways: Mapping[int, Collection[Division]], *, last: bool) 
 def _order(way: Division) -> tuple:
     """A sort key for divisions that is the same in every run."""
     labels = [*way.results, *way.operands]
-    return [(-1, 0, 0) if x is None else dataclasses.astuple(x) for x in labels], way.kind
+    return [(-1, 0, 0) if x is None else (x.axis, x.outer, x.inner) for x in labels], way.kind
 
 
 def _matching(flow: Flow, reads: tuple[int, ...], way: Division, made: Mapping[int, Label]) -> int:
