@@ -24,6 +24,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.remembering import remembered
 from megatrain_jax._src.engine.kernels.bound_stage import (
     BackwardMode,
     Binding,
@@ -54,6 +55,9 @@ from megatrain_jax._src.engine.spec.cut_run import Cut
 from megatrain_jax._src.engine.spec.selective import selective_residuals
 from megatrain_jax._src.engine.state.hardware import Hardware, card
 from megatrain_jax._src.engine.state.layout import Grouping, GroupLayout
+
+# Number of results to keep for reuse: plans of one model have few templates.
+_MOST_RESIDUALS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,6 +252,12 @@ def _rounding_of_sums(precision: Precision) -> Rounding | None:
     return None if precision.sums == jnp.dtype("float32") else precision.rounding
 
 
+def _residuals(stage: Stage, hardware: Hardware) -> tuple[Residuals | None, Residuals | None]:
+    """All residuals that are worth saving, and only the costliest."""
+    every = find_residuals(stage)
+    return every, selective_residuals(stage, every, hardware)
+
+
 def _residual_bytes(
     program: Program, kept: Sequence[Residuals | None], microbatches: int, num_devices: int
 ) -> tuple[int, ...]:
@@ -348,8 +358,12 @@ def _bind(
                 # Tracing the two halves takes long; stages of one template share them.
                 like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
-                    every = find_residuals(stage)
-                    found[like] = every, selective_residuals(stage, every, hardware)
+                    found[like] = remembered(
+                        "residuals",
+                        lambda like=like: (*like, hardware),
+                        functools.partial(_residuals, stage, hardware),
+                        _MOST_RESIDUALS,
+                    )
                 residuals, selective = found[like]
         bound.append(
             BoundStage(

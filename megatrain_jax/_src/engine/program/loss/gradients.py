@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.common.remembering import remembered
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program import rewriting
 from megatrain_jax._src.engine.program.effects import has_read_callback, has_side_effects
@@ -18,6 +19,8 @@ from megatrain_jax._src.engine.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.engine.program.loss.stages import Program, Stage
 
 _SHOWN = 6
+# Number of traces to keep for reuse: a model has some templates, and plans cut them several times.
+_MOST_PULLBACKS = 64
 
 
 def differentiated(
@@ -158,7 +161,13 @@ def traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) 
         outputs, pull = differentiated(stage, arriving, leaves, inputs)
         return *pull(cotangents), outputs if give_outputs else []
 
-    return jx.trace(pulled, cotangents, leaves, inputs)
+    like = stage.key, stage.is_trainable, stage.active, tuple(arriving), give_outputs
+    return remembered(
+        "pullbacks",
+        lambda: like,
+        lambda: jx.trace(pulled, cotangents, leaves, inputs),
+        _MOST_PULLBACKS,
+    )
 
 
 def refuse_read_callbacks(flow: Dataflow) -> None:
