@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.remembering import IdentityKey, remembered
 from megatrain_jax._src.common.sizes import counted
 from megatrain_jax._src.common.trees import ModelPath
 from megatrain_jax._src.engine.program import jaxpr as jx
@@ -29,6 +30,7 @@ from megatrain_jax._src.engine.program.layers.stacks import Stack, Stacks, find_
 from megatrain_jax._src.engine.program.loss.builder import cut
 from megatrain_jax._src.engine.program.loss.stage_warnings import uncut_stack_warnings
 from megatrain_jax._src.engine.program.loss.stages import Program
+from megatrain_jax._src.engine.program.primitives import REMAT
 from megatrain_jax._src.engine.program.trace_target import traced_for
 
 
@@ -58,6 +60,12 @@ class TracedLoss:
     def stacks(self) -> Stacks:
         """Stacked parameters, and the reasons why similar ones stay whole."""
         return find_stacks(self.traced, self.num_parameters)
+
+    @functools.cached_property
+    def has_remat(self) -> bool:
+        """Whether the loss has a `remat`, which is opened if it spans several modules."""
+        equations = jx.equations(self.traced.jaxpr)
+        return any(eqn.primitive.name in REMAT for eqn in equations)
 
 
 def trace_loss(
@@ -217,7 +225,15 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf], *, opened: bool = False
         # Outputs must be whole, so stacked results are put together.
         return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
 
-    what = jx.trace(flat, avals, data), leaves, traced.num_variables
+    # Blocks in any number of parts share this trace, unless a `remat` is opened for their borders.
+    places = tuple((leaf.parameter, leaf.index) for leaf in leaves)
+    modules = tuple(keys) if traced.has_remat else None
+    flat_loss = remembered(
+        "flat loss",
+        lambda: (IdentityKey(traced), places, modules),
+        lambda: jx.trace(flat, avals, data),
+    )
+    what = flat_loss, leaves, traced.num_variables
     program = cut(*what, is_loss=traced.rows is None, name=traced.name)
     found = uncut_stack_warnings(traced.stacks, leaves)
     warnings = *program.warnings, *found
