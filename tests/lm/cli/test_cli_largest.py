@@ -281,8 +281,9 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
 
             def plan(self, config, rows, length, least=False, wide=wide, host=host):
                 size = sizes.get(config, 10**9)  # a few layers are of no known model
-                planned.append(size)
+                planned.extend([size] if config in sizes else [])
                 return SimpleNamespace(
+                    groups=[SimpleNamespace(name="layers.0", num_parameters=2, host_bytes=8)],
                     num_parameters=size,
                     host_bytes=4 * size,
                     host_process_limit=host,
@@ -299,6 +300,7 @@ def test_few_plans_tell_the_largest_known_model(monkeypatch):
         assert (found and found.model) == (expected and known[expected])
         between = sum(expected <= n < largest_held for n in known) if expected else len(known)
         assert len(planned) == len(set(planned)) <= 10 + between
+        assert all(4 * size <= host for size in planned), "its state alone fills the host"
 
 
 @pytest.mark.exhaustive

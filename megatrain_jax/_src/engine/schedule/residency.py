@@ -293,7 +293,7 @@ class Residency:
             self._wait_for_oldest()
         # The driver waits for a task two tasks later, even if its memory isn't needed yet. This
         # limits how far the driver runs ahead of the device.
-        for before in sorted(at for at in self.used if at < number - 1):
+        for before in sorted([at for at in self.used if at < number - 1]):
             self.wait(before)
         # By the clock, these parts have arrived in the host, so the wait is free. The loop below
         # waits for later ones, one by one, when their memory is needed.
@@ -305,8 +305,12 @@ class Residency:
         # later copy might run first.
         seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
+        present = self.present
         while self.prefetch_distance < len(line):
             use = line[self.prefetch_distance]
+            if use.key in present and not use.creates:  # most uses; a short way, for speed
+                self.prefetch_distance += 1
+                continue
             size, comes = self._missing(use), self._has_to_come(use)
             while size > self.room and self.prefetch_distance < must:
                 self._wait_for_oldest()
