@@ -152,25 +152,27 @@ class Residency:
 
     def fetch(self, key: Key, task: int) -> None:
         """Writes a copy of a part to the device, before a task computes."""
+        size = self.workload.bytes_of[key]
         self.present.add(key)
         self._use_reservation(key)
-        self.num_bytes += self.workload.size(key)
-        self.clock.fetch(key, self.workload.size(key))
+        self.num_bytes += size
+        self.clock.fetch(key, size)
         self._emit(instruction_of(Op.FETCH, task, key))
 
     def compute(self, computation: Computation, task: int) -> None:
         """Writes one computation of a task."""
+        sizes = self.workload.bytes_of
         for key in computation.creates:
             self.present.add(key)
             self._use_reservation(key)
-            self.num_bytes += self.workload.size(key)
+            self.num_bytes += sizes[key]
         assert self.present.issuperset(computation.touches)
         self.dirty.update(computation.dirties)
         for key in computation.kills:
             self.present.discard(key)
             self.dirty.discard(key)
             # Its memory is free once the device has reached this point; only a WAIT ensures that.
-            self.used[task] = self.used.get(task, 0) + self.workload.size(key)
+            self.used[task] = self.used.get(task, 0) + sizes[key]
         seconds, on_link = computation.seconds, computation.seconds_on_link
         self.clock.compute(computation.touches, seconds, task, on_link)
         if computation.instruction.stage is not None:
@@ -179,7 +181,7 @@ class Residency:
 
     def evict(self, key: Key, task: int) -> None:
         """Writes the eviction of a part after a task: an offload if the host's copy is stale."""
-        size = self.workload.size(key)
+        size = self.workload.bytes_of[key]
         self.present.discard(key)
         # The bytes still count in both cases. Earlier computations are only dispatched, so a copy
         # starts, and a released array is freed, when these are over.
@@ -195,12 +197,12 @@ class Residency:
     def reserve(self, key: Key) -> None:
         """Reserves memory for a part that will be fetched or created later."""
         self.reserved[key] += 1
-        self.reserved_bytes += self.workload.size(key)
+        self.reserved_bytes += self.workload.bytes_of[key]
 
     def _use_reservation(self, key: Key) -> None:
         if key not in self.reserved:
             return
-        self.reserved_bytes -= self.workload.size(key)
+        self.reserved_bytes -= self.workload.bytes_of[key]
         self.reserved[key] -= 1
         if not self.reserved[key]:
             del self.reserved[key]
@@ -303,34 +305,34 @@ class Residency:
         # The next call's copies start only after this task is computed, so the link needs work
         # until then. Further copies would queue up, and the GPU's copy streams don't keep order: a
         # later copy might run first.
-        seconds = sum(computation.seconds for computation in task.computations)
-        enough = self.clock.over((use.key for use in task.uses), seconds)
-        present = self.present
-        while self.prefetch_distance < len(line):
-            use = line[self.prefetch_distance]
-            if use.key in present and not use.creates:  # most uses; a short way, for speed
-                self.prefetch_distance += 1
-                continue
-            size, comes = self._missing(use), self._has_to_come(use)
-            while size > self.room and self.prefetch_distance < must:
-                self._wait_for_oldest()
-            ahead = self.prefetch_distance >= must and comes
-            # No use is skipped: a later, smaller part would take the memory that an earlier one
-            # waits for.
-            if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
-                break
-            if use.creates:
-                self.reserve(use.key)
-            elif comes:
-                self.fetch(use.key, number)
-            self.prefetch_distance += 1
+        seconds = sum([computation.seconds for computation in task.computations])
+        enough = self.clock.over([use.key for use in task.uses], seconds)
+        at, end, present = self.prefetch_distance, len(line), self.present
+        while at < end:
+            use = line[at]
+            if use.creates or use.key not in present:
+                size, comes = self._missing(use), self._has_to_come(use)
+                while size > self.room and at < must:
+                    self._wait_for_oldest()
+                # No use is skipped: a later, smaller part would take the memory that an earlier one
+                # waits for.
+                if size > self.room:
+                    break
+                if at >= must and comes and self.clock.inward_until(use.key) > enough:
+                    break
+                if use.creates:
+                    self.reserve(use.key)
+                elif comes:
+                    self.fetch(use.key, number)
+            at += 1
+        self.prefetch_distance = at
 
     def _missing(self, use: Use) -> int:
         """Bytes that must be free for a use."""
         # A created part needs its own memory even if an older one is present, such as the previous
         # step's gradient before its update has been computed.
         known = use.key in self.reserved or use.key in self.present
-        return 0 if known and not use.creates else self.workload.size(use.key)
+        return 0 if known and not use.creates else self.workload.bytes_of[use.key]
 
     def _has_to_come(self, use: Use) -> bool:
         """Whether a use needs a copy to the device.

@@ -178,10 +178,10 @@ class Workload:
 
     def size(self, key: Key) -> int:
         """Bytes of one part."""
-        return self._bytes[key]
+        return self.bytes_of[key]
 
     @functools.cached_property
-    def _bytes(self) -> dict[Key, int]:
+    def bytes_of(self) -> Mapping[Key, int]:
         """The bytes of each part, cached because schedules read them very often."""
         of_groups = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
         sizes = {Key(k, g): row.get(k, 0) for g, row in enumerate(self.sizes) for k in of_groups}
