@@ -327,3 +327,24 @@ def test_ordered_callbacks_are_refused_by_name(name, within):
         mesh=mesh_of(2), progress=False)  # fmt: skip
     with refuses(ValueError, "`ordered`"):
         trainer.evaluate([batch], loss_fn)
+
+
+def test_a_process_of_several_reads_parameters_onto_a_device_of_its_own(monkeypatch):
+    """Arrays of all processes' devices could only be used by all of them together."""
+    trainer = mt.Trainer(
+        {"w": np.arange(6, dtype=np.float32).reshape(3, 2)},
+        lambda model, batch: (batch["x"] @ model["w"]).mean(),
+        optax.sgd(0.1),
+        {"x": np.ones((4, 3), np.float32)},
+        mesh=mesh_of(2),
+        progress=False,
+    )
+    copy = trainer.compute_copy()
+    unread = [x for x in jax.tree.leaves(copy.model) if hasattr(x, "number")]
+    whole = copy.read(unread)
+    monkeypatch.setattr(trainer.processes, "count", 2)
+    own = copy.read(unread)
+    assert unread and all(x.devices() == {copy.device} for x in own)
+    for x, y in zip(whole, own, strict=True):
+        assert len(x.devices()) == 2
+        np.testing.assert_array_equal(x, y)
