@@ -3,10 +3,12 @@
 - Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
   as its root, so these files are added under their own paths, and the links follow.
 - The front page, at `<!-- repository -->`, and all footers link to the address of the repository.
-- Where a page says `<!-- quickstart -->`, the site shows the quickstart's program for its code.
-- Notebooks are kept without outputs; the site runs them and shows their outputs.
+- `<!-- quickstart -->` in a page becomes the quickstart's program, which the page's code needs.
+- The site runs the notebooks and shows their outputs. `python docs/site/hooks.py` writes those of
+  `first_steps.ipynb` into the file itself, for those who read it elsewhere; others have none there.
 """
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -89,9 +91,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def _executed(name: str, text: str) -> Path:
     """Runs a notebook in an empty folder, and returns the folder that has it with outputs.
 
-    Progress bars are left out. A warning that a cell prints is one of the build, which `--strict`
-    refuses; a cell that fails ends the build.
+    A warning that a cell prints becomes a warning of the build, an error with `--strict`. A cell
+    that fails ends the build.
     """
+    notebook = run_notebook(name, text)
+    scratch = Path(_SCRATCH.name)
+    (scratch / _NOTEBOOKS).mkdir(exist_ok=True)
+    nbformat.write(notebook, scratch / _NOTEBOOKS / name)
+    return scratch
+
+
+def run_notebook(name: str, text: str) -> nbformat.NotebookNode:
+    """Runs a notebook in an empty folder; its outputs are without progress bars."""
     notebook = nbformat.reads(text, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         where = {"metadata": {"path": folder}}
@@ -102,11 +113,16 @@ def _executed(name: str, text: str) -> Path:
             # Without ipywidgets, tqdm says so.
             if "Warning" in printed and "ipywidgets" not in printed:
                 _LOG.warning(f"{name} prints a warning: {printed}")
-        cell["outputs"] = [output for output in outputs if not _is_progress(output)]
-    scratch = Path(_SCRATCH.name)
-    (scratch / _NOTEBOOKS).mkdir(exist_ok=True)
-    nbformat.write(notebook, scratch / _NOTEBOOKS / name)
-    return scratch
+        if cell.cell_type == "code":
+            cell["outputs"] = [output for output in outputs if not _is_progress(output)]
+        cell["metadata"].pop("execution", None)  # times
+    return notebook
+
+
+def code_digest(notebook: nbformat.NotebookNode) -> str:
+    """A hash of a notebook's code, kept beside its outputs: these are of this code."""
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def _is_progress(output: nbformat.NotebookNode) -> bool:
@@ -153,3 +169,10 @@ def _normal(path: PurePosixPath) -> PurePosixPath:
         else:
             parts.append(part)
     return PurePosixPath(*parts)
+
+
+if __name__ == "__main__":
+    file = Path(__file__).parents[1] / _NOTEBOOKS / "first_steps.ipynb"
+    shown = run_notebook(file.name, file.read_text(encoding="utf-8"))
+    shown.metadata["outputs_of"] = code_digest(shown)
+    nbformat.write(shown, file)

@@ -84,3 +84,13 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
 def on_one_device() -> Placement:
     """The placement of a run on the first device alone."""
     return placed_on(Mesh(jax.devices()[:1], "data"))
+
+
+def bound_functions(trainer: Any) -> list[Any]:
+    """The losses and predictions whose bound steps a trainer keeps, one for each step."""
+    return [function for _, _, function in trainer.run_state.bound]
+
+
+def num_programs(trainer: Any) -> int:
+    """The number of compiled functions that a trainer keeps."""
+    return len(trainer.run_state.engine.kernels)

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import hashlib
 import importlib
 import json
 import os
@@ -134,10 +135,19 @@ def test_cells_of_the_other_notebook_run_here(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
-def test_notebooks_are_kept_without_outputs(notebook: Path):
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"] and cell["execution_count"] is None
+def test_a_notebook_is_kept_with_outputs_of_its_own_code_or_without(notebook: Path):
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    outputs = [cell["outputs"] for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert any(outputs) == (notebook.stem == "first_steps")
+    # Neither progress nor warnings.
+    assert not [o for some in outputs for o in some if o.get("name") == "stderr"]
+    assert not any("widget" in kind for some in outputs for o in some for kind in o.get("data", ()))
+    if any(outputs):
+        code = "\0".join(cells(notebook, "code"))
+        digest = hashlib.sha256(code.encode()).hexdigest()[:16]
+        assert content["metadata"]["outputs_of"] == digest, "run `python docs/site/hooks.py`"
+        text = json.dumps(outputs)
+        assert all(word in text for word in SHOWN[notebook.stem])
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=short)

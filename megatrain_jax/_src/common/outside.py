@@ -1,8 +1,8 @@
-"""Files and JSON from outside, which anybody may have written: one reader, and checks of both.
+"""Reads and checks files and JSON that anybody may have written.
 
-All JSON that this library didn't write itself in the same process is read by `parsed_json`. It
-refuses what would fail later, far from the file: text that is no JSON, values that are nested so
-deeply that other code can't walk through them, and integers of thousands of digits.
+`parsed_json` reads all JSON except what this process wrote itself. It refuses invalid JSON, values
+nested too deeply for other code to walk through, and integers of thousands of digits: these would
+fail later, where nothing names the file.
 """
 
 import json

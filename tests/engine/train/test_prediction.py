@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import megatrain_jax as mt
 import small
+from inside import bound_functions, num_programs
 from messages import refuses
 from runs import make_trainer
 from zoo import CASES
@@ -124,18 +125,19 @@ def test_functions_of_long_ago_are_forgotten_with_their_programs():
         made.extend([weakref.ref(loss), weakref.ref(fn)])
         assert trainer.evaluate(batches, loss)["loss"] == expected
         trainer.predict(batches, fn)
-        return len(trainer.run_state.engine.kernels)
+        return num_programs(trainer)
 
     numbers = [evaluate() for _ in range(6)]
     gc.collect()
     assert [function() is not None for function in made] == [False] * 4 + [True] * 8
-    assert numbers[-1] == numbers[-2] and len(trainer.run_state.bound) == 10
+    assert numbers[-1] == numbers[-2] and len(bound_functions(trainer)) == 10
     # One that is used again stays, and so do the run's own functions.
     used = made[4]()
     for _ in range(3):
         assert trainer.evaluate(batches, used)["loss"] == expected
         evaluate()
-    own = trainer.run_state.bound.keys()
+        assert used in bound_functions(trainer)
+    own = bound_functions(trainer)
     trainer.evaluate(batches)
     trainer.read(trainer.step(batches[0]))
-    assert trainer.run_state.bound.keys() == own and used in trainer.run_state._given
+    assert bound_functions(trainer) == own

@@ -1,6 +1,6 @@
-"""The target of a trace: the machine that computes a loss, and how a run divides it.
+"""What a loss is traced for: the machine that will compute it, and the run's number of devices.
 
-A model may choose its operations by it. This library's attention, experts and losses do.
+A model may choose its operations by these, as this library's attention, experts and losses do.
 """
 
 from contextlib import AbstractContextManager
@@ -13,16 +13,16 @@ class TraceTarget(NamedTuple):
     """What a loss, and the model that it calls, are traced for.
 
     Attributes:
-        card: Name of the GPU that a plan is made for, on a machine without one. The trace is never
-            computed then, so it may contain calls that this machine lacks. None for this machine.
+        card: Name of the GPU, if this is a plan for another machine. Such a trace is never
+            computed, so it may contain operations that this machine lacks. None for this machine.
         widest_heads: Maximum width of heads that cuDNN's attention supports on that GPU; see
             `Hardware`.
         num_devices: Number of devices that share the batch. XLA divides the batch's examples over
-            them. A loop over parts of a batch should be one loop per device: XLA computes each of
-            its steps on all devices, so they would have to exchange their data.
-        expert_groups: The least number of groups in which a layer reads its experts. It is above 1
-            if a layer's experts don't fit on a device together. A model that reads them group by
-            group, `weights[start:stop]`, then needs one group at a time.
+            them. Each device should loop over parts of its own examples: in one loop over all
+            examples, XLA computes each iteration on all devices, which exchange data for it.
+        expert_groups: Minimum number of groups of a layer's experts; above 1 if these don't fit on
+            a device together. A model that reads `weights[start:stop]`, one group after another,
+            needs one group at a time on the device.
     """
 
     card: str | None = None
@@ -31,7 +31,7 @@ class TraceTarget(NamedTuple):
     expert_groups: int = 1
 
     def groups_of(self, num_experts: int) -> int:
-        """Returns the number of equal groups in which a layer reads so many experts.
+        """Returns the number of equal groups of a layer's experts, at least `expert_groups`.
 
         Args:
             num_experts: Number of experts of a layer.
@@ -44,19 +44,19 @@ class TraceTarget(NamedTuple):
 
 
 def groups_among(num_experts: int, wanted: int) -> int:
-    """The least number of equal groups from `wanted` on."""
+    """The smallest divisor of `num_experts` that is at least `wanted`."""
     return next((n for n in range(wanted, num_experts) if num_experts % n == 0), num_experts)
 
 
-# A context of JAX's own, so it is part of the key of JAX's trace caches: no later run gets what was
-# traced for another target.
+# JAX's trace caches distinguish values of a user context, so no run gets a trace that was made for
+# another target.
 _target = jax.make_user_context(TraceTarget())
 
 
 def trace_target() -> TraceTarget:
-    """Returns what the function that calls it is being traced for.
+    """Returns the target of the current trace, for use in a model or a loss function.
 
-    For use in a model or a loss function. Elsewhere, the target is one device of this machine.
+    Outside of a run's traces, it is one device of this machine.
     """
     return _target.value
 

@@ -1,10 +1,9 @@
-"""Restores rows of columnar files by removing the nulls that only fill columns.
+"""Restores rows of columnar files: removes the nulls that stand for absent fields.
 
-Parquet and Arrow give all objects of a column the same fields. An object without a field that
-appears in another row gets a null there, indistinguishable from a written null. Objects without
-some fields are common, because tools have different arguments; so a null field is treated as
-absent. Items of lists, values of maps and JSON are kept unchanged, because nothing is added to
-them.
+Parquet and Arrow give all objects of a column the same fields, and store a null for each field that
+an object lacks. A null in the original data looks the same. Objects that lack fields are common, as
+different tools have different arguments, so each null field is treated as absent. Lists, maps and
+JSON get no such nulls, and stay unchanged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
