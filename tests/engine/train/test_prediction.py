@@ -51,7 +51,9 @@ def test_rows_are_those_of_plain_jax_in_order(name, microbatches, devices):
         assert type(ours) is np.ndarray and ours.dtype == theirs.dtype
         tolerance = {"float32": 2e-6, "bfloat16": 2**-7}.get(ours.dtype.name, 0)
         ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
-        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+        # Sums of terms that cancel are as far off as their terms are large.
+        atol = tolerance * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=atol)
 
 
 @pytest.fixture(scope="module")

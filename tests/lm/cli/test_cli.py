@@ -201,7 +201,7 @@ def test_warnings_advise_options_of_the_command(tiny, capsys):
         "(Precision.compact())",
     )
     assert [with_cli_options(text) for text in texts] == [
-        "--frozen bfloat16 or --frozen float32, or use --compute float16",
+        "--frozen bfloat16 or --frozen float32, or use --precision float16",
         "--products asks, Use --state float32",
         "--device-budget minimum, --microbatches auto, more --microbatches",
         "(--precision compact)",

@@ -171,7 +171,7 @@ def test_microbatches_that_the_plan_chose_are_kept(given, tmp_path, monkeypatch,
     auto = [*options, "--out", str(tmp_path / "auto"), "--microbatches", "auto"]
     with monkeypatch.context() as patched:
         patched.setattr(training.mt, "this_machine", lambda: small)
-        patched.setattr(training, "num_gpus", lambda: None)
+        patched.setattr(training.run_report, "num_gpus", lambda: None)
         patched.setattr(training, "_callbacks", lambda *given: [*own(*given), interrupts])
         assert tune(given, *auto) == 130
     # A plan for this machine, on which memory is not limited, would choose 1.

@@ -155,7 +155,7 @@ def test_plans_of_one_model_build_it_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "state": "compact"}])
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "precision": "compact"}])
 def test_a_few_layers_tell_the_least_host_memory_of_all(tmp_path, settings):
     sizes = TINY | {"hidden_size": 512, "num_hidden_layers": 8}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
