@@ -222,6 +222,10 @@ LOOP = {
     "checkpoint_dir": Argument((), NO_PATHS),
     "checkpoint_every": Argument((None, *COUNTS), NO_COUNTS),
     "keep": Argument(COUNTS, (*NO_COUNTS, None)),
+    "stall_seconds": Argument(
+        (None, 0.5, 30, np.float32(2)),
+        ("5", True, 0, -1.5, float("inf"), float("nan"), np.array([2.0]), *NOTHING_USEFUL),
+    ),
     "callbacks": Argument(
         ((), [Callback()], (print, lambda trainer, record: None)),
         (

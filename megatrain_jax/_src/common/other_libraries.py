@@ -25,7 +25,8 @@ RUN_OPTIONS = (
     "on_nonfinite max_skipped seed hardware mesh"
 ).split()
 LOOP_OPTIONS = (
-    "steps epochs eval_data eval_every checkpoint_dir checkpoint_every keep callbacks progress"
+    "steps epochs eval_data eval_every checkpoint_dir checkpoint_every keep callbacks "
+    "stall_seconds progress"
 ).split()
 _TABLES: dict[str, Any] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")

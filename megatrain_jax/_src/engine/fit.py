@@ -77,6 +77,7 @@ def fit(
     checkpoint_every: int | None = None,
     keep: int = 3,
     callbacks: Callbacks = (),
+    stall_seconds: float | None = 600.0,
     progress: bool = True,
     microbatches: Microbatches = 1,
     waves: int | None = None,
@@ -139,6 +140,11 @@ def fit(
             record's. A callback can end the run early by raising `StopTraining`. Methods `begin`
             and `end`, if it has them, are called at the run's begin and end; see
             `megatrain_jax.callbacks.Callback`.
+        stall_seconds: In a run of several processes, the seconds after which it ends with an error
+            if no process has got on: has computed, compiled, written or read a part, or drawn a
+            batch. Each process then prints the stacks of its threads, and the last step is saved if
+            no process hangs outside of Python. It is at least three times the longest such pause
+            before. None for no limit. A callback, or data, that takes longer needs a larger number.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
         microbatches: Number of equal parts that each training batch is split into, or "auto"; see
@@ -190,6 +196,7 @@ def fit(
         checkpoint_every=checkpoint_every,
         keep=keep,
         callbacks=callbacks,
+        stall_seconds=stall_seconds,
         progress=progress,
     )
     run = Options(
@@ -255,6 +262,7 @@ def train(
     checkpoint_every: int | None = None,
     keep: int = 3,
     callbacks: Callbacks = (),
+    stall_seconds: float | None = 600.0,
     progress: bool = True,
 ) -> FitResult:
     """Continues training with a trainer; `fit` is `Trainer` followed by this.
@@ -286,6 +294,9 @@ def train(
         keep: Number of newest checkpoints to keep.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record; see
             `fit`.
+        stall_seconds: In a run of several processes, the seconds after which it ends with an error
+            if no process has got on: has computed, compiled, written or read a part, or drawn a
+            batch; see `fit`.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
 
@@ -307,6 +318,7 @@ def train(
         checkpoint_every=checkpoint_every,
         keep=keep,
         callbacks=callbacks,
+        stall_seconds=stall_seconds,
         progress=progress,
     )
     resume = checks.boolean("resume", resume)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.common.trees import path_name
 from megatrain_jax._src.common.user_warnings import warn_user
@@ -124,6 +125,18 @@ class RunState:
             self.training.check_whole()
             self.engine.flush()
 
+    @contextlib.contextmanager
+    def _read_by_all(self, what: str) -> Iterator[None]:
+        """Flushes, and has all processes read a part of the state together.
+
+        Raises:
+            PeerEndedError: If another process doesn't come, because it has not made the same call.
+        """
+        self.flush()
+        self.store.placement.processes.gather(f"reading {what}")
+        with doing(f"reading {what}"):
+            yield
+
     def cells(self) -> list[list[str]]:
         """The table that a trainer prints: its model, its progress and its budget."""
         # The history without pending records: printing a trainer neither waits nor fails.
@@ -133,26 +146,26 @@ class RunState:
 
     def params(self) -> Any:
         """The parameters; see `Trainer.params`."""
-        self.flush()
-        return self.spec.adapted.params_tree(_parameters(self.spec, self.store))
+        with self._read_by_all("the parameters"):
+            return self.spec.adapted.params_tree(_parameters(self.spec, self.store))
 
     def opt_state(self) -> Any:
         """The optimizer's state; see `Trainer.opt_state`."""
-        self.flush()
         # In Optax's own structure.
         store = self.store
-        groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
-        return assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
+        with self._read_by_all("the optimizer's state"):
+            groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
+            return assemble_state(self.spec.optimizer, groups, store.on_host(store.globals))
 
     def model(self) -> Any:
         """The user's kind of model; see `Trainer.model`."""
-        self.flush()
-        # Models write them when they are called, as a dropout counts its keys.
-        variables = [
-            x.copy() if isinstance(x, np.ndarray) else x
-            for x in self.store.on_host(self.store.variables)
-        ]
-        return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
+        with self._read_by_all("the model"):
+            # Models write them when they are called, as a dropout counts its keys.
+            variables = [
+                x.copy() if isinstance(x, np.ndarray) else x
+                for x in self.store.on_host(self.store.variables)
+            ]
+            return self.spec.adapted.rebuild(_parameters(self.spec, self.store), variables)
 
     def compute_copy(self) -> ComputeCopy:
         """The parameters, to be read onto the devices; see `Trainer.compute_copy`."""
@@ -324,10 +337,11 @@ class RunState:
         self.check(batch)
         step = self._bind(batch, train=True, loss_fn=self.spec.loss_fn)
         # Otherwise steps would queue on the device without bound, each with its batch.
-        self.training.limit_steps_in_flight()
+        with doing(f"computing step {self.training.num_steps}"):
+            self.training.limit_steps_in_flight()
         placement = self.store.placement
         where = f"training step {self.training.num_steps + 1}"
-        with deferred_interrupt(), placement.outside_meshes():
+        with deferred_interrupt(), placement.outside_meshes(), doing(where):
             self.training.check_whole()
             placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
             self.settle_saving()
@@ -339,7 +353,8 @@ class RunState:
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step and returns its metrics; see `Trainer.read`."""
         try:
-            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+            with doing(f"computing step {getattr(metrics, 'step', self.training.num_steps)}"):
+                values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
         except (TypeError, ValueError) as error:
             raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):

@@ -26,6 +26,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh
 
+from megatrain_jax._src.common.activity import doing, progressed
 from megatrain_jax._src.common.host_memory import available_bytes, return_freed_memory
 from megatrain_jax._src.common.progress import Phases, tqdm
 from megatrain_jax._src.common.remembering import gc_paused, remembering
@@ -232,7 +233,10 @@ def start(
             file=sys.stderr,
         )
     try:
-        spec, engine = _started(spec, placement, initial, sample_batch, progress, has_gpu, phases)
+        with doing("starting a run"):
+            spec, engine = _started(
+                spec, placement, initial, sample_batch, progress, has_gpu, phases
+            )
     except PeerEndedError:
         raise
     except BaseException as error:
@@ -388,6 +392,7 @@ def _pinning_bar(
         def show(taken: int, of: int) -> None:
             if progress and not taken and (advice := advice_on_pages(of)):
                 tqdm.write(advice, file=sys.stderr)
+            progressed()
             bar.total = of
             bar.update(taken - bar.n)
             phases.pinned_bytes, phases.pinned_in = taken, time.perf_counter() - began

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.chunks import Cell
@@ -208,6 +209,7 @@ class _Loading:
                 jax.block_until_ready(resting)
                 if after is None or after.key.owner != slab.key.owner:
                     done()
+                    progressed()
             self._read_small()
 
     def _read_stacked(self) -> None:

@@ -45,6 +45,7 @@ import numpy as np
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
+from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.common.unfinished import sync, sync_tree
@@ -438,6 +439,7 @@ class Saving:
             # The part's arrays must be freed when a step may replace them, because the host has no
             # space for a second copy.
             del rows
+            progressed()
             self._release(groups)
         self._writer.finish()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.engine.kernels.code_passes import with_code_passes
 from megatrain_jax._src.engine.kernels.gpu_memory import gpu_temporary_bytes
 from megatrain_jax._src.engine.kernels.kernel import Kernel
@@ -134,7 +135,7 @@ class KernelCache:
         # Tracing holds Python's lock, so it comes first for all kernels, and threads only compile.
         lowered = [self.get(k).lower(*k.takes or ()) for k in (*different, *beside)]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
-            stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
+            stats = pool.map(_compiled_stats, lowered)
             found = {k: s.temp_size_in_bytes for k, s in zip(different, stats, strict=False)}
         self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
@@ -198,3 +199,9 @@ def _largest_bytes(jaxpr: Any) -> int:
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:
     """One kernel of each name and key."""
     return list({(kernel.name, kernel.key): kernel for kernel in kernels}.values())
+
+
+def _compiled_stats(lowered: Any) -> Any:
+    found = lowered.compile().memory_analysis()
+    progressed()
+    return found

@@ -276,6 +276,11 @@ class LoopOptions:
             record's. A callback can end the run early by raising `StopTraining`. Methods `begin`
             and `end`, if it has them, are called at the run's begin and end; see
             `megatrain_jax.callbacks.Callback`.
+        stall_seconds: In a run of several processes, the seconds after which it ends with an error
+            if no process has got on: has computed, compiled, written or read a part, or drawn a
+            batch. Each process then prints the stacks of its threads, and the last step is saved if
+            no process hangs outside of Python. It is at least three times the longest such pause
+            before. None for no limit. A callback, or data, that takes longer needs a larger number.
         progress: Whether to show a progress bar; without it nothing is printed, except that a
             signal ended the run.
 
@@ -292,6 +297,7 @@ class LoopOptions:
     checkpoint_every: int | None = None
     keep: int = 3
     callbacks: Callbacks = ()
+    stall_seconds: float | None = 600.0
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -304,6 +310,9 @@ class LoopOptions:
             checkpoint_every=_integer_or_none("checkpoint_every", self.checkpoint_every),
             keep=checks.integer("keep", self.keep),
             callbacks=_callbacks(self.callbacks),
+            stall_seconds=None
+            if self.stall_seconds is None
+            else checks.number("stall_seconds", self.stall_seconds, above=0),
             progress=checks.boolean("progress", self.progress),
         )
         if self.steps is not None and self.epochs is not None:
@@ -383,6 +392,7 @@ class LoopOptions:
             "`eval_every`": self.eval_every,
             "`checkpoint_every`": self.checkpoint_every,
             "`keep`": self.keep,
+            "`stall_seconds`": self.stall_seconds,
         }
 
 

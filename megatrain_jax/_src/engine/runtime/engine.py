@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.kernels import steps, updates
 from megatrain_jax._src.engine.kernels.bound_stage import BackwardMode, BoundStage
@@ -330,6 +331,7 @@ class Engine:
         include a fetch, so that it is not delayed; offloads queue behind earlier ones
         anyway.
         """
+        progressed()
         # Negative numbers are tasks of the previous step, already in `_task_offset`.
         task = self._task_offset + (instruction.task or 0)
         waits = instruction.op in WAITS

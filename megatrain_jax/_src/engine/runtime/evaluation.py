@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.engine.options.batch_checks import num_rows
 from megatrain_jax._src.engine.runtime.engine import Engine
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
@@ -59,7 +60,10 @@ def evaluate_batches(
     iterator, placement = iter(batches), engine.store.placement
     for number in itertools.count(1):
         # A second signal interrupts an iterator that hangs.
-        with deferred_interrupt(second_interrupts=True):
+        with (
+            deferred_interrupt(second_interrupts=True),
+            doing(f"drawing batch {number} of an evaluation", of_user=True),
+        ):
             batch = next(iterator, _END)
         step = None if batch is _END else bind(batch)
         with deferred_interrupt(), placement.outside_meshes():
@@ -70,6 +74,7 @@ def evaluate_batches(
             placement.processes.agree(where, facts.copy)
             if step is None:
                 return
-            arrays = put_batch(batch, step, placement)
-            found = engine.evaluate(step, arrays), num_rows(arrays)
+            with doing(f"computing {where}"):
+                arrays = put_batch(batch, step, placement)
+                found = engine.evaluate(step, arrays), num_rows(arrays)
         yield found

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
+from megatrain_jax._src.common.activity import progressed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues
 from megatrain_jax._src.engine.kernels.cache import KernelCache
@@ -73,6 +74,7 @@ def fill_store(
         on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
         scalars += _fill_group(spec, store, kernels, g, on_device)
         done()
+        progressed()
     digests = {"initial parameters": digest.hexdigest()}
     placement.processes.agree("the end of initialising", lambda: digests)
     store.variables = store.small(list(initial.variables()))

@@ -77,7 +77,7 @@ class _Deferral:
         return _restore_handlers(self._held_back, self._received)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        goes_through = self._second_interrupts and self._received
+        goes_through = self._second_interrupts and (self._received or Signals.insists)
         # An error at a block's beginning or end could leave handlers installed for good.
         if goes_through and not _is_within(frame, self.__enter__, self.__exit__):
             self._held_back[number](number, frame)
@@ -150,11 +150,15 @@ class Signals:
 
     Attributes:
         ending: Whether the run is ending, so that signals are only counted.
+        insists: Whether a thread interrupts the user's code, as a second signal does.
     """
+
+    insists = False
 
     def __init__(self):
         """Makes handlers that are not installed yet."""
         self.ending = False
+        self._insisted_by: BaseException | None = None
         self._has_begun = False
         self._received: list[int] = []
         # Signals for the program's own handler of SIGINT.
@@ -181,6 +185,7 @@ class Signals:
 
     def __exit__(self, *error: object) -> None:
         """Restores the previous handlers."""
+        self._insisted_by, Signals.insists = None, False
         late = _restore_handlers(self._before, self._held_back)
         if late is not None:
             raise late
@@ -202,6 +207,22 @@ class Signals:
     def note(self, number: int) -> None:
         """Counts a signal that ended another process of the run as if it had arrived here."""
         self._received.append(number)
+
+    def ends_run(self, number: int) -> bool:
+        """Whether a signal of this number ends the run."""
+        before = self._before.get(number)
+        return before is not None and (number == signal.SIGTERM or _is_default(before))
+
+    def insist(self, error: BaseException) -> None:
+        """Raises an error on the main thread, also within a body that holds the first signal back.
+
+        Called by another thread. While the run is ending, or if SIGTERM was not taken over, nothing
+        happens.
+        """
+        if self.ending or signal.SIGTERM not in self._before:
+            return
+        self._insisted_by, Signals.insists = error, True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     @property
     def has_received(self) -> bool:
@@ -226,8 +247,14 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]
+        if (error := self._insisted_by) is not None and number == signal.SIGTERM:
+            self._insisted_by, Signals.insists = None, False
+            if self._has_begun and not self.ending and not self._waits(frame):
+                self.ending = True
+                raise error
+            return
         # An error while handlers are replaced could leave one of these installed for good.
-        if number == signal.SIGINT and before is not signal.default_int_handler:
+        if number == signal.SIGINT and not _is_default(before):
             if self._waits(frame):
                 self._held_back.append(number)
             else:
@@ -242,6 +269,10 @@ class Signals:
 
     def _waits(self, frame: FrameType | None) -> bool:
         return not self._has_begun or _is_within(frame, self.__exit__)
+
+
+def _is_default(handler: Any) -> bool:
+    return handler is signal.default_int_handler
 
 
 def _on_main_thread() -> bool:

@@ -48,13 +48,14 @@ def explain_aborts(words: Callable[[bool], str]) -> None:
     _handlers.append(handler)
 
 
-def end(text: str, status: int = 1) -> None:
-    """Ends this process at once, with a message and the stacks of its threads."""
+def end(text: str, status: int = 1, *, stacks: bool = True) -> None:
+    """Ends this process at once, with a message and, if wanted, the stacks of its threads."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             pass
     os.write(2, f"\n{text}\n\n".encode(errors="replace"))
-    faulthandler.dump_traceback(2)
+    if stacks:
+        faulthandler.dump_traceback(2)
     os._exit(status)

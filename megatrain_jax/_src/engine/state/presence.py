@@ -1,6 +1,6 @@
 """Signs of life of a run's processes: which are there, what they do, and which can't be waited for.
 
-Each process writes a row every two seconds, from a thread that works while the main thread
+Each process writes a row every second, from a thread that works while the main thread
 computes, compiles or hangs, and reads the rows of its peers. A verdict is a sentence that says why
 a process can't be waited for any longer.
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from megatrain_jax._src.common.activity import HERE
 from megatrain_jax._src.engine.state.coordination import Board
 
-EVERY_SECONDS = 2.0
+EVERY_SECONDS = 1.0
 # JAX's own heartbeats end a process after 100 seconds, and a broken connection does after 58.
 SILENT_SECONDS, SILENT_SECONDS_AT_END = 30.0, 10.0
 _FOLDER = "megatrain/presence"
@@ -160,6 +160,16 @@ class Presence:
         """Seconds since any process has got on."""
         return self.clock.seconds - self._moved
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether any peer is in a run, neither gone nor silent."""
+        now = self.clock.seconds
+        return any(
+            sign is not None and not sign.gone and now - self._changed[i] < SILENT_SECONDS_AT_END
+            for i, sign in enumerate(self.signs)
+            if i != self._index
+        )
+
     def verdict(self) -> str:
         """Why this process can't wait for one of its peers any longer; "" if it can."""
         now, began = self.clock.seconds, self._began_ending
@@ -199,5 +209,5 @@ class Presence:
         """What a process was doing, as a sentence."""
         sign = self.signs[index]
         if sign is None:
-            return "It has not begun a run."
-        return f"It was {sign.doing}." if sign.doing else "It was not in a call of this library."
+            return "It has not begun a run"
+        return f"It was {sign.doing}" if sign.doing else "It was not in a call of this library"

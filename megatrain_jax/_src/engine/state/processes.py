@@ -44,7 +44,7 @@ _TOLD_AFTER = 60.0
 # After a verdict, the main thread has so long to notice it before the process is ended.
 _SECONDS_TO_NOTICE = 8.0
 # The first process, whose end ends JAX's coordination service, waits so long for its peers' end.
-_SECONDS_FOR_PEERS = 20.0
+_SECONDS_FOR_PEERS = 5.0
 # A peer that is late by this much more than `patience` is not waited for: before, its own watch
 # interrupts it, and it leaves with its reason.
 _LATE_SECONDS = 15.0
@@ -182,6 +182,11 @@ class Processes:
         if self.count > 1:
             self._send({"left": why, "signal": signal})
 
+    def begin_run(self) -> None:
+        """Takes back what `hurry` and `lose` have told, for one more run in this process."""
+        self.hurry("")
+        self.lose("")
+
     def hurry(self, reason: str) -> None:
         """Asks all processes to end soon, by a signal's name or another reason; "" takes it back.
 
@@ -206,11 +211,8 @@ class Processes:
     def activities(self) -> str:
         """What each process is doing, for a message."""
         if self.presence is None:
-            return f"It was {HERE.doing[0]}."
-        rows = (
-            f"{self.presence.named(i)}: {self.presence.doing(i).rstrip('.')}"
-            for i in range(self.count)
-        )
+            return f"It was {HERE.doing[0]}"
+        rows = (f"{self.presence.named(i)}: {self.presence.doing(i)}" for i in range(self.count))
         return "; ".join(rows)
 
     # ---- messages
@@ -279,7 +281,7 @@ class Processes:
             late = missing[0]
             self.give_up(
                 f"{presence.named(late)} has not come to {where} within {self.patience:.0f} s. "
-                f"{presence.doing(late)} Each process has to make the same calls"
+                f"{presence.doing(late)}. Each process has to make the same calls"
             )
         if self._unreachable is not None:
             self._has_noticed = True
@@ -291,7 +293,7 @@ class Processes:
             late = missing[0]
             tqdm.write(
                 f"waiting since {_TOLD_AFTER:.0f} s, at {where}, for {self.presence.named(late)}. "
-                f"{self.presence.doing(late)}",
+                f"{self.presence.doing(late)}.",
                 file=sys.stderr,
             )
 
@@ -351,32 +353,30 @@ class Processes:
 
     def _leave_for_good(self) -> None:
         """Ends the process's part in the run, before JAX's own waits at its end."""
-        assert self.presence is not None
-        failed = self._unreachable is not None or getattr(sys, "last_value", None) is not None
-        self.presence.gone = True
-        self._changed.set()
-        self._wait_for_end_of_peers(None if not failed else _SECONDS_FOR_PEERS)
+        self._wait_for_end_of_peers()
         if self._unreachable is None:
-            return  # all are here, and JAX's own end takes no time
+            return  # all are at their end, so JAX's takes no time
         _end_children()
-        end(
-            f"{PeerEndedError.__name__}: {self._unreachable}. Exit status {self.status}",
-            self.status,
-        )
+        text = f"{PeerEndedError.__name__}: {self._unreachable}. Exit status {self.status}"
+        end(text, self.status, stacks=False)
 
-    def _wait_for_end_of_peers(self, seconds: float | None = _SECONDS_FOR_PEERS) -> None:
-        """Waits until all peers have left, or a time is over, or one of them can't be reached."""
-        assert self.presence is not None
-        self.presence.gone = True
+    def _wait_for_end_of_peers(self) -> None:
+        """Waits until all peers that show signs of life have left; not long after an error."""
+        presence = self.presence
+        assert presence is not None
+        presence.gone = True
         self._changed.set()
-        clock = self.presence.clock
-        until = float("inf") if seconds is None else clock.seconds + seconds
-        while clock.seconds < until:
-            others = [s for i, s in enumerate(self.presence.signs) if i != self.index]
-            there = [s for s in others if s is not None and not s.gone]
-            if not there or (seconds is None and self._unreachable is not None):
-                break
+        while presence.has_peers and not self._has_failed:
             time.sleep(_LOOK_SECONDS)
+        # JAX's service ends with the first process, and that would abort its peers.
+        until = time.monotonic() + (_SECONDS_FOR_PEERS if self.is_first else _LOOK_SECONDS)
+        while presence.has_peers and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the peers can't be reached, or the script has ended with an error."""
+        return self._unreachable is not None or getattr(sys, "last_value", None) is not None
 
 
 def _end_children() -> None:

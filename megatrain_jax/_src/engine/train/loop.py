@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.common.progress import tell_phase, tqdm
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX
 from megatrain_jax._src.engine.history import History
@@ -308,7 +309,11 @@ class Loop:
         try:
             # A callback that stops the run would do so again for the steps that were still in
             # flight.
-            with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            with (
+                suppress(*([KeyboardInterrupt] if self.signals.ending else [])),
+                doing(f"in the callback {name}", of_user=True),
+            ):
                 function(*arguments)
         except Exception:
             # It must not run into this error again.

@@ -33,6 +33,7 @@ from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.options.options import LoopOptions
 from megatrain_jax._src.engine.runtime.interrupt import Signals
+from megatrain_jax._src.engine.runtime.watch import TERMINATED, Watch
 from megatrain_jax._src.engine.state.placement import device_count_text
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.train.loop import Loop, is_unevaluated
@@ -40,9 +41,6 @@ from megatrain_jax._src.engine.train.result import EMPTY, DataRanOutError, FitRe
 from megatrain_jax._src.engine.train.series import RunCheckpoints
 from megatrain_jax._src.engine.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.engine.trainer import Trainer
-
-# Exit status of a process ended by SIGTERM: 128 plus the signal's number.
-_TERMINATED = 143
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,11 @@ class Run:
             series.check_writable()
         error: BaseException | None = None
         shown = {"desc": _bar_text(trainer, progress), "unit": "step", "disable": not progress}
-        with Signals() as signals, tqdm(total=self._total(left), **shown) as bar:
+        with (
+            Signals() as signals,
+            Watch(signals, processes, options.stall_seconds),
+            tqdm(total=self._total(left), **shown) as bar,
+        ):
             position = partial(self._position, before)
             loop = Loop(trainer, options, series, position, bar, signals)
             try:
@@ -134,7 +136,11 @@ class Run:
                 _print_ending(result, signals.names, where)
         # Last of all, as SIGTERM itself would do.
         if signals.terminates:
-            raise SystemExit(_TERMINATED) from error
+            if not _returns_result(error):
+                # The exit shows no cause.
+                notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+                tqdm.write(f"{type(error).__name__}: {error}{notes}", file=sys.stderr)
+            raise SystemExit(TERMINATED) from error
         if insisted is not None:
             raise insisted
         if not _returns_result(error):
@@ -166,7 +172,7 @@ class Run:
             error = _saved(loop, error, trained=trainer.num_steps > before)
             loop.bar.set_description(_bar_text(trainer, not loop.bar.disable))
         elif series is not None:
-            _note(error, f"Nothing more could be saved in {series.folder}.")
+            _note(error, f"Nothing more could be saved. {processes.saved}")
         if error is None and not signals.has_received:
             error = self._ran_out(steps, before)
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
@@ -232,6 +238,8 @@ def _tell_peers(error: BaseException, processes: Processes, signals: Signals) ->
         ended_by = "SIGTERM" if signals.terminates else "SIGINT"
     elif isinstance(error, KeyboardInterrupt):
         ended_by = "SIGINT"
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        processes.hurry("an error")  # a peer may have died
     try:
         processes.leave(f"{type(error).__name__}: {error}", ended_by)
     except PeerEndedError as unreachable:
@@ -260,6 +268,7 @@ def _complete(
         loop.finish()
     except Exception as raised:
         late = raised
+        processes.lose(f"{type(raised).__name__}: {raised}")
     try:
         words = processes.gather("the end of training", late and f"{type(late).__name__}: {late}")
         ended = [i for i, text in enumerate(words) if text is not None]
@@ -267,6 +276,8 @@ def _complete(
             late = PeerEndedError(f"process {ended[0]} has ended: {words[ended[0]]}")
     except PeerEndedError as unreachable:
         late = unreachable if late is None else _explained(late, unreachable)
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return _explained(error, unreachable)
     return error if late is None else _joined(error, late)
 
 

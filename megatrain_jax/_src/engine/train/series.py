@@ -169,6 +169,12 @@ class RunCheckpoints:
         self.saved = in_first_process(
             self._processes, "the look for steps", lambda: self._begin(start)
         )
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Has the newest checkpoint named if the run ends without its peers."""
+        newest = "No step" if self.saved is None else f"Step {self.saved}"
+        self._processes.saved = f"{newest} is saved in {self.folder}."
 
     def _begin(self, start: int) -> int | None:
         """Does the check of `begin`; returns the step if there is a checkpoint of it."""
@@ -224,6 +230,7 @@ class RunCheckpoints:
                 self._saving = self.saved = None
                 raise
             self._saving = None
+            self._tell_saved()
             if isinstance(self._workspace, Workspace):
                 # Only after the newest one is complete, so there are never fewer to return to.
                 self._remove_oldest(self._workspace)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.activity import doing
 from megatrain_jax._src.common.progress import tqdm
 from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.options.inputs import eval_batches
@@ -373,7 +374,9 @@ class Prefetch(Iterator[Any]):
         """
         if self._ended or not self.exhausted:
             return
-        if (batch := next(self._source, _END)) is not _END:
+        with doing(f"drawing batch {self._drawn + 1} of `data`", of_user=True):
+            batch = next(self._source, _END)
+        if batch is not _END:
             self._drawn += 1
             with naming_batch(self._drawn):
                 self._check(batch)

@@ -1,0 +1,77 @@
+"""A process of several that share a run, which something ends; see `test_endings`.
+
+Usage: ending.py INDEX COUNT ADDRESS VICTIM EVENT FOLDER. A file FOLDER/reached-INDEX tells that the
+process has come to the event, which is what the victim does at its sixth batch: "stuck" waits for
+data, "busy" does so where Python's handlers of signals don't run, "stop" stops itself, "kill" kills
+itself, "error" raises an error, "late" never calls `fit`. All others go on slowly.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+
+STOPS = 6
+LAST = 30
+
+
+def act(event: str) -> None:
+    """Does what ends the run."""
+    if event == "stuck":
+        time.sleep(10_000)
+    elif event == "busy":
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # the second time it waits for itself, in C
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    elif event == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif event == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif event == "error":
+        raise OSError("a disk of this process alone")
+
+
+def batches(folder: Path, index: int, event: str) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of this process, of which one does what ends the run."""
+    for number in range(1, LAST + 1):
+        if number == STOPS:
+            (folder / f"reached-{index}").touch()
+            act(event)
+        time.sleep(0.5)
+        yield {"x": np.full((2, 4), number, np.float32)}
+
+
+def main() -> None:
+    index, count, address, victim, event, path = sys.argv[1:]
+    folder, own = Path(path), event if index == victim else "none"
+    jax.distributed.initialize(address, int(count), int(index))
+    print("connected", flush=True)
+    if own == "late":
+        (folder / f"reached-{index}").touch()
+        time.sleep(10_000)
+    result = mt.fit(
+        {"layers": [{"w": np.eye(4, dtype=np.float32)} for _ in range(2)]},
+        lambda model, batch: (
+            (batch["x"] @ model["layers"][0]["w"] @ model["layers"][1]["w"]) ** 2
+        ).mean(),
+        batches(folder, int(index), own),
+        optax.adam(1e-3),
+        checkpoint_dir=folder / "run",
+        checkpoint_every=2,
+        stall_seconds=float(os.environ.get("STALL", 600)),
+        progress=False,
+    )
+    print("finished", result.trainer.num_steps, flush=True)
+
+
+if __name__ == "__main__":
+    main()
