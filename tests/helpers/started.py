@@ -60,6 +60,7 @@ class Started:
         code_passes: bool = False,
         with_triton: bool = False,
         device: Any = None,
+        agree: Any = None,
     ) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options.
 

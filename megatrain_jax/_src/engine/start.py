@@ -46,7 +46,7 @@ from megatrain_jax._src.engine.runtime.evaluation import joined_shapes
 from megatrain_jax._src.engine.runtime.fill import ReadAhead, fill_store, initial_kernels
 from megatrain_jax._src.engine.runtime.store import Store
 from megatrain_jax._src.engine.runtime.transfers import measured_rates
-from megatrain_jax._src.engine.spec.budget import fit_to_machine
+from megatrain_jax._src.engine.spec.budget import fit_to_machine, fitted_and_compiled
 from megatrain_jax._src.engine.spec.host import (
     agreed_host_budget,
     check_host,
@@ -113,7 +113,7 @@ def on_this_machine(run: Options) -> tuple[Options, Placement, bool]:
         hardware = within_pools(hardware, number)
     if hardware:
         count, here = placement.processes.spread
-        hardware = replace(hardware, hosts=count // here)
+        hardware = replace(hardware, hosts=max(1, count // here))
     run = replace(run, hardware=hardware, mesh=mesh)
     if machine is not None:
         run = replace(run, host_budget=agreed_host_budget(run, placement))
@@ -322,6 +322,9 @@ def empty_kernel_cache(spec: RunSpec, placement: Placement) -> KernelCache:
         code_passes=code_passes,
         with_triton=with_triton,
         device=next(iter(placement.local_devices), None),
+        agree=lambda own: [
+            max(row) for row in zip(*placement.processes.gather("compiling", own), strict=True)
+        ],
     )
 
 
@@ -339,7 +342,10 @@ def fit_and_compile(
         free = min(processes.gather("asking for free device memory", free))
     if has_gpu:
         tiles = TileFinder(kernels, placement)
-        spec = fit_to_machine(spec, tiles, free, lambda run: fit_to_host(run, *processes.spread))
+        with gc_paused(), remembering():
+            spec = fitted_and_compiled(
+                spec, tiles, free, lambda run: fit_to_host(run, *processes.spread)
+            )
     elif spec.options.machine is None:  # otherwise its plan is that of the named hardware
         fitted = fit_to_host(_on_cpu(spec, kernels, placement), *processes.spread)
         spec = replace(spec, fits_host=False) if fitted is None else fitted

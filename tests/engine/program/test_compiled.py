@@ -146,18 +146,18 @@ def test_an_automatic_budget_is_what_the_device_has_left():
     def with_room_for(num_bytes):
         gaps = spec.largest_slab_bytes
         device_bytes = int((taken + gaps + num_bytes) / 0.95) + 1
-        return with_temporaries(spec, 1000, device_bytes, estimated=False)
+        return with_temporaries(spec, 1000, device_bytes)
 
     for room in (0, least, (least + most) // 2, most, 10 * most):
         planned = make_plan(with_room_for(room))
         assert planned.device_state_bytes <= max(room, least)
-        assert planned.device_temporary_bytes == 1000 and not planned.device_temporary_estimated
+        assert planned.device_temporary_bytes == 1000 and planned.device_temporary_estimated
         assert planned.device_bytes == planned.device_state_bytes + taken
     assert make_plan(with_room_for(most)).bytes_in == 0 < make_plan(with_room_for(least)).bytes_in
-    assert with_temporaries(spec, 1000, None, estimated=False).first is spec.first
+    assert with_temporaries(spec, 1000, None).first is spec.first
     options = dataclasses.replace(spec.options, device_budget="least")
     fixed = dataclasses.replace(spec, options=options)
-    assert with_temporaries(fixed, 1000, 10 * most, estimated=False).first is spec.first
+    assert with_temporaries(fixed, 1000, 10 * most).first is spec.first
 
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])

@@ -20,7 +20,11 @@ from megatrain_jax._src.engine.program.loss.block_parts import NUMBERS_OF_PARTS,
 from megatrain_jax._src.engine.report.make_plan import check_device, make_plan
 from megatrain_jax._src.engine.report.table import UNFIT
 from megatrain_jax._src.engine.schedule.schedule import BudgetError
-from megatrain_jax._src.engine.spec.budget import fit_to_machine, least_device_bytes
+from megatrain_jax._src.engine.spec.budget import (
+    fit_to_machine,
+    fitted_and_compiled,
+    least_device_bytes,
+)
 from megatrain_jax._src.engine.spec.make_spec import make_run_spec
 from megatrain_jax._src.engine.spec.tile_search import TileFinder
 from megatrain_jax._src.engine.state.hardware import card
@@ -202,30 +206,73 @@ def test_a_plan_that_fits_in_no_number_of_parts_does_not_say_that_it_was_cut_to_
         assert (title_of(replace(plan, hardware=machine)) == title) == as_before
 
 
-@pytest.mark.by_default("0.7-0.1-0")
-@pytest.mark.parametrize(("share", "seconds", "tiled"), [(0.7, 0.1, 0), (0.9, 0.1, 1), (0.7, 2, 1)])
-def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share, seconds, tiled):
-    class Compiler(KernelCache):
-        def compile(self, kernels):
-            return round(share * self.estimate(kernels))
+# The kernels of a step of `spec_of_blocks`: the last block's backward is its own.
+CHOSEN = ["backward", "backward", "forward", "update"]
 
-    budget = least_of(spec_of_blocks(2, rows=64))
-    spec = spec_of_blocks(2, rows=64, device_budget=budget)
+
+class Compiler(KernelCache):
+    """A compiler whose functions need a share of the bytes that are estimated for them."""
+
+    def __init__(self, share, **options):
+        super().__init__(**options)
+        self.share, self.compiled = share, []
+
+    def _compiled(self, kernels):
+        self.compiled += [kernel.name for kernel in kernels]
+        return [round(self.share * self._estimates[k.name, k.key]) for k in kernels]
+
+
+def chosen_with(kernels, num_bytes, *, seconds=0.1, **options):
+    """The run of small blocks that is chosen and compiled for a device of `num_bytes`."""
+    spec = spec_of_blocks(2, rows=64, **options)
     costs = spec.first.workload.costs
     slow = replace(costs, backward=(seconds,) * len(costs.backward))
     first = replace(spec.first, workload=replace(spec.first.workload, costs=slow))
+    tiles = TileFinder(kernels, placed_on(default_mesh()))
     spec = replace(spec, first=first)
-    here = placed_on(default_mesh())
+    return make_plan(fitted_and_compiled(spec, tiles, num_bytes, lambda spec: spec))
 
-    def fitted(num_bytes):
-        return fit_to_machine(spec, TileFinder(Compiler(), here), num_bytes, lambda spec: spec)
 
-    roomy = make_plan(fitted(1 << 30))
-    assert roomy.device_temporary_bytes is not None
-    estimate = roomy.device_temporary_bytes / share
-    room = round(0.8 * estimate) + roomy.device_other_bytes + least_of(spec)
-    found = make_plan(fitted(room))
+@pytest.mark.parametrize(
+    ("share", "seconds", "tiled"), [(0.7, 0.1, 0), (0.9, 0.1, 1), (0.7, 2, 1), (1.0, 0.1, 1)]
+)
+def test_functions_are_whole_where_the_compiler_needs_less_than_estimated(share, seconds, tiled):
+    budget = least_of(spec_of_blocks(2, rows=64))
+    roomy = chosen_with(whole := Compiler(share), 1 << 30, device_budget=budget)
+    assert roomy.device_temporary_bytes is not None and not roomy.device_temporary_estimated
+    assert not roomy.tiles and sorted(whole.compiled) == CHOSEN
+    room = round(0.8 * roomy.device_temporary_bytes / share) + roomy.device_other_bytes + budget
+    found = chosen_with(Compiler(share), room, seconds=seconds, device_budget=budget)
     assert found.num_parts == 1 and bool(found.tiles) == bool(tiled)
+    assert found.device_bytes <= room
+
+
+def test_only_chosen_functions_are_compiled():
+    """Neither whole functions nor tiles that are too large by their estimates are compiled."""
+    budget = least_of(spec_of_blocks(2, rows=64))
+    roomy = chosen_with(Compiler(1.0), 1 << 30, device_budget=budget)
+    room = round(0.4 * roomy.device_temporary_bytes) + roomy.device_other_bytes + budget
+    found = chosen_with(kernels := Compiler(1.0), room, device_budget=budget)
+    assert found.tiles and found.device_bytes <= room
+    assert sorted(kernels.compiled) == CHOSEN
+
+
+def test_functions_that_need_more_than_estimated_get_smaller_tiles():
+    budget = least_of(spec_of_blocks(2, rows=64))
+    roomy = chosen_with(Compiler(1.0), 1 << 30, device_budget=budget)
+    room = round(0.9 * roomy.device_temporary_bytes) + roomy.device_other_bytes + budget
+    by_estimate = chosen_with(Compiler(1.0), room, device_budget=budget)
+    found = chosen_with(kernels := Compiler(1.5), room, device_budget=budget)
+    tiles = [max(row.num_tiles for row in plan.tiles) for plan in (by_estimate, found)]
+    assert tiles[0] < tiles[1] and found.device_bytes <= room
+    # The functions that didn't fit, and those that do.
+    assert len(CHOSEN) < len(kernels.compiled) <= 2 * len(CHOSEN)
+
+
+def test_processes_choose_by_the_figures_that_they_agree_on():
+    own, agreed = Compiler(1.0), Compiler(0.5, agree=lambda found: [2 * x for x in found])
+    here, there = (chosen_with(kernels, 1 << 30) for kernels in (own, agreed))
+    assert here.device_temporary_bytes == there.device_temporary_bytes > 0
 
 
 def test_a_value_is_handed_on_until_its_last_reader():

@@ -123,7 +123,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
             events.append(name)
             if name == "reserve":
                 pinned.append(args[1])
-            guard = "disallow_explicit" if name == "fit_to_machine" else "allow"
+            guard = "disallow_explicit" if name == "fitted_and_compiled" else "allow"
             with jax.transfer_guard_host_to_device(guard):  # copies go through the pool
                 return real(*args, **options)
 
@@ -132,7 +132,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     with_gaps = lambda *run: pooled_bytes(*run) + 12  # noqa: E731
     monkeypatch.setattr(starts, "pooled_bytes", with_gaps)
     noted(pool, "reserve")
-    for name in ("initial_kernels", "ReadAhead", "fit_to_machine", "fill_store"):
+    for name in ("initial_kernels", "ReadAhead", "fitted_and_compiled", "fill_store"):
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
@@ -150,7 +150,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
         r"[\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; \d.* [\d.]+ s"
     )
     assert re.search(pattern + r", [\d.]+ GiB/s", said)
-    order = ["ReadAhead", "fit_to_machine", "reserve", "advice", "fill_store"]
+    order = ["ReadAhead", "fitted_and_compiled", "reserve", "advice", "fill_store"]
     assert events == ["initial_kernels", *order]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())

@@ -288,7 +288,8 @@ class Divisible:
             return jax.tree.unflatten(out_tree, found(*consts, *jax.tree.leaves(args)))
 
         key = self._kernel.key, num_tiles
-        kernel = dataclasses.replace(self._kernel, key=key, build=lambda: divided)
+        whole = self._kernel.key
+        kernel = dataclasses.replace(self._kernel, key=key, whole=whole, build=lambda: divided)
         return kernel, Tiling(num_tiles=found.num_tiles, num_rows=found.rows_per_tile)
 
 
@@ -303,7 +304,8 @@ def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
         found = Divisible(kernel).into(num_tiles)
         return (found[0] if found else kernel).build()
 
-    return dataclasses.replace(kernel, key=(kernel.key, num_tiles), build=build)
+    key = kernel.key, num_tiles
+    return dataclasses.replace(kernel, key=key, whole=kernel.key, build=build)
 
 
 def with_split_attention(kernel: Kernel, num_devices: int) -> Kernel:

@@ -3,7 +3,7 @@
 Equal stages and groups share one function, so a model of any depth compiles only a few.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +42,7 @@ class KernelCache:
         code_passes: bool = False,
         with_triton: bool = False,
         device: Any = None,
+        agree: Callable[[list[int]], list[int]] = lambda own: own,
     ):
         """Makes an empty cache.
 
@@ -52,7 +53,10 @@ class KernelCache:
                 `with_scaled_sums`.
             with_triton: Whether the devices run kernels that Triton compiles.
             device: One of the devices, to find out what JAX compiles for it; None if there is none.
+            agree: Makes the bytes of compiled temporaries those of all processes. Each compiles
+                separately, but all have to choose alike.
         """
+        self._agree = agree
         self._options = dict(compiler_options or {})
         self._code_passes = code_passes
         self._with_triton, self._device = with_triton, device
@@ -62,6 +66,9 @@ class KernelCache:
         # The largest piece of each kernel's temporaries, if XLA divides them.
         self._pieces: dict[tuple[str, Hashable], int] = {}
         self._temporaries: dict[tuple[str, Hashable], int] = {}
+        # Compiled bytes by estimated ones, of the kernels that were compiled or are like these but
+        # for their tiles.
+        self._shares: dict[tuple[str, Hashable], float] = {}
         self._beside: list[Kernel] = []
 
     def get(self, kernel: Kernel) -> Any:
@@ -124,21 +131,35 @@ class KernelCache:
         self._beside += _different(kernels)
 
     def compile(self, kernels: Iterable[Kernel]) -> int:
-        """Compiles kernels ahead of time for the arguments in `takes`.
+        """Compiles kernels ahead of time for the arguments in `takes`, unless they are compiled.
+
+        From then on, `estimate` gives the compiler's figures for them, and corrects its estimates
+        of the same kernels in other tiles.
 
         Returns:
-            The maximum bytes per device that a kernel needs besides arguments and results; kernels
-            run one after another.
+            The maximum bytes per device that a kernel needs; see `estimate`.
         """
-        different, beside = _different(kernels), self._beside
-        self._beside = []
+        kernels = list(kernels)
+        new = [k for k in _different(kernels) if (k.name, k.key) not in self._temporaries]
+        for kernel, temporaries in zip(new, self._agree(self._compiled(new)), strict=True):
+            key = kernel.name, kernel.key
+            if estimate := self._estimates.get(key):
+                self._shares[kernel.name, kernel.whole or kernel.key] = temporaries / estimate
+            self._temporaries[key] = temporaries
+        return self.estimate(kernels)
+
+    def _compiled(self, kernels: Sequence[Kernel]) -> list[int]:
+        """Compiles kernels, and the queued ones, and returns the bytes of their temporaries."""
+        beside, self._beside = self._beside, []
         # Tracing holds Python's lock, so it comes first for all kernels, and threads only compile.
-        lowered = [self.get(k).lower(*k.takes or ()) for k in (*different, *beside)]
+        lowered = [self.get(k).lower(*k.takes or ()) for k in (*kernels, *beside)]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(_compiled_stats, lowered)
-            found = {k: s.temp_size_in_bytes for k, s in zip(different, stats, strict=False)}
-        self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
-        return max(temporaries + k.beside_bytes for k, temporaries in found.items())
+            return [found.temp_size_in_bytes for found in stats][: len(kernels)]
+
+    def has_compiled(self, kernels: Iterable[Kernel]) -> bool:
+        """Whether all of some kernels are compiled."""
+        return all((k.name, k.key) in self._temporaries for k in kernels)
 
     def keep_only(self, kernels: Iterable[Kernel]) -> None:
         """Drops all other functions, with the memory of their programs."""
@@ -163,7 +184,11 @@ class KernelCache:
         return min(num_bytes, self._pieces.get(key, num_bytes)) >= _LARGE_TEMPORARIES
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
-        """Estimates the result of `compile` from shapes alone, for an absent device."""
+        """The maximum bytes per device that a kernel needs besides arguments and results.
+
+        Kernels run one after another. The bytes are the compiler's for compiled kernels, and else
+        estimated from shapes alone.
+        """
         return max(self._estimate(k, self.get) for k in _different(kernels))
 
     def estimate_trial(self, kernel: Kernel) -> int:
@@ -172,10 +197,14 @@ class KernelCache:
 
     def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
         key = kernel.name, kernel.key
-        if key not in self._estimates:
-            self._estimates[key] = self._estimated_bytes(function(kernel), kernel)
+        needed = self._temporaries.get(key)
+        if needed is None:
+            if key not in self._estimates:
+                self._estimates[key] = self._estimated_bytes(function(kernel), kernel)
+            share = self._shares.get((kernel.name, kernel.whole or kernel.key), 1.0)
+            needed = round(share * self._estimates[key])
         # Equal kernels of different steps may run beside different bytes.
-        return self._estimates[key] + kernel.beside_bytes
+        return needed + kernel.beside_bytes
 
     def _estimated_bytes(self, function: Any, kernel: Kernel) -> int:
         """Estimates the bytes of a kernel's temporaries on each device."""

@@ -24,6 +24,7 @@ class Kernel:
     Attributes:
         name: A short name of the operation.
         key: Key of the computation; kernels with equal names and keys share one function.
+        whole: Key of the undivided kernel, if this one is in tiles; else None.
         build: Makes the Python function to compile; called once per key.
         build_for_triton: Makes a faster function for GPUs with Triton, with equal results but for
             rounding; None if there is none.
@@ -40,6 +41,7 @@ class Kernel:
     # kernels compare by name, key and memory handling.
     name: str
     key: Hashable = ()
+    whole: Hashable = dataclasses.field(default=None, compare=False)
     build: Callable[[], Callable] = dataclasses.field(compare=False)
     build_for_triton: Callable[[], Callable] | None = dataclasses.field(default=None, compare=False)
     takes: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)

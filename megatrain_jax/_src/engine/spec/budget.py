@@ -7,6 +7,10 @@ room for residuals that save more time. If a block still doesn't fit, all blocks
 as few as possible; if no number of parts fits, blocks stay whole. Whole blocks that take the
 memory in reserve are also cut, if their parts save residuals in the same memory.
 
+All of this is done by estimates of the functions' memory. On a GPU, the chosen functions are then
+compiled, the compiler's figures replace the estimates, and the same search runs again, until it
+chooses nothing new that is worth compiling.
+
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
     1. for the minimum budget, functions need 6 GiB, values that the schedule doesn't count 1, the
@@ -20,7 +24,8 @@ With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the 
        and 17 GiB in 8
     5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are chosen,
        because 8 are faster only within the estimates' uncertainty
-    6. the compiled functions need 30 GiB: the budget is 43 GiB
+    6. the compiled functions need 30 GiB, and 30 / 32 of the estimate in any tiles: 2 tiles still
+       don't pay, and the budget is 43 GiB
 """
 
 import dataclasses
@@ -45,13 +50,62 @@ LARGE = 0.2
 _SHARES = (0.5, 0.25)
 # Fraction of a step's estimated time that smaller tiles must save.
 _WORTH = 0.05
-# An estimate may be this factor larger than the compiler's figure; see
-# tests/engine/kernels/test_gpu_memory.py.
-_MOST_ESTIMATED = 1.5
 # A function with a shorter estimate, in seconds, compiles quickly.
 _QUICK = 0.5
-# Maximum number of times that tiles shrink because functions need more than estimated.
+# Maximum number of times that tiles shrink because functions need more than was left for them, and
+# of times that functions are compiled.
 _MAX_TURNS = 3
+
+
+def fitted_and_compiled(
+    spec: RunSpec,
+    tiles: TileFinder,
+    device_bytes: int | None,
+    to_host: Callable[[RunSpec], RunSpec | None],
+) -> RunSpec:
+    """Fits a run to its machine, and compiles the functions of its step, and few others.
+
+    Args:
+        spec: The run before the memory of its functions is known.
+        tiles: Finds tiles; its cache receives the functions.
+        device_bytes: See `fit_to_machine`.
+        to_host: See `fit_to_machine`.
+    """
+    kernels, found, best = tiles.cache, None, None
+    for _ in range(_MAX_TURNS):
+        found = fit_to_machine(spec, tiles, device_bytes, to_host)
+        chosen = list(step_kernels(found.first, found.layouts, found.optimizer, tiles.placement))
+        is_new = not kernels.has_compiled(chosen)
+        if is_new and best is not None and not _pays(found, best):
+            break
+        needed = kernels.compile(chosen)
+        is_as_estimated = needed == _needed(found)
+        found = dataclasses.replace(found, temporary_bytes=needed, temporary_estimated=False)
+        if device_bytes is None or needed <= _room(found, device_bytes):
+            best = found
+        if not is_new or is_as_estimated:
+            break
+    found = best or found
+    assert found is not None
+    return found
+
+
+def _pays(found: RunSpec, best: RunSpec) -> bool:
+    """Whether a run is worth compiling further functions, beside a compiled one.
+
+    Each tile reads and writes the sums of gradients, so unneeded tiles may take 5% of a step. But
+    XLA takes minutes to compile a huge function, because it times all algorithms for products that
+    take a second each.
+    """
+    costs, seconds = best.first.workload.costs, best.first.schedule.seconds
+    if found.first.schedule.seconds < (1 - _WORTH) * seconds:
+        return True
+    tiles, fewer = (
+        sum(t.num_tiles for bound in of.first.stages for t in bound.tiles.values())
+        for of in (best, found)
+    )
+    is_quick = max(costs.backward) / best.first.wave_microbatches <= _QUICK
+    return fewer < tiles and is_quick and found.first.schedule.seconds <= seconds
 
 
 def fit_to_machine(
@@ -64,8 +118,7 @@ def fit_to_machine(
 
     Args:
         spec: The run before the memory of its functions is known.
-        tiles: Finds tiles, and its cache receives the functions; for a placement without devices,
-            memory is estimated.
+        tiles: Finds tiles; its cache knows, or estimates, the functions' memory.
         device_bytes: Free device memory; None if unknown, and then no function is tiled.
         to_host: Fits a run that is fitted to its device to its host, or returns None; see
             `fit_to_host`. Tiles are compared by the result, because parts that stay on the device
@@ -194,7 +247,7 @@ class _Fitting:
         if room <= 0:  # refused in any case
             return self._tiled(None)
         share = 1.0
-        fitted = self._tiled(None) if self._tiles.most(spec.first) <= self._worth(room) else None
+        fitted = self._tiled(None) if self._tiles.most(spec.first) <= room else None
         for _ in range(_MAX_TURNS):
             if fitted is not None and _needed(fitted) <= room:
                 break
@@ -205,30 +258,14 @@ class _Fitting:
             fitted = self._faster(fitted)
         return fitted
 
-    def _worth(self, room: int) -> float:
-        """The largest estimate, in bytes, with which functions are tried without tiles.
-
-        Each tile reads and writes the sums of gradients, so unneeded tiles may take 5% of a step.
-        But XLA takes minutes to compile a huge function without tiles, because it times all
-        algorithms for products that take a second each.
-        """
-        first = self._spec.first
-        longest = max(first.workload.costs.backward) / first.wave_microbatches
-        is_quick = bool(self._placement.devices) and longest <= _QUICK
-        return room * _MOST_ESTIMATED if is_quick else room
-
     def _faster(self, fitted: RunSpec) -> RunSpec:
         """The run with smaller tiles, if the memory that they free saves time."""
-        trials = [
-            (self._tiled(room, estimated=True), room)
-            for room in (share * _needed(fitted) for share in _SHARES)
-        ]
+        trials = [self._tiled(share * _needed(fitted)) for share in _SHARES]
         best = self._seconds(fitted)
         # Of two equally fast choices, the larger tiles are taken.
-        for trial, room in trials:
+        for trial in trials:
             if self._seconds(trial) < (1 - _WORTH) * best:
-                fitted = trial if not self._placement.devices else self._tiled(room)
-                best = self._seconds(fitted)
+                fitted, best = trial, self._seconds(trial)
         return fitted
 
     def _to_its_host(self, fitted: RunSpec) -> RunSpec | None:
@@ -241,14 +278,13 @@ class _Fitting:
         found = self._on_host[needed]
         return found and dataclasses.replace(
             found,
-            temporary_estimated=fitted.temporary_estimated,
             first=dataclasses.replace(found.first, stages=fitted.first.stages),
         )
 
     def _with_its_functions(self, spec: RunSpec) -> RunSpec:
         """The run with the functions that its new schedule needs, tiled to need no more memory."""
         first = self._tiles.within(spec.first, _needed(spec))
-        needed = self._needs(first, not self._placement.devices)
+        needed = self._needs(first)
         return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
 
     def _seconds(self, fitted: RunSpec) -> float:
@@ -256,61 +292,55 @@ class _Fitting:
         found = self._to_its_host(fitted)
         return math.inf if found is None else found.first.schedule.seconds
 
-    def _tiled(self, room: float | None, *, estimated: bool = False) -> RunSpec:
-        """The run with functions of at most `room` estimated bytes, and the budget they leave.
+    def _tiled(self, room: float | None) -> RunSpec:
+        """The run with functions of at most `room` bytes, and the budget they leave.
 
         Args:
             room: Bytes that choose the number of tiles; None for functions without tiles.
-            estimated: Whether to estimate functions even if they can be compiled.
         """
-        estimated = estimated or not self._placement.devices
 
         def divided(spec: RunSpec) -> RunSpec:
             if room is None:
                 return spec
             return dataclasses.replace(spec, first=self._tiles.within(spec.first, room))
 
-        def with_budget(spec: RunSpec, needed: int) -> RunSpec:
-            return self._with_budget(spec, needed, estimated=estimated)
-
         fitted = divided(self._spec)
-        needed, known = self._needs(fitted.first, estimated), [fitted.first.schedule]
-        fitted = with_budget(fitted, needed)
+        needed, known = self._needs(fitted.first), [fitted.first.schedule]
+        fitted = self._with_budget(fitted, needed)
         # Saving residuals needs new functions. With a smaller budget, fewer stages save residuals,
         # by functions that are known already, or leaner ones.
         while not any(_has_functions_of(schedule, fitted.first.schedule) for schedule in known):
             known.append(fitted.first.schedule)
             fitted = divided(fitted)
-            more = self._needs(fitted.first, estimated)
+            more = self._needs(fitted.first)
             if more <= needed:
                 break
             needed = more
-            fitted = with_budget(fitted, needed)
+            fitted = self._with_budget(fitted, needed)
         return divided(fitted)
 
-    def _with_budget(self, spec: RunSpec, needed: int, *, estimated: bool) -> RunSpec:
+    def _with_budget(self, spec: RunSpec, needed: int) -> RunSpec:
         """The run with the budget that functions of `needed` bytes leave."""
         # Tiles don't change the workload, so equal needs leave the same budget and schedule; cached
         # because finding the schedule is slow.
         if needed not in self._budgets:
             free, reserved = self._device_bytes, self._reserved
-            found = with_temporaries(spec, needed, free, estimated=estimated, reserved=reserved)
+            found = with_temporaries(spec, needed, free, reserved)
             self._budgets[needed] = found.budget_bytes, found.first.schedule
         budget, schedule = self._budgets[needed]
         return dataclasses.replace(
             spec,
             budget_bytes=budget,
             temporary_bytes=needed,
-            temporary_estimated=estimated,
+            temporary_estimated=True,
             first=dataclasses.replace(spec.first, schedule=schedule),
         )
 
-    def _needs(self, step: BoundStep, estimated: bool) -> int:
-        needs = self._kernels.estimate if estimated else self._kernels.compile
+    def _needs(self, step: BoundStep) -> int:
         spec = self._spec
-        needed = needs(step_kernels(step, spec.layouts, spec.optimizer, self._placement))
-        # Each process compiles separately, but all have to follow the same schedule.
-        return max(self._placement.processes.gather("compiling", needed))
+        return self._kernels.estimate(
+            step_kernels(step, spec.layouts, spec.optimizer, self._placement)
+        )
 
 
 def fits_machine(spec: RunSpec, device_bytes: int) -> bool:
@@ -334,12 +364,7 @@ def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
 
 
 def with_temporaries(
-    spec: RunSpec,
-    temporary_bytes: int,
-    device_bytes: int | None,
-    *,
-    estimated: bool,
-    reserved: int | None = None,
+    spec: RunSpec, temporary_bytes: int, device_bytes: int | None, reserved: int | None = None
 ) -> RunSpec:
     """The same run with known memory of its functions, and the automatic budget they leave.
 
@@ -347,12 +372,9 @@ def with_temporaries(
         spec: The run.
         temporary_bytes: Device bytes of the functions' temporaries.
         device_bytes: Free device memory; None if unknown.
-        estimated: Whether `temporary_bytes` is an estimate.
         reserved: Device bytes that an automatic budget leaves free; None for the usual reserve.
     """
-    known = dataclasses.replace(
-        spec, temporary_bytes=temporary_bytes, temporary_estimated=estimated
-    )
+    known = dataclasses.replace(spec, temporary_bytes=temporary_bytes, temporary_estimated=True)
     if spec.options.device_budget is not None or device_bytes is None:
         return known
     left = _left(known, device_bytes, reserved)

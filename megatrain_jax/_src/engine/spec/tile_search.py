@@ -14,7 +14,7 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 
-from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling
+from megatrain_jax._src.engine.kernels.bound_stage import Divisible, Tiling, in_tiles
 from megatrain_jax._src.engine.kernels.cache import KernelCache
 from megatrain_jax._src.engine.kernels.kernel import Kernel
 from megatrain_jax._src.engine.schedule.instructions import Op
@@ -47,7 +47,7 @@ class TileFinder:
         """
         self.cache, self.placement = cache, placement
         self._divisible: dict[Hashable, Divisible] = {}
-        self._divided: dict[Hashable, tuple[Tiling, int] | None] = {}
+        self._divided: dict[Hashable, tuple[Kernel, Tiling] | None] = {}
 
     def most(self, step: BoundStep) -> int:
         """The maximum estimated bytes of a stage's function, in its current tiles."""
@@ -128,8 +128,17 @@ class TileFinder:
         return self._divisible[like]
 
     def _in_tiles(self, kernel: Kernel, count: int) -> tuple[Tiling, int] | None:
+        """The kernel's tiles and the bytes it needs in them; None if it can't be divided so."""
         like = kernel.name, kernel.key, count
         if like not in self._divided:
             found = self._of(kernel).into(count)
-            self._divided[like] = found and (found[1], self.cache.estimate_trial(found[0]))
-        return self._divided[like]
+            if found is not None:
+                self.cache.estimate_trial(found[0])
+                # Without what was traced for these tiles.
+                found = in_tiles(kernel, count), found[1]
+            self._divided[like] = found
+        if (found := self._divided[like]) is None:
+            return None
+        # Compiling a kernel corrects the estimates of those like it.
+        divided, tiling = found
+        return tiling, self.cache.estimate_trial(divided)
