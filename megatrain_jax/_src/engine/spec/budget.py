@@ -8,8 +8,8 @@ as few as possible; if no number of parts fits, blocks stay whole. Whole blocks 
 memory in reserve are also cut, if their parts save residuals in the same memory.
 
 All of this is done by estimates of the functions' memory. On a GPU, the chosen functions are then
-compiled, the compiler's figures replace the estimates, and the same search runs again, until it
-chooses nothing new that is worth compiling.
+compiled. If the compiler's figures differ so much from the estimates that the choice would, they
+replace the estimates, and the same search runs again.
 
 Example: a device has 100 GiB free, and 5% stay in reserve:
 
@@ -24,8 +24,8 @@ With a batch 20 times as long, functions need 120 GiB, uncounted values 20, the 
        and 17 GiB in 8
     5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are chosen,
        because 8 are faster only within the estimates' uncertainty
-    6. the compiled functions need 30 GiB, and 30 / 32 of the estimate in any tiles: 2 tiles still
-       don't pay, and the budget is 43 GiB
+    6. the compiled functions need 30 GiB; if they needed 45, 45 / 32 of the estimate would be
+       expected of any tiles, and the search would go on
 """
 
 import dataclasses
@@ -71,23 +71,33 @@ def fitted_and_compiled(
         device_bytes: See `fit_to_machine`.
         to_host: See `fit_to_machine`.
     """
-    kernels, found, best = tiles.cache, None, None
+    kernels, best = tiles.cache, None
     for _ in range(_MAX_TURNS):
         found = fit_to_machine(spec, tiles, device_bytes, to_host)
         chosen = list(step_kernels(found.first, found.layouts, found.optimizer, tiles.placement))
-        is_new = not kernels.has_compiled(chosen)
-        if is_new and best is not None and not _pays(found, best):
-            break
-        needed = kernels.compile(chosen)
-        is_as_estimated = needed == _needed(found)
+        if best is not None and not kernels.has_compiled(chosen) and not _pays(found, best):
+            return best
+        needed, estimated = kernels.compile(chosen), _needed(found)
         found = dataclasses.replace(found, temporary_bytes=needed, temporary_estimated=False)
-        if device_bytes is None or needed <= _room(found, device_bytes):
+        if device_bytes is None:
+            return found
+        if needed <= _room(found, device_bytes):
             best = found
-        if not is_new or is_as_estimated:
-            break
-    found = best or found
-    assert found is not None
-    return found
+            # Memory that would change little is not worth another search.
+            spare = estimated - needed if spec.options.device_budget is None else 0
+            if spare <= RESERVED * device_bytes and not _has_fewer_tiles(found, tiles):
+                return best
+    return best or found
+
+
+def _has_fewer_tiles(found: RunSpec, tiles: TileFinder) -> bool:
+    """Whether functions would fit in fewer tiles, by what the compiler says about the chosen."""
+    assert found.room_bytes is not None
+    return _num_tiles(tiles.within(found.first, found.room_bytes)) < _num_tiles(found.first)
+
+
+def _num_tiles(step: BoundStep) -> int:
+    return sum(tiling.num_tiles for bound in step.stages for tiling in bound.tiles.values())
 
 
 def _pays(found: RunSpec, best: RunSpec) -> bool:
@@ -100,12 +110,9 @@ def _pays(found: RunSpec, best: RunSpec) -> bool:
     costs, seconds = best.first.workload.costs, best.first.schedule.seconds
     if found.first.schedule.seconds < (1 - _WORTH) * seconds:
         return True
-    tiles, fewer = (
-        sum(t.num_tiles for bound in of.first.stages for t in bound.tiles.values())
-        for of in (best, found)
-    )
     is_quick = max(costs.backward) / best.first.wave_microbatches <= _QUICK
-    return fewer < tiles and is_quick and found.first.schedule.seconds <= seconds
+    has_fewer = _num_tiles(found.first) < _num_tiles(best.first)
+    return has_fewer and is_quick and found.first.schedule.seconds <= seconds
 
 
 def fit_to_machine(
