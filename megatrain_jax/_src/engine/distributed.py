@@ -18,7 +18,9 @@ from megatrain_jax._src.engine.startup.launchers import (
     Variables,
     find_launch,
 )
+from megatrain_jax._src.engine.state import gloo
 from megatrain_jax._src.engine.state.aborts import explain_aborts
+from megatrain_jax._src.engine.state.coordination import CoordinationService
 from megatrain_jax._src.engine.state.placement import default_mesh, placed_on
 from megatrain_jax._src.engine.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.engine.trainer import Trainer
@@ -80,6 +82,10 @@ def initialize(
             print(_alone(launch, os.environ), flush=True)
         return False
     connect(launch, local_device_ids, timeout_seconds, jax.distributed.initialize)
+    if launch.address is not None and launch.num_processes and launch.process_id is not None:
+        first, places = launch.address.rpartition(":")[0].strip("[]"), CoordinationService()
+        if own := gloo.reached_at(places, launch.num_processes, launch.process_id, first):
+            gloo.take(own)
     if (text := summary()) and progress and is_first():
         print(text, flush=True)
     return jax.process_count() > 1
