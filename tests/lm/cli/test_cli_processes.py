@@ -23,6 +23,8 @@ from messages import tells
 from places import HELPERS
 
 SECONDS = 400
+# The first test waits for the runs of all.
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
