@@ -156,19 +156,24 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     several = options.microbatches != 1
     kernels = [k for s in cut.program.stages for k in jx.kernels_of(s.jaxpr)]
     by_kernels = any(kernel.reads_weights for kernel in kernels)
-    found = []
+    found: list[GroupLayout] = []
+    known: dict[Hashable, GroupLayout] = {}  # equal blocks are laid out once
     for g, rows in enumerate(cut.grouping.leaves):
-        dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])
-        found.append(
-            layout_group(
+        dtype, masters = master_codecs(precision, [cut.leaves[i] for i in rows])
+        state = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in cut.optimizer.state[g]]
+        codecs = state_codecs(precision, cut.optimizer, g, len(rows))
+        shapes = tuple(cut.leaves[i].shape for i in rows)
+        like = shapes, str(dtype), tuple(masters), tuple(state), tuple(codecs)
+        if like not in known:
+            known[like] = layout_group(
                 cut.leaves,
                 rows,
-                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in cut.optimizer.state[g]],
+                state,
                 dtype,
                 options.num_devices,
+                masters,
                 codecs,
-                state_codecs(precision, cut.optimizer, g, len(rows)),
                 apart=options.num_devices == 1 and (several or by_kernels),
             )
-        )
+        found.append(known[like])
     return tuple(found)

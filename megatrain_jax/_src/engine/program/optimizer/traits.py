@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain_jax._src.common.remembering import remembered
 from megatrain_jax._src.engine.program import jaxpr as jx
 from megatrain_jax._src.engine.program.flops import is_product
 from megatrain_jax._src.engine.program.optimizer.cut import Fragment
@@ -36,6 +37,10 @@ _IF_ALL = LAYOUT | frozenset(
     cumsum cummax cummin cumprod
     """.split()
 )
+
+
+# Number of results to keep for reuse: a model's groups have few different updates.
+_MOST_TRAITS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,14 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
         apply: The group's update, `(*grads, *params, *state, *messages) -> (*params, *state)`.
         num_leaves: Number of the group's parameters.
     """
+    # Equal blocks have equal keys.
+    key = initial.key, apply.key, num_leaves
+    return remembered(
+        "traits", lambda: key, lambda: _traits(initial, apply, num_leaves), _MOST_TRAITS
+    )
+
+
+def _traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[Traits, ...]:
     num_tokens = len(apply.jaxpr.outvars) - num_leaves
     before = len(apply.consts) + 2 * num_leaves
     after = len(apply.jaxpr.invars) - before - num_tokens
