@@ -35,9 +35,11 @@ class History(list[dict[str, Any]]):
     metrics of the loss function, ``"grad_norm"``, the hyperparameters of `optax.inject_hyperparams`
     (``"learning_rate"``), ``"seconds"`` (wall-clock time until the next step began; for the last
     step before an evaluation, a checkpoint or the end, until it was complete) and, if the step was
-    evaluated, the evaluation's means as ``"eval_loss"`` and so on. ``history["loss"]`` is the list
-    of a metric's values, one per record, with None where a record lacks the metric. It prints as a
-    table of the first and the last records, in a notebook with the loss curve.
+    evaluated, the evaluation's means as ``"eval_loss"`` and so on. In a run of several processes it
+    has ``"slowest_process"``, the process that the others waited for, and ``"slowest_seconds"``,
+    which that one took without waiting. ``history["loss"]`` is the list of a metric's values, one
+    per record, with None where a record lacks the metric. It prints as a table of the first and the
+    last records, in a notebook with the loss curve.
 
     Examples:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])

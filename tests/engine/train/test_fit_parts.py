@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from boards import FakeBoard, processes_of
 from megatrain_jax._src.engine.history import History
 from megatrain_jax._src.engine.options.batch_checks import batch_size, check_batch, check_like
 from megatrain_jax._src.engine.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.engine.state.processes import Processes
+from megatrain_jax._src.engine.train import source
+from megatrain_jax._src.engine.train.loop import slowest_of
 from megatrain_jax._src.engine.train.source import Prefetch
 
 
@@ -218,3 +222,19 @@ def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
     np.testing.assert_array_equal(evaluation.get_xydata(), [[2, 1.5]])
     assert History()._repr_html_() is None
     assert len(History().plot().axes[0].lines) == 0
+
+
+def test_each_step_names_the_process_that_the_others_wait_for(monkeypatch):
+    """Of the own seconds, those that a process waits for others are none."""
+    clock = iter([10.0, 13.0, 13.5, 20.0, 20.0])
+    monkeypatch.setattr(source, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    answer = {"where": "the next batch of `data`", "value": [False, 2.5]}
+    processes = processes_of(FakeBoard({1: answer}))
+    batches = Prefetch(iter([{"x": np.ones(2)}] * 3), lambda batch: None, processes)
+    next(batches)
+    assert batches.seconds == [3.0, 2.5]
+    processes.waited += 5
+    next(batches)
+    assert batches.seconds == [1.5, 2.5]
+    assert slowest_of(batches.seconds) == {"slowest_process": 1.0, "slowest_seconds": 2.5}
+    assert slowest_of([3.0]) == {}

@@ -187,7 +187,7 @@ class Presence:
                 is_stuck = HERE.doing[0] and not HERE.doing[1] and not self.waits
                 since = max(self._moved_here, self._changed[i] if sign.gone else self._failed[i])
                 if is_stuck and now - since > SILENT_SECONDS_AT_END:
-                    return f"{self.named(i)} has ended{sign.lost and ': '}{sign.lost}"
+                    return f"{self.named(i)} has ended{sign.lost and ': '}{sign.lost.rstrip('.')}"
             elif now - self._changed[i] > most:
                 return (
                     f"{self.named(i)} has been silent for {now - self._changed[i]:.0f} s: it is "

@@ -10,7 +10,7 @@ so the driver always has the next step ready while the device computes:
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,6 +74,14 @@ def is_unevaluated(history: History, options: LoopOptions) -> bool:
     return options.eval_data is not None and bool(history) and not evaluated
 
 
+def slowest_of(seconds: Sequence[float]) -> dict[str, float]:
+    """What a record says of the processes' own seconds; nothing of a single process."""
+    if len(seconds) < 2:
+        return {}
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    return {"slowest_process": float(slowest), "slowest_seconds": seconds[slowest]}
+
+
 class Loop:
     """The training loop of one run: its steps in flight, and their records.
 
@@ -111,6 +119,7 @@ class Loop:
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
+        self._by_process: dict[int, list[float]] = {}  # seconds of the processes, by step
         # Complete records that some callbacks have not got yet; if a signal or a callback's error
         # leaves some here, the run's end reports them.
         self.unreported: deque[_Report] = deque()
@@ -176,6 +185,7 @@ class Loop:
             # it, and the user may want to reuse it.
             with deferred_interrupt(second_interrupts=True):
                 batches.fill()
+            self._by_process[step] = batches.seconds
             every = self.options.eval_every
             due = every is not None and step % every == 0
             # If exhausted after `fill`, this was the last batch, and the end of a run is always
@@ -277,6 +287,7 @@ class Loop:
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
         record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
+        record |= slowest_of(self._by_process.pop(pending.step, []))
         self.trainer.history.append(record)
         rate = f"{pending.size / seconds:,.0f} {pending.unit}/s"
         self.unreported.append(_Report(record=record, rate=rate, left=deque(self.callbacks)))

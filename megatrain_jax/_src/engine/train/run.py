@@ -276,7 +276,7 @@ def _complete(
             late = PeerEndedError(f"process {ended[0]} has ended: {words[ended[0]]}")
     except PeerEndedError as unreachable:
         late = unreachable if late is None else _explained(late, unreachable)
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if error is not None and isinstance(error, jax.errors.JaxRuntimeError):
             return _explained(error, unreachable)
     return error if late is None else _joined(error, late)
 

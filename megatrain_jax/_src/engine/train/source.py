@@ -12,6 +12,7 @@ remaining types, so each such value becomes a dict with a special key::
 """
 
 import base64
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -341,6 +342,10 @@ class Prefetch(Iterator[Any]):
 
     It draws from the iterable only on `fill` and on `next`, never more than one batch ahead. If
     several processes each have a part of the data, the data ends for all with the first that ends.
+
+    Attributes:
+        seconds: Of each process, the seconds between its last two batches in which it did not wait
+            for messages of other processes.
     """
 
     def __init__(
@@ -363,6 +368,8 @@ class Prefetch(Iterator[Any]):
         self._check, self._processes = check, processes
         self._drawn = first
         self._ended = False
+        self.seconds: list[float] = []
+        self._began, self._waited = time.perf_counter(), processes.waited
 
     def fill(self) -> None:
         """Draws a batch unless one is ready or the data has ended.
@@ -388,7 +395,10 @@ class Prefetch(Iterator[Any]):
 
     def _agree_on_end(self, ended: bool) -> None:
         """Ends the data for all processes once it has ended for one."""
-        rows = self._processes.gather("the next batch of `data`", ended)
+        own = time.perf_counter() - self._began - (self._processes.waited - self._waited)
+        found = self._processes.gather("the next batch of `data`", [ended, round(own, 4)])
+        self._began, self._waited = time.perf_counter(), self._processes.waited
+        rows, self.seconds = [row for row, _ in found], [seconds for _, seconds in found]
         self._ended = any(rows)
         if self._ended:
             self._ready = _END
