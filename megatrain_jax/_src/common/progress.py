@@ -5,6 +5,7 @@ The bars are tqdm's, without its warning about notebooks that have no widgets.
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator
@@ -19,7 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-__all__ = ["phase_lines", "tell_phase", "tqdm"]
+__all__ = ["phase_lines", "tell_phase", "told_if_slow", "tqdm"]
 
 _ALWAYS: ContextVar[bool] = ContextVar("phase_lines", default=False)
 
@@ -48,6 +49,26 @@ def tell_phase(text: str, progress: bool) -> None:
         print(text, flush=True)
     elif progress and not sys.stderr.isatty() and "ipykernel" not in sys.modules:
         tqdm.write(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def told_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """Prints a line at a terminal if the body takes longer than some seconds.
+
+    Args:
+        text: The line.
+        seconds: The seconds.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    timer = threading.Timer(seconds, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _GIB = 2**30

@@ -4,21 +4,16 @@ A plan that doesn't fit comes with advice: the missing memory, and options that 
 """
 
 import math
-import os
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_context
 from typing import Any
-
-import jax
 
 import megatrain_jax as mt
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.progress import told_if_slow
 from megatrain_jax._src.common.remembering import gc_paused, remembering
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.lm.cli.catalogue import known_models
@@ -43,7 +38,8 @@ def run(settings: PlanSettings) -> int:
 
 def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     planner, config = Planner(settings), config_of(model)
-    plan = planner.plan(config, tokens // settings.length, settings.length)
+    with told_if_slow(f"Planning {model} ..."):
+        plan = planner.plan(config, tokens // settings.length, settings.length)
     print(f"{model}, {settings.batch}, on {planner.where}\n")
     print(with_cli_options(str(plan)))
     rate = tokens / (plan.seconds_per_step or math.inf)
@@ -72,21 +68,22 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 
 
 def _print_largest(settings: PlanSettings) -> int:
-    planner = Planner(settings)
-    if settings.model is not None:
-        config_of(settings.model)  # reports a bad model here, in one line
+    planner, name = Planner(settings), settings.model
+    config = None if name is None else config_of(name)
     unmeasured = f" ({planner.machine.source})" if planner.machine.is_unmeasured else ""
     print(f"The largest on {planner.where}; rates are estimates{unmeasured}.\n", flush=True)
     found = []
-    # Each size is printed as soon as it and the earlier ones are found.
-    for line in _lines(settings, planner):
-        found.append(line is not None)
-        if line is not None:
-            print(line, flush=True)
+    # In one process, because the searches share most results.
+    for kind in ["model"] if name is None else ["batch", "context", "model"]:
+        with told_if_slow(f"Searching the largest {kind} ..."):
+            size = largest_size(planner, kind, name, config)
+        found.append(size is not None)
+        if size is not None:
+            print(size, flush=True)
     if not any(found):
         print(f"Nothing fits: {_advise_smallest(planner)}")
-    elif settings.model is not None and not any(found[:-1]):  # the last one is for any model
-        print(f"{settings.model} doesn't fit: {_advise_smallest(planner)}")
+    elif name is not None and not any(found[:-1]):  # the last one is for any model
+        print(f"{name} doesn't fit: {_advise_smallest(planner)}")
     else:
         return 0
     return 1
@@ -112,41 +109,6 @@ def _advise_smallest(planner: Planner) -> str:
         return fits(Planner(changed, planner.machine).smallest(config))
 
     return _advise(planner.smallest(config), planner.settings, fits_with)
-
-
-def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds, so they run in parallel if there are cores."""
-    line = partial(_line, settings, planner.machine)
-    kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
-    others = min(len(kinds), len(os.sched_getaffinity(0))) - 1
-    # Searches in this process share the results that don't depend on the batch.
-    here, elsewhere = kinds[: len(kinds) - others], kinds[len(kinds) - others :]
-    with ExitStack() as stack:
-        found: Iterator[str | None] = iter(())
-        if elsewhere:
-            # Not forked, because JAX has threads. And no plan needs the GPU, which this process may
-            # hold exclusively.
-            context = get_context("spawn")
-            pool = ProcessPoolExecutor(others, mp_context=context, initializer=_use_cpu)
-            found = stack.enter_context(pool).map(line, elsewhere)
-        for kind in here:
-            yield _found(planner, kind)
-        yield from found
-
-
-def _use_cpu() -> None:
-    jax.config.update("jax_platforms", "cpu")
-
-
-def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    with _planning_cache():
-        return _found(Planner(settings, machine), kind)
-
-
-def _found(planner: Planner, kind: str) -> str | None:
-    name = planner.settings.model
-    size = largest_size(planner, kind, name, None if name is None else config_of(name))
-    return size and str(size)
 
 
 @contextmanager
