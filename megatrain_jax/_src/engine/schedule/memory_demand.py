@@ -13,6 +13,7 @@ its backward, without residents:
 With a limit below the largest of these sums, computation would have to wait for memory.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,30 +28,70 @@ _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The minimum limit with which no task has to wait for the memory of the task before it."""
+    return _demands_of(lists).least_bytes(resident)
+
+
+def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
+    """The number of uses of the next step that fit while a step's last task computes."""
+    return _demands_of(lists).next_uses_that_fit(limit, resident)
+
+
+def _demands_of(lists: TaskLists) -> "_StepsDemands":
     # The demands of tasks don't depend on residents, and the search asks for many residents.
-    steps = remembered(
-        "steps' demands", lambda: IdentityKey(lists), lambda: _StepsDemands(lists), 16
-    )
-    return steps.least_bytes(resident)
+    key = IdentityKey(lists)
+    return remembered("steps' demands", lambda: key, lambda: _StepsDemands(lists), 16)
 
 
 class _StepsDemands:
     """The demands of all tasks of a workload's lists."""
 
     def __init__(self, lists: TaskLists):
-        """Finds the demands of lists of tasks."""
+        """Takes the lists of tasks."""
+        self._workload, self._lists = lists.workload, lists
+        self._endings: dict[int, tuple[_Demand, ...]] = {}
         # A steady step follows a cold or a steady one, so its first tasks find the leftovers of
         # that step's last tasks. Flushes and evaluations have no residents.
-        self._workload = lists.workload
         self._tasks = (*lists.cold, *lists.steady, *lists.steady[:2])
-        self._demands = _demands(lists.workload, self._tasks)
-        self._others = max(least_of(lists.workload, t) for t in (lists.flush, lists.evaluation))
+
+    @functools.cached_property
+    def _demands(self) -> list["_Demand"]:
+        return _demands(self._workload, self._tasks)
+
+    @functools.cached_property
+    def _others(self) -> int:
+        lists = self._lists.flush, self._lists.evaluation
+        return max(least_of(self._workload, tasks) for tasks in lists)
 
     def least_bytes(self, resident: frozenset[Key]) -> int:
         """See the function `least_bytes`."""
         here = _residents_at(self._workload, self._tasks, resident)
         pairs = zip(self._demands, here, strict=True)
         return max(self._others, *(demand.num_bytes(residents) for demand, residents in pairs))
+
+    def next_uses_that_fit(self, limit: int, resident: frozenset[Key]) -> int:
+        """See the function `next_uses_that_fit`."""
+        steps = self._lists.cold, self._lists.steady
+        here = [[*_residents_at(self._workload, step, resident)][-1] for step in steps]
+
+        def fits(count: int) -> bool:
+            pairs = zip(self._ending(count), here, strict=True)
+            return all(demand.num_bytes(residents) <= limit for demand, residents in pairs)
+
+        # Early uses always fit, because `least_bytes` counts them and the limit is at least that.
+        early, steady = self._lists.steady[0].num_early, self._lists.steady
+        most = sum(len(task.uses) for task in steady) - early
+        return early + most_that_fit(most, lambda count: fits(early + count))
+
+    def _ending(self, count: int) -> tuple["_Demand", ...]:
+        """The demand of the last task of a cold and of a steady step, before some next uses."""
+        if count in self._endings:
+            return self._endings[count]
+        cold, steady = self._lists.cold, self._lists.steady
+        uses = [use for task in steady for use in task.uses][:count]
+        # If a step has a single task, the task before its last belongs to the previous step.
+        ends = ((steady + step)[-2:] for step in (cold, steady))
+        found = tuple(_demand(self._workload, before, last, uses) for before, last in ends)
+        return self._endings.setdefault(count, found)
 
 
 def least_of(workload: Workload, tasks: Sequence[Task]) -> int:
@@ -149,26 +190,6 @@ def _demand(workload: Workload, before: Task, task: Task, next_uses: Sequence[Us
     num_bytes += sum(workload.size(use.key) for use in uses if use.creates)
     found = tuple((key, change) for key, change in changes.items() if change)
     return _Demand(without_residents=num_bytes, changes=found)
-
-
-def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
-    """The number of uses of the next step that fit while a step's last task computes."""
-    uses = [use for task in lists.steady for use in task.uses]
-    ends = []
-    for step in (lists.cold, lists.steady):
-        # If a step has a single task, the task before its last belongs to the previous step.
-        *_, here = _residents_at(lists.workload, step, resident)
-        ends.append(((lists.steady + step)[-2], step[-1], here))
-
-    def fits(count: int) -> bool:
-        return all(
-            _demand(lists.workload, before, last, uses[:count]).num_bytes(here) <= limit
-            for before, last, here in ends
-        )
-
-    # Early uses always fit, because `least_bytes` counts them and the limit is at least that.
-    early = lists.steady[0].num_early
-    return early + most_that_fit(len(uses) - early, lambda count: fits(early + count))
 
 
 def most_that_fit(limit: int, fits: Callable[[int], bool]) -> int:

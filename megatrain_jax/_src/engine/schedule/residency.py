@@ -211,7 +211,8 @@ class Residency:
         self.instructions.append(instruction)
         # `joined` counts the leftovers of two different steps, which may exceed the limit. Each
         # step alone keeps to it, so the bytes really on the device never exceed it.
-        self.ledger.append(min(self.num_bytes, self.limit))
+        held, limit = self.num_bytes, self.limit
+        self.ledger.append(held if held < limit else limit)
 
     # ---- lists
 
@@ -249,7 +250,9 @@ class Residency:
             for at, computation in enumerate(task.computations):
                 self.compute(computation, number)
                 for key in computation.touches:
-                    if task.last_touch[key] == at and key in self.present:
+                    if key in self.resident or task.last_touch[key] != at:
+                        continue
+                    if key in self.present:
                         at_next = _first_from(needs.get(key, ()), starts[number + 1])
                         if not self._stays(key, line, at_next):
                             self.evict(key, number)
@@ -352,15 +355,13 @@ class Residency:
             self.land(*next(at for at in self.leaving if at[0] == oldest))
 
     def _stays(self, key: Key, line: Sequence[Use], next_use: int | None) -> bool:
-        """Whether a part stays on the device until its next use.
+        """Whether a part that is no resident stays on the device until its next use.
 
         Args:
             key: The part.
             line: The uses of a list in their order.
             next_use: The part's next use, by its number in the line; None if there is none.
         """
-        if key in self.resident:
-            return True
         if next_use is None:
             return False
         # Parts within reach are kept: their next uses come before all uses beyond the reach.
