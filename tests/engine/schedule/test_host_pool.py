@@ -154,7 +154,12 @@ def test_many_waves_are_simulated_for_fewer_steps(monkeypatch):
 def planned(monkeypatch, num_devices=1, rows=3 * 2**15, **options):
     """The plan and the spec of layers of 75.5M parameters, with more activations than state."""
     made = []
-    monkeypatch.setattr(planning, "make_plan", lambda spec: made.append(spec) or make_plan(spec))
+
+    def noted(spec, *spread):
+        made.append(spec)
+        return make_plan(spec, *spread)
+
+    monkeypatch.setattr(planning, "make_plan", noted)
 
     def build():
         return {"layers": [{"w": jnp.ones((2**10, 72 * 2**10))} for _ in range(24)]}
