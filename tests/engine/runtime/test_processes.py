@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from megatrain_jax._src.engine import start
 from megatrain_jax._src.engine.state.processes import Processes
 from messages import tells
 from places import HELPERS, ROOT
+from ports import free_port
 from processes import BEGINS
 from runs import check_same_bits
 from zoo import CASES
@@ -37,12 +37,6 @@ SECONDS = 240
 STATISTICS = next(pair for pair in PAIRS if pair[0] == "batchnorm_nnx")
 SAMPLE = [STATISTICS, random.Random(1).choice([pair for pair in PAIRS if pair != STATISTICS])]
 REST = [pair for pair in PAIRS if pair not in SAMPLE]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 def in_both(

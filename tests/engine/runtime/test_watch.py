@@ -95,7 +95,8 @@ def test_a_run_stalls_if_no_process_gets_on_for_as_long_as_allowed(capfd):
     assert isinstance(error, StalledError)
     assert tells(str(error), "process 1", "compiling", "`stall_seconds`", "100 s")
     assert "test_watch.py" in capfd.readouterr().err, "the stacks"
-    assert present(processes).asked_to_end == watch.STALL
+    pass_time(found, 1, (signal.SIGTERM,))  # as the thread sends it to interrupt the main thread
+    assert present(processes).asked_to_end == watch.STALL and processes.status == 1
 
 
 def test_a_process_that_hangs_outside_of_python_gives_its_peers_up():

@@ -103,6 +103,8 @@ class Watch:
         """
         processes = self._processes
         for number in numbers:
+            if number == signal.SIGTERM and self._has_insisted:
+                continue  # this thread's own, or a further one
             if number == signal.SIGTERM:
                 processes.status = TERMINATED
             processes.hurry(signal.Signals(number).name)

@@ -55,7 +55,8 @@ def end(text: str, status: int = 1, *, stacks: bool = True) -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):
             pass
-    os.write(2, f"\n{text}\n\n".encode(errors="replace"))
+    if text:
+        os.write(2, f"\n{text}\n\n".encode(errors="replace"))
     if stacks:
         faulthandler.dump_traceback(2)
     os._exit(status)

@@ -59,6 +59,7 @@ class Sign:
         ending: The reason why it wants all processes to end soon, such as "SIGTERM"; "" for none.
         lost: The error after which it has no state left to save; "" while it has.
         gone: Whether it has left the run for good.
+        failed: Whether it has left after an error, and takes no part in JAX's end.
     """
 
     beat: int = 0
@@ -69,6 +70,7 @@ class Sign:
     ending: str = ""
     lost: str = ""
     gone: bool = False
+    failed: bool = False
 
 
 class Presence:
@@ -78,6 +80,7 @@ class Presence:
         ending: See `Sign`; of this process.
         lost: See `Sign`; of this process.
         gone: See `Sign`; of this process.
+        failed: See `Sign`; of this process.
         waits: Whether the main thread waits for its peers in Python, and so notices a verdict.
         signs: The newest row of each process; None of one that has not begun a run.
     """
@@ -93,7 +96,7 @@ class Presence:
         """
         self.clock = clock or Clock()
         self.ending = self.lost = ""
-        self.gone = self.waits = False
+        self.gone = self.failed = self.waits = False
         self.signs: list[Sign | None] = [None] * count
         self._index, self._board, self._beat = index, board, 0
         now = self.clock.seconds
@@ -120,6 +123,7 @@ class Presence:
             ending=self.ending,
             lost=self.lost,
             gone=self.gone,
+            failed=self.failed,
         )
         text = json.dumps(dataclasses.asdict(sign)).encode()
         self._board.write(f"{_FOLDER}/{self._index}", text)
@@ -169,6 +173,11 @@ class Presence:
             for i, sign in enumerate(self.signs)
             if i != self._index
         )
+
+    @property
+    def failed_peers(self) -> list[int]:
+        """The peers that have left after an error."""
+        return [i for i, s in enumerate(self.signs) if s and s.failed and i != self._index]
 
     def verdict(self) -> str:
         """Why this process can't wait for one of its peers any longer; "" if it can."""

@@ -19,6 +19,7 @@ Example: in a run of two processes, the second one's data fails after step 3.
 import atexit
 import hashlib
 import json
+import logging
 import signal
 import sys
 import threading
@@ -45,6 +46,8 @@ _TOLD_AFTER = 60.0
 _SECONDS_TO_NOTICE = 8.0
 # The first process, whose end ends JAX's coordination service, waits so long for its peers' end.
 _SECONDS_FOR_PEERS = 5.0
+# The last sign of life may take so long.
+_LAST_SIGN_SECONDS = 2.0
 # A peer that is late by this much more than `patience` is not waited for: before, its own watch
 # interrupts it, and it leaves with its reason.
 _LATE_SECONDS = 15.0
@@ -93,7 +96,8 @@ class Processes:
         self.presence = None if board is None else Presence(count, index, board)
         self._unreachable: str | None = None
         self._since, self._has_noticed = 0.0, False
-        self._changed = threading.Event()
+        self._changed, self._is_over = threading.Event(), False
+        self._signs = threading.Thread(target=self._show_signs, name="signs of life", daemon=True)
 
     def connect(self) -> None:
         """Begins to show signs of life, and finds the hosts; every process has to call this."""
@@ -102,8 +106,8 @@ class Processes:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for work in (self._show_signs, self._look):
-            threading.Thread(target=work, name="processes", daemon=True).start()
+        self._signs.start()
+        threading.Thread(target=self._look, name="verdicts", daemon=True).start()
         atexit.register(self._leave_for_good)
         explain_aborts(self._explained_abort)
         here = memory_owner()
@@ -301,13 +305,16 @@ class Processes:
 
     def _show_signs(self) -> None:
         assert self.presence is not None
-        while True:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over
             try:
                 self.presence.exchange()
             except ConnectionError:
                 pass  # `Presence.verdict` notices if this goes on
-            self._changed.wait(EVERY_SECONDS)
-            self._changed.clear()
+            if not is_over:
+                self._changed.wait(EVERY_SECONDS)
+                self._changed.clear()
 
     def _look(self) -> None:
         """Looks for verdicts, and ends the process if its main thread doesn't notice one."""
@@ -352,26 +359,42 @@ class Processes:
     # ---- the end
 
     def _leave_for_good(self) -> None:
-        """Ends the process's part in the run, before JAX's own waits at its end."""
+        """Ends the process's part in the run, before JAX's own waits at its end.
+
+        After an error of any process, nobody takes part in these: they have no useful limits.
+        """
         self._wait_for_end_of_peers()
-        if self._unreachable is None:
-            return  # all are at their end, so JAX's takes no time
+        presence = self.presence
+        assert presence is not None
+        text = (
+            "" if self._unreachable is None else f"{PeerEndedError.__name__}: {self._unreachable}"
+        )
+        if not self._has_failed:
+            # The thread must not use JAX's client while that is shut down.
+            if not presence.failed_peers and not self._signs.is_alive():
+                return
+            failed = ", ".join(map(presence.named, presence.failed_peers)) or "a peer"
+            text = f"{failed} has ended with an error"
         _end_children()
-        text = f"{PeerEndedError.__name__}: {self._unreachable}. Exit status {self.status}"
-        end(text, self.status, stacks=False)
+        logging.shutdown()
+        end(f"{text}. Exit status {self.status}" if text else "", self.status, stacks=False)
 
     def _wait_for_end_of_peers(self) -> None:
         """Waits until all peers that show signs of life have left; not long after an error."""
         presence = self.presence
         assert presence is not None
-        presence.gone = True
+        presence.gone, presence.failed = True, self._has_failed
         self._changed.set()
         while presence.has_peers and not self._has_failed:
             time.sleep(_LOOK_SECONDS)
+        presence.failed = self._has_failed
         # JAX's service ends with the first process, and that would abort its peers.
-        until = time.monotonic() + (_SECONDS_FOR_PEERS if self.is_first else _LOOK_SECONDS)
-        while presence.has_peers and time.monotonic() < until:
+        until = time.monotonic() + _SECONDS_FOR_PEERS
+        while self.is_first and presence.has_peers and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
+        self._is_over = True
+        self._changed.set()
+        self._signs.join(_LAST_SIGN_SECONDS)
 
     @property
     def _has_failed(self) -> bool:
