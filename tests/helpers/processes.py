@@ -95,6 +95,7 @@ def training(
     found: dict[str, Any] = {"raised": raised}
     if result is not None:
         found["losses"] = [record["loss"] for record in result.history]
+        found["slowest"] = [record["slowest_process"] for record in result.history]
         found["evaluated"] = [r["step"] for r in result.history if "eval_loss" in r]
         found["interrupted"] = result.interrupted
     return found
@@ -189,6 +190,18 @@ def completed(folder: str) -> dict[str, Any]:
     return {**found, "plan": [plan.num_processes, plan.processes_per_host, str(plan)]}
 
 
+def alone() -> str | None:
+    """What the first process gets that reads the parameters while the other one ends."""
+    case = CASES["two_towers"]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], sample=part(case.batch(0)), progress=False)
+    if jax.process_index() == 0:
+        try:
+            return f"read {len(jax.tree.leaves(trainer.params))} arrays"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
 def signalled(folder: str, name: str, index: int = 1) -> dict[str, Any]:
     """A run of which a process gets a signal: at a step, or while it writes step 4."""
 
@@ -211,10 +224,8 @@ def signalled(folder: str, name: str, index: int = 1) -> dict[str, Any]:
 
 def main() -> None:
     index, count, port, wanted = sys.argv[1:]
-    jax.distributed.initialize(
-        f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
-    )
-    scenarios = (equivalence, endings, completed, predictions, signalled, states)
+    jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+    scenarios = (equivalence, endings, completed, predictions, signalled, states, alone)
     by_name = {function.__name__: function for function in scenarios}
     found = {}
     with shared_contexts(), Started().replacing():

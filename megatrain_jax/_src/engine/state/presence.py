@@ -175,6 +175,12 @@ class Presence:
         )
 
     @property
+    def most_silent(self) -> int:
+        """The peer whose newest sign of life is the oldest."""
+        peers = [i for i in range(len(self.signs)) if i != self._index]
+        return min(peers, key=self._changed.__getitem__)
+
+    @property
     def failed_peers(self) -> list[int]:
         """The peers that have left after an error."""
         return [i for i, s in enumerate(self.signs) if s and s.failed and i != self._index]

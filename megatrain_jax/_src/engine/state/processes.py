@@ -346,7 +346,7 @@ class Processes:
         if self.index:
             who = f"{self.presence.named(0)}, which runs JAX's coordination service,"
         else:
-            who = "another process"
+            who = self.presence.named(self.presence.most_silent)
         text = (
             f"JAX has aborted, with its message above: most likely {who} has ended or can't be "
             "reached"
