@@ -15,6 +15,7 @@ from messages import refuses, tells
 
 pytestmark = pytest.mark.usefixtures("started_once")
 EVALUATED: Any = {"eval_data": [small.batch(9)], "eval_every": 2}
+NOT_DRAWN: Any = map(lambda _: pytest.fail("a batch is drawn"), [0])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,6 +119,41 @@ def test_the_best_step_is_kept(tmp_path: Path):
         np.testing.assert_array_equal(ours["w"], theirs["w"])
     with refuses(FileExistsError, "new", tmp_path):
         small.fit(None, 2, callbacks=[keep], **EVALUATED)
+
+
+@pytest.mark.parametrize(
+    ("run", "best"),
+    [
+        ("r", "r"),
+        ("r", "other/../r"),
+        ("r", "link"),
+        ("link", "r"),
+        ("r", "r/7"),
+        ("r/7", "link"),
+        ("there", "there/."),
+    ],
+)
+def test_the_best_step_is_not_kept_among_those_of_the_run(
+    run: str, best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("r")
+    before = sorted(tmp_path.rglob("*"))
+    keep = callbacks.KeepBest(best)
+    with refuses(ValueError, "callbacks[1]", "KeepBest", "`folder`", "`checkpoint_dir`", "best"):
+        small.fit(tmp_path / run, 2, callbacks=[print, keep], data=NOT_DRAWN, **EVALUATED)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_two_callbacks_do_not_keep_their_best_steps_in_one_folder(tmp_path: Path):
+    both = [callbacks.KeepBest(tmp_path / "b", metric) for metric in ("eval_loss", "eval_accuracy")]
+    with refuses(ValueError, "callbacks[0]", "callbacks[1]", "KeepBest", "`folder`"):
+        small.fit(None, 2, callbacks=both, data=NOT_DRAWN, **EVALUATED)
+    inside = [callbacks.KeepBest(tmp_path / "r" / name) for name in ("best", "b")]
+    small.fit(tmp_path / "r", 2, callbacks=inside, keep=1, checkpoint_every=1, **EVALUATED)
+    assert [keep.path and keep.path.name for keep in inside] == ["2", "2"]
+    assert small.fit(tmp_path / "r", 3, **EVALUATED).trainer.num_steps == 3
 
 
 @pytest.mark.by_default("min")

@@ -127,7 +127,7 @@ def test_misuses_of_callbacks_are_named(kind: Any, arguments: Any, error: Any, n
 @pytest.mark.parametrize("metric", ["los", "eval_los"])
 def test_a_metric_that_no_record_has_is_named(metric: str):
     with pytest.raises(ValueError, match=f"'{metric}'.*loss"):
-        small.fit(None, 3, callbacks=[callbacks.EarlyStopping(metric)], **EVALUATED)
+        small.fit(None, 3, callbacks=[callbacks.EarlyStopping(metric, mode="min")], **EVALUATED)
 
 
 @pytest.mark.by_default("4-9", "3-None")

@@ -13,14 +13,47 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.suggestions import did_you_mean
 
 Mode = Literal["auto", "min", "max"]
-# Metrics of which more is better, by a word of their names.
-_MORE_IS_BETTER = frozenset(
-    "acc accuracy auc auroc bleu dice f1 iou margin margins precision r2 recall reward rewards "
-    "rouge score".split()
-)
+# Metrics by a word of their names, without a number at its end: top5, map50.
+_WORDS = {
+    "max": frozenset(
+        "acc accuracy auc auprc auroc bleu chrf correct correlation dice elbo f1 hit hits iou "
+        "jaccard kappa likelihood map margin margins match matthews mcc miou mrr ndcg pearson "
+        "precision psnr r2 recall return returns reward rewards rouge score sensitivity "
+        "spearman specificity ssim top win wins winrate".split()
+    ),
+    "min": frozenset(
+        "bce bpb brier ce cer cost deviance distance divergence err error errors fid kl kld "
+        "lpips loss losses mae mape mse nll perplexity ppl rmse smape wer".split()
+    ),
+}
+# A dice loss is a loss: these decide as the last word.
+_LAST = frozenset("err error loss".split())
 _EVAL_PREFIX = "eval_"
 # This file marks a folder as a checkpoint of this library.
 _MANIFEST = "megatrain.json"
+
+
+def _mode_of(metric: str) -> str:
+    """Whether less or more of a metric is better, by its name.
+
+    Examples:
+        >>> _mode_of("eval_top5"), _mode_of("eval_dice_loss")
+        ('max', 'min')
+
+    Raises:
+        ValueError: If the name doesn't tell, or tells both.
+    """
+    words = [word for word in re.split(r"[^a-z0-9]+", metric.lower()) if not word.isdecimal()]
+    if words and words[-1] in _LAST:
+        return "min"
+    forms = {form for word in words for form in (word, word.rstrip("0123456789"))}
+    found = [mode for mode, known in _WORDS.items() if not known.isdisjoint(forms)]
+    if len(found) != 1:
+        why = "names both" if found else "doesn't tell"
+        raise ValueError(
+            f"`metric`={metric!r} {why} whether less or more is better: pass mode='min' or 'max'"
+        )
+    return found[0]
 
 
 class _Best:
@@ -41,9 +74,8 @@ class _Best:
             raise TypeError(checks.refused("metric", "the name of a metric", metric))
         if mode not in ("auto", "min", "max"):
             raise ValueError(checks.refused("mode", '"auto", "min" or "max"', mode))
-        words = re.split(r"[^a-z0-9]+", metric.lower())
-        is_more = mode == "max" or mode == "auto" and not _MORE_IS_BETTER.isdisjoint(words)
-        self.metric, self._sign = metric, -1.0 if is_more else 1.0
+        mode = _mode_of(metric) if mode == "auto" else mode
+        self.metric, self._sign = metric, -1.0 if mode == "max" else 1.0
         self._delta = checks.number("min_delta", min_delta, least=0)
         self.forget()
 
@@ -113,12 +145,13 @@ class EarlyStopping(Callback):
             patience: Number of consecutive values without improvement; the last of them ends the
                 run.
             min_delta: Minimum improvement that counts.
-            mode: Whether less is better, "min", or more, "max". "auto" takes more of accuracies,
-                rewards, scores and the like, by the metric's name, and less of all others.
+            mode: Whether less is better, "min", or more, "max". "auto" goes by the metric's name:
+                less of losses and errors, more of accuracies, rewards, scores and the like.
 
         Raises:
             TypeError: If an argument has a wrong type.
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, or `mode` is "auto" and the metric's name
+                doesn't tell.
         """
         self._best, self.metric = _Best(metric, mode, min_delta), metric
         self._patience = checks.integer("patience", patience)
@@ -161,6 +194,7 @@ class KeepBest(Callback):
     Attributes:
         metric: The name of the metric.
         path: The newest complete checkpoint; None before the first.
+        own_checkpoints: The folder.
     """
 
     adds_metrics = ()
@@ -176,18 +210,19 @@ class KeepBest(Callback):
         """Saves nothing yet.
 
         Args:
-            folder: The folder, different from the run's `checkpoint_dir`. The checkpoint is a
-                subfolder named after its step.
+            folder: The folder, of this callback alone: not the run's `checkpoint_dir`, but maybe
+                its subfolder "best". The checkpoint is a subfolder named after its step.
             metric: The name of an evaluation metric in records.
             min_delta: Minimum improvement that counts.
-            mode: Whether less is better, "min", or more, "max". "auto" takes more of accuracies,
-                rewards, scores and the like, by the metric's name, and less of all others.
+            mode: Whether less is better, "min", or more, "max". "auto" goes by the metric's name:
+                less of losses and errors, more of accuracies, rewards, scores and the like.
 
         Raises:
             TypeError: If an argument has a wrong type.
-            ValueError: If an argument is out of range, or the metric is not of evaluations.
+            ValueError: If an argument is out of range, the metric is not of evaluations, or `mode`
+                is "auto" and the metric's name doesn't tell.
         """
-        self._folder = Path(checks.path("folder", folder)).absolute()
+        self.own_checkpoints = Path(checks.path("folder", folder)).expanduser().absolute()
         self._best, self.metric = _Best(metric, mode, min_delta), metric
         if not metric.startswith(_EVAL_PREFIX):
             reason = "without an evaluation, the trainer may be a step ahead of the record"
@@ -198,7 +233,7 @@ class KeepBest(Callback):
     def path(self) -> Path | None:
         """The newest complete checkpoint; None before the first."""
         steps = self._steps()
-        return self._folder / str(steps[-1]) if steps else None
+        return self.own_checkpoints / str(steps[-1]) if steps else None
 
     def begin(self, trainer: Trainer) -> None:
         """Reads the values in the history, and removes checkpoints of later steps.
@@ -211,8 +246,8 @@ class KeepBest(Callback):
         if later := [step for step in self._steps() if step > trainer.num_steps]:
             if not trainer.num_steps:
                 raise FileExistsError(
-                    f"a new run begins, but {self._folder} holds step {later[0]} of another one: "
-                    "choose another folder, or move its files"
+                    f"a new run begins, but {self.own_checkpoints} holds step {later[0]} of "
+                    "another one: choose another folder, or move its files"
                 )
             self._remove(trainer, later)
 
@@ -226,8 +261,8 @@ class KeepBest(Callback):
         if self._best.is_better(record):
             self._finish(trainer)
             # The trainer is at the record's step, because an evaluation leaves no step in flight.
-            path = self._folder / str(trainer.num_steps)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self.own_checkpoints / str(trainer.num_steps)
+            self.own_checkpoints.mkdir(parents=True, exist_ok=True)
             self._saving = path, trainer.start_saving(path)
 
     def end(self, result: FitResult) -> None:
@@ -244,10 +279,10 @@ class KeepBest(Callback):
 
     def _steps(self) -> list[int]:
         """The steps of the existing checkpoints, in order."""
-        found = self._folder.glob(f"*/{_MANIFEST}")
+        found = self.own_checkpoints.glob(f"*/{_MANIFEST}")
         return sorted(int(file.parent.name) for file in found if file.parent.name.isdecimal())
 
     def _remove(self, trainer: Trainer, steps: list[int]) -> None:
         if trainer.processes.is_first:
             for step in steps:
-                shutil.rmtree(self._folder / str(step))
+                shutil.rmtree(self.own_checkpoints / str(step))

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ class Callback:
 
     Attributes:
         adds_metrics: The names of the metrics that it adds to records; None if they aren't known.
+        own_checkpoints: The folder whose checkpoints it writes and removes; None if there is none.
+            `fit` refuses that of the run or of another callback.
     """
 
     adds_metrics: Collection[str] | None = None
+    own_checkpoints: str | PathLike[str] | None = None
 
     def begin(self, trainer: Trainer) -> None:
         """Called before a run's first step, after a checkpoint has been restored.

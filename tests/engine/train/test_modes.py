@@ -229,8 +229,12 @@ def test_a_run_that_was_stopped_stops_at_once_when_it_continues(tmp_path: Path):
         ("eval_accuracy", "auto", True),
         ("eval_top5_acc", "auto", True),
         ("rewards/margins", "auto", True),
+        ("eval_map50", "auto", True),
+        ("eval_hits@10", "auto", True),
+        ("eval_log_likelihood", "auto", True),
         ("eval_loss", "auto", False),
-        ("eval_space", "auto", False),
+        ("eval_dice_loss", "auto", False),
+        ("eval_top1_error", "auto", False),
         ("eval_accuracy", "min", False),
         ("eval_loss", "max", True),
     ],
@@ -242,6 +246,13 @@ def test_more_is_better_for_what_is_named_so(metric: str, mode: Any, is_more: bo
     stop(trainer, {"step": 2, metric: 2.0 if is_more else 0.5})
     with pytest.raises(mt.StopTraining):
         stop(trainer, {"step": 3, metric: 1.5})
+
+
+@pytest.mark.parametrize("metric", ["eval_space", "eval_", "eval_perplexity_score", "los"])
+@pytest.mark.parametrize("make", [callbacks.EarlyStopping, lambda m: callbacks.KeepBest("b", m)])
+def test_a_metric_whose_name_does_not_tell_needs_a_mode(metric: str, make: Any):
+    with refuses(ValueError, "`metric`", metric, "mode", "min", "max"):
+        make(metric)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [3, 6]), (2, [2, 4, 6])])
@@ -316,7 +327,7 @@ class Adding(callbacks.Callback):
 def test_a_metric_that_there_is_not_is_refused_before_anything_is_compiled(
     metric: str, loss: Any, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    stop: Any = callbacks.EarlyStopping(metric)
+    stop: Any = callbacks.EarlyStopping(metric, mode="max")
     given: Any = {"eval_every": 1, "eval_data": DATA[:1]}
     trainer = fitted(Net(), eval_loss_fn=loss).trainer
     with refuses(ValueError, "callbacks[0]", "`metric`", metric, *named):

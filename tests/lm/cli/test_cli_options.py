@@ -191,7 +191,7 @@ COMMON = [
     option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
     option("eval_every", 4, "fit.eval_every"),
-    option("metric", "eval_right", *judged("metric"), **EVALUATES),
+    option("metric", "eval_accuracy", *judged("metric"), **EVALUATES),
     option("metric_mode", "max", *judged("mode"), **EVALUATES),
     option("min_delta", 0.5, *judged("min_delta"), **EVALUATES),
     option("stop_after", 3, "EarlyStopping.patience", eval_every=2),

@@ -5,10 +5,13 @@ reported before data is drawn, and before anything is traced, made or saved. An 
 here alone: a field, its text, and its check. `python tests/signatures.py` writes it into the calls.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from types import EllipsisType
 from typing import Any, Literal, get_args
 
@@ -327,6 +330,30 @@ class LoopOptions:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
         elif self.keep != LoopOptions.keep:
             raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
+        self._check_folders()
+
+    def _check_folders(self) -> None:
+        """Checks that nobody removes checkpoints of the run, or of another callback.
+
+        Raises:
+            ValueError: If two of them use one folder.
+        """
+        used: list[tuple[str, Path, str]] = []
+        if self.checkpoint_dir is not None:
+            used.append(("`checkpoint_dir`", _real_path(self.checkpoint_dir), "best"))
+        for i, callback in enumerate(self.callbacks):
+            if not isinstance(given := getattr(callback, "own_checkpoints", None), str | PathLike):
+                continue
+            name = f"`callbacks[{i}]`, {type(callback).__name__},"
+            folder = _real_path(given)
+            for other, there, subfolder in used:
+                if _are_mixed(folder, there):
+                    raise ValueError(
+                        f"{name} with `folder`={os.fspath(given)!r} and {other} with {there} keep "
+                        "checkpoints in one folder, and would remove each other's: pass another "
+                        f"`folder`, such as {os.fspath(there / subfolder)!r}"
+                    )
+            used.append((name, folder, f"of_{getattr(callback, 'metric', i)}"))
 
     def check_evaluated(self, *, at_end: bool) -> None:
         """Checks that callbacks that decide by an evaluation's metric will see some.
@@ -394,6 +421,24 @@ class LoopOptions:
             "`keep`": self.keep,
             "`stall_seconds`": self.stall_seconds,
         }
+
+
+def _real_path(value: str | PathLike[str]) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(value)))
+
+
+def _are_mixed(one: Path, other: Path) -> bool:
+    """Whether two folders of checkpoints are the same, or one has the place of a step of the other.
+
+    Both are real paths.
+    """
+    pairs = [(one, other)]
+    pairs += [(a.parent, b) for a, b in ((one, other), (other, one)) if a.name.isdecimal()]
+    for a, b in pairs:
+        with suppress(OSError):  # one of them doesn't exist
+            if a == b or a.samefile(b):
+                return True
+    return False
 
 
 def are_batches(value: Any) -> bool:

@@ -239,10 +239,14 @@ def _callbacks(
     }
     found = run_report.make_samples(settings, job)
     found += run_report.make_logs(settings, folder, identity)
-    if settings.keep_best:
-        found.append(callbacks.KeepBest(folder.best, **judged))
-    if settings.stop_after is not None:
-        found.append(callbacks.EarlyStopping(**judged, patience=settings.stop_after))
+    try:
+        if settings.keep_best:
+            found.append(callbacks.KeepBest(folder.best, **judged))
+        if settings.stop_after is not None:
+            found.append(callbacks.EarlyStopping(**judged, patience=settings.stop_after))
+    except ValueError as error:
+        error.add_note("The command's option for it is `metric_mode`.")
+        raise
     return found
 
 
