@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from orbax.checkpoint import v1 as ocp
 
 import megatrain_jax as mt
 from megatrain_jax._src.engine.checkpoint import orbax
@@ -194,6 +195,50 @@ def test_statistics_are_compared(tmp_path: Path):
     other.norm.mean, other.more = nnx.BatchStat(jnp.zeros(5)), nnx.BatchStat(jnp.zeros(2))
     with refuses(ValueError, "norm/mean", "more is missing"):
         mt.load(tmp_path / "run", other)
+
+
+@pytest.mark.by_default("NNX-a folder", "Linen-a folder", "Linen-a tree")
+@pytest.mark.parametrize("given", ["a folder", "a tree", "Orbax"])
+@pytest.mark.parametrize("kind", ["NNX", "Linen"])
+def test_a_run_starts_from_the_statistics_too(kind: str, given: str, tmp_path: Path):
+    model = MODELS[kind]
+    trainer = run(model, tmp_path / "run")
+    params: Any = tmp_path / "run" / "2"
+    if given != "a folder":
+        tree = mt.load(params, model)
+        params = tree if kind == "Linen" else nnx.state(tree, nnx.Any(nnx.Param, nnx.BatchStat))
+    if given == "Orbax":
+        ocp.save(tmp_path / "of_others", nnx.to_pure_dict(params) if kind == "NNX" else params)
+        params = tmp_path / "of_others"
+    start = mt.Trainer(model, loss_fn, optax.adam(0.1), X, params=params, progress=False)
+    equal(start.params, trainer.params)
+    of_each = [
+        {n: x for n, x in one.variables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        for one in (start, trainer)
+    ]
+    equal(*of_each)
+    assert len(of_each[0]) == 2
+    # Counts of random keys begin anew.
+    fresh = mt.Trainer(model, loss_fn, optax.adam(0.1), X, progress=False)
+    equal(
+        *(
+            {n: x for n, x in t.variables.items() if n not in of_each[0]} | {"1": X}
+            for t in (start, fresh)
+        )
+    )
+
+
+def test_statistics_that_a_checkpoint_lacks_are_named(tmp_path: Path):
+    trainer = run(MODELS["NNX"])
+    trainer.save(tmp_path / "alone", params_only=True)
+    with warns(UserWarning, tmp_path / "alone", "norm/mean", "norm/var"):
+        start = run(MODELS["NNX"], params=tmp_path / "alone", steps=1)
+    alone = run(MODELS["NNX"], params=trainer.params, steps=1)
+    equal(start.params, alone.params)
+    strange = nnx.to_pure_dict(nnx.state(MODELS["NNX"], nnx.Any(nnx.Param, nnx.BatchStat)))
+    strange["norm"]["mean"] = np.ones(3, np.float32)
+    with warns(UserWarning, "`params`", "norm/mean", "3", "4"):
+        run(MODELS["NNX"], params=strange, steps=1)
 
 
 def test_a_checkpoint_is_described_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ checkpoint or from memory-mapped files, so the whole model never exists beside i
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.common.trees import described, listed, module_path
+from megatrain_jax._src.common.trees import described, listed, module_path, path_name
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel, flatten
 from megatrain_jax._src.engine.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.engine.checkpoint import manifest, orbax
 from megatrain_jax._src.engine.checkpoint.contents import (
+    VARIABLES,
     Checksums,
     TreePath,
     decoded,
@@ -189,6 +191,7 @@ def _metadata(folder: Path, argument: str) -> dict[TreePath, Any]:
 # ---- given parameters
 
 _Names = tuple[str, ...]
+_TREE = "`params`"
 
 
 def with_given_parameters(
@@ -198,15 +201,18 @@ def with_given_parameters(
     dtypes: Sequence[DTypeLike | None],
     saved: Mapping[TreePath, SavedArray | SavedCodes] | None = None,
 ) -> InitialValues:
-    """Initial values with given parameters in place of the model's own.
+    """Initial values with given parameters and statistics in place of the model's own.
+
+    Statistics are the variables of floating dtypes. A warning names those that stay the model's
+    own, because a folder has none or they differ in shape.
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
             Orbax can read. Any object with a shape, a dtype and `__array__` is an array.
-        initial: The model's own values; its untrained state is kept.
+        initial: The model's own values.
         adapted: The model as parameters and a pure loss.
         dtypes: The dtype that must hold each parameter exactly; None if it may be rounded.
-        saved: The `saved_arrays` of the folder, if they are known.
+        saved: The `saved_arrays` of the folder, if the caller has them, and sees to the statistics.
 
     Raises:
         ValueError: If `params` doesn't match this model; the differences are listed.
@@ -228,7 +234,8 @@ def with_given_parameters(
     wanted = {named(name): s for name, s in zip(own, adapted.shapes, strict=True)}
     text_of = {name: text(path) for name, path in zip(wanted, own, strict=True)}
     dtype_of = dict(zip(wanted, dtypes, strict=True))
-    known = {named(_names(path)) for path in adapted.variable_paths}
+    own_variables = [named(_names(path)) for path in adapted.variable_paths]
+    known = {*own_variables}
     prefix = _prefix(given, wanted)
     found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
     unknown_names = [(*prefix, *n) for n in found if n not in wanted and n not in known]
@@ -248,8 +255,8 @@ def with_given_parameters(
             and (line := _difference(text_of[name], found[name], shape.shape, dtype_of[name]))
         ),
     ]
+    origin = f"the checkpoint {params}" if is_folder else _TREE
     if lines:
-        origin = f"the checkpoint {params}" if is_folder else "`params`"
         raise ValueError(f"{origin} does not fit the model:{listed(lines)}")
     sources = [found[name] for name in wanted]
 
@@ -261,7 +268,55 @@ def with_given_parameters(
     files = tuple(dict.fromkeys(path for row in rows for path in row))
     dtypes = tuple(jnp.dtype(source.dtype) for source in sources)
     variables = initial.variables
+    if saved is None:
+        places = (named((VARIABLES,)), (), prefix)  # of this library, a tree, a part of one
+        rows = [[given[n] for at in places if (n := (*at, *own)) in given] for own in own_variables]
+        statistics = _statistics(adapted, [next(iter(row), None) for row in rows], origin)
+        variables = _replaced(initial.variables, statistics)
     return InitialValues(leaves=leaves, dtypes=dtypes, variables=variables, files=files)
+
+
+def _statistics(adapted: AdaptedModel, found: Sequence[Any], origin: str) -> dict[int, Any]:
+    """The given values of the model's statistics, by their numbers among its variables.
+
+    Args:
+        adapted: The model.
+        found: The given value of each variable, or None.
+        origin: The place where they were given, for the warning.
+    """
+    fitting, lines = {}, []
+    rows = zip(adapted.variable_paths, adapted.variable_shapes, found, strict=True)
+    for i, (path, own, array) in enumerate(rows):
+        # Counts and keys of random numbers are the run's own.
+        if not jnp.issubdtype(own.dtype, jnp.floating) or not all(own.shape):
+            continue
+        if array is None:
+            if origin != _TREE:  # where they may be left out on purpose
+                lines.append(f"{path_name(path)} is missing")
+        elif line := _difference(path_name(path), array, own.shape, None):
+            lines.append(line)
+        else:
+            fitting[i] = array
+    if lines:
+        warn_user(
+            f"{origin} does not have these statistics of the model, which keeps its own:"
+            f"{listed(lines)}"
+        )
+    return fitting
+
+
+def _replaced(
+    own: Callable[[], tuple[jax.Array, ...]], given: Mapping[int, Any]
+) -> Callable[[], tuple[jax.Array, ...]]:
+    """A model's variables with given values in the place of some."""
+
+    def variables() -> tuple[jax.Array, ...]:
+        return tuple(
+            jnp.array(np.asarray(given[i]), value.dtype, copy=True) if i in given else value
+            for i, value in enumerate(own())
+        )
+
+    return variables
 
 
 def _arrays(params: Any) -> dict[_Names, Any]:
