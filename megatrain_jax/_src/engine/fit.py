@@ -51,6 +51,7 @@ from megatrain_jax._src.engine.train.source import (
     Source,
     first_evaluation,
     in_epochs,
+    length_of_pass,
     naming_batch,
     naming_evaluation,
     own_position,
@@ -219,7 +220,7 @@ def fit(
     check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
     data, loop = in_epochs(data, loop)
-    loop.check_evaluated(at_end=False)
+    loop.check_evaluated(length_of_pass(data), at_end=False)
     run = replace(run, mesh=run.mesh or default_mesh())
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes

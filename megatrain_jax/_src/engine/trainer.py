@@ -90,9 +90,9 @@ class Trainer(ExplainedAttributes):
             params: Parameters to start from instead of the model's own: a tree of arrays under the
                 model's paths (objects with a shape, a dtype and `__array__`, such as memory-mapped
                 files, are read one by one), or the folder of a checkpoint that Orbax can read.
-                Their dtype may be narrower than the masters', not wider. The model's statistics,
-                as of BatchNorm, are taken from there, too; a warning names those that a folder
-                lacks. Other variables are ignored, and a tree must contain nothing else.
+                Their dtype may be narrower than the masters', not wider. The model's statistics, as
+                of BatchNorm, are taken from there, too; a warning names those that a folder lacks.
+                Other variables are ignored, and a tree must contain nothing else.
             continues: Folder of the checkpoints that `train` will resume from, if there are any:
                 with `microbatches` "auto", the numbers of microbatches and waves are those of the
                 newest one, if they divide a batch.

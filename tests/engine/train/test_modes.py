@@ -1,5 +1,6 @@
 """Training and inference: what a model does only in training stays out of evaluations."""
 
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from jax.experimental import io_callback
 import megatrain_jax as mt
 from megatrain_jax import callbacks
 from megatrain_jax._src.engine import trainer as trainers
-from messages import refuses
+from messages import refuses, warns
 
 FP32 = mt.Precision(compute=jnp.float32)
 RNG = np.random.default_rng(0)
@@ -51,7 +52,8 @@ def eval_loss_fn(model: Any, batch: Any) -> jax.Array:
 
 def fitted(model: Any, **options: Any) -> mt.FitResult:
     given: dict[str, Any] = {"eval_data": DATA[:1], "precision": FP32, "progress": False}
-    return mt.fit(model, loss_fn, DATA, optax.sgd(0.1), **given | options)
+    data = options.pop("data", DATA)
+    return mt.fit(model, loss_fn, data, optax.sgd(0.1), **given | options)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -276,14 +278,51 @@ def test_a_callback_that_would_see_no_evaluation_is_refused(make: Any, data: Any
             mt.train(trainer, DATA, callbacks=[callback], progress=False)
 
 
-@pytest.mark.parametrize(("steps", "fires"), [(3, True), (2, False)])
-def test_an_evaluation_after_the_last_step_is_none(steps: int, fires: bool):
-    given: Any = {"steps": steps, "eval_every": 3, "callbacks": [callbacks.EarlyStopping()]}
+@pytest.mark.parametrize(
+    ("given", "fires"),
+    [
+        ({"steps": 3}, True),
+        ({"steps": 2}, False),
+        ({"data": DATA[:3]}, True),
+        ({"data": DATA[:2]}, False),
+        ({"data": iter(DATA[:2])}, True),
+        ({"data": (x for x in DATA[:2])}, True),
+        ({"data": DATA[:2], "epochs": 2}, True),
+        ({"data": DATA[:1], "epochs": 2}, False),
+    ],
+)
+def test_an_evaluation_after_the_last_step_is_none(given: Any, fires: bool):
+    given = {"eval_every": 3, "callbacks": [callbacks.EarlyStopping()]} | given
     if fires:
         assert "eval_loss" in fitted(Net(), **given).history[-1]
         return
-    with refuses(ValueError, "callbacks[0]", "smaller `eval_every`"):
+    with refuses(ValueError, "callbacks[0]", "`eval_every`", "3"):
         fitted(Net(), **given)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_training_metric_where_evaluations_have_it_is_told(by_hand: bool):
+    stop = callbacks.EarlyStopping("loss", patience=9)
+    given: Any = {"callbacks": [print, stop], "eval_data": DATA[:1]}
+    trainer = fitted(Net()).trainer if by_hand else None
+    with warns(UserWarning, "callbacks[1]", "EarlyStopping", "'loss'", "'eval_loss'"):
+        if trainer is not None:
+            mt.train(trainer, DATA[:1], progress=False, **given)
+        else:
+            fitted(Net(), steps=1, **given)
+    fitted(Net(), steps=1, **(given | {"eval_data": None}))
+    norm = callbacks.EarlyStopping("grad_norm", mode="min")
+    fitted(Net(), steps=1, **(given | {"callbacks": [norm]}))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_the_name_that_keras_gives_a_metric_is_told(precision: str):
+    stop = callbacks.EarlyStopping("val_loss")
+    with refuses(ValueError, "callbacks[0]", "val_loss", "`eval_loss`") as caught:
+        fitted(Net(), callbacks=[stop], eval_every=1, precision=precision)
+    listed = set(re.split(r"\W+", str(caught.value)))
+    record = {*fitted(Net(), precision=precision).history[0]} - {"step"}
+    assert record <= listed and not ({"loss_scale", "skipped", "step"} & listed) - record
 
 
 def test_a_training_metric_needs_no_evaluation():

@@ -21,6 +21,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.sizes import bytes_of, counted, rate_of
 from megatrain_jax._src.common.suggestions import did_you_mean
+from megatrain_jax._src.common.user_warnings import warn_user
 from megatrain_jax._src.engine.adapt.loss_function import EVAL_PREFIX, check_loss
 from megatrain_jax._src.engine.options.machine import (
     check_mesh_given,
@@ -355,10 +356,11 @@ class LoopOptions:
                     )
             used.append((name, folder, f"of_{getattr(callback, 'metric', i)}"))
 
-    def check_evaluated(self, *, at_end: bool) -> None:
+    def check_evaluated(self, length: int | None = None, *, at_end: bool) -> None:
         """Checks that callbacks that decide by an evaluation's metric will see some.
 
         Args:
+            length: Number of the data's batches; None if it is unknown.
             at_end: Whether one evaluation at the end is enough, since the caller may go on.
 
         Raises:
@@ -368,10 +370,11 @@ class LoopOptions:
             metric = getattr(callback, "metric", None)
             if not isinstance(metric, str) or not metric.startswith(EVAL_PREFIX):
                 continue
-            every, steps = self.eval_every, self.steps
+            every, steps = self.eval_every, self.steps or length
             is_late = every is None or steps is not None and every > steps
             if self.eval_data is None or is_late and not at_end:
-                lacking = "a smaller `eval_every`" if every else "`eval_every` or `epochs`"
+                smaller = f"an `eval_every` smaller than {every}, of {steps} steps"
+                lacking = smaller if every else "`eval_every` or `epochs`"
                 lacking = "`eval_data`" if self.eval_data is None else lacking
                 raise ValueError(
                     f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of "
@@ -405,9 +408,27 @@ class LoopOptions:
                 continue
             if metric not in shown:
                 kind = "evaluations" if prefix else "steps"
+                evaluated = EVAL_PREFIX + _OF_VALIDATION.sub("", metric)
+                known = [*shown, *(EVAL_PREFIX + name for name in names)]
+                near = did_you_mean(metric, shown)
+                if not prefix and evaluated in known:  # as Keras and Lightning call it
+                    near = f"; did you mean `{evaluated}`, of `eval_data`?"
                 raise ValueError(
                     f"`callbacks[{i}]`, {type(callback).__name__}, has `metric`={metric!r}, but "
-                    f"{kind} have {', '.join(shown)}{did_you_mean(metric, shown)}"
+                    f"{kind} have {', '.join(shown)}{near}"
+                )
+
+    def warn_of_training_metrics(self, evaluated: Sequence[str]) -> None:
+        """Warns of callbacks that decide by training batches where evaluations have the metric.
+
+        Args:
+            evaluated: The metrics of evaluations.
+        """
+        for i, callback in enumerate(self.callbacks):
+            if (metric := getattr(callback, "metric", None)) in evaluated:
+                warn_user(
+                    f"`callbacks[{i}]`, {type(callback).__name__}, decides by {metric!r}, of each "
+                    f"training batch; of `eval_data` it is {EVAL_PREFIX + metric!r}"
                 )
 
     @property
@@ -439,6 +460,9 @@ def _are_mixed(one: Path, other: Path) -> bool:
             if a == b or a.samefile(b):
                 return True
     return False
+
+
+_OF_VALIDATION = re.compile("^(val|valid|validation|dev|test)_")
 
 
 def are_batches(value: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.engine.adapt.adapters import AdaptedModel
-from megatrain_jax._src.engine.adapt.loss_function import RESERVED, EvalLoss, argument_of
+from megatrain_jax._src.engine.adapt.loss_function import EvalLoss, argument_of
 from megatrain_jax._src.engine.options.batch_checks import num_rows
 from megatrain_jax._src.engine.options.options import Options
 from megatrain_jax._src.engine.options.precision import Precision
@@ -151,9 +151,11 @@ class RunSpec:
 
     @property
     def step_metrics(self) -> tuple[str, ...]:
-        """The names of the numbers in a step's record, and those that only some runs have."""
-        names = "loss", *self.traced.metrics, *find_hyperparameters(self.optimizer), *RESERVED
-        return tuple(dict.fromkeys(names))
+        """The names of the numbers in a step's record."""
+        names = ["loss", *self.traced.metrics, *find_hyperparameters(self.optimizer), "grad_norm"]
+        names += ["loss_scale"] if self.precision.scales_loss else []
+        names += ["skipped"] if self.optimizer.skips else []
+        return *names, "seconds"
 
     @property
     def loss_to_evaluate(self) -> EvalLoss | None:

@@ -159,7 +159,10 @@ class Loop:
             return
         with naming_evaluation():
             first, self.first_evaluation = drawn or first_evaluation(self.options.eval_data)
-            self.options.check_metrics(self.trainer.check_eval_batch(first), EVAL_PREFIX)
+            names = self.trainer.check_eval_batch(first)
+            self.options.check_metrics(names, EVAL_PREFIX)
+        if self.trainer.processes.is_first:
+            self.options.warn_of_training_metrics(names)
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` end, and completes every record.

@@ -152,6 +152,11 @@ def length_of(data: Any) -> int | None:
     return None if length < 0 else length
 
 
+def length_of_pass(data: Any) -> int | None:
+    """The number of batches of data that can be iterated over anew; None if it is unknown."""
+    return None if isinstance(data, Iterator) else length_of(data)
+
+
 def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
     """The data repeated for `epochs`, and the options with the number of steps instead.
 
@@ -168,7 +173,7 @@ def in_epochs(data: Any, options: LoopOptions) -> tuple[Any, LoopOptions]:
     epochs = options.epochs
     if epochs is None:
         return data, options
-    length = None if isinstance(data, Iterator) else length_of(data)
+    length = length_of_pass(data)
     if length is None:
         raise TypeError(
             f"`epochs`={epochs} needs `data` with a length that can be iterated over anew, such as "
