@@ -34,7 +34,7 @@ from megatrain_jax._src.engine.options.options import (
 )
 from megatrain_jax._src.engine.report.make_plan import make_plan
 from megatrain_jax._src.engine.report.plan import Plan
-from megatrain_jax._src.engine.report.run_warnings import products_line, statistics_line
+from megatrain_jax._src.engine.report.run_warnings import products_line
 from megatrain_jax._src.engine.report.table import aligned, html_box, html_table
 from megatrain_jax._src.engine.run_state import RunState
 from megatrain_jax._src.engine.runtime.compute_copy import ComputeCopy
@@ -520,9 +520,8 @@ def prepare(
     adapted, initial = adapt(model, loss_fn, sample_batch, run.seed, run.trainable)
     initial.check()
     spec = local_run_spec(adapted, loss_fn, optimizer, sample_batch, run, placement, has_gpu)
-    if progress:
-        for line in filter(None, (products_line(spec), statistics_line(spec))):
-            tqdm.write(line, file=sys.stderr)
+    if progress and (line := products_line(spec)):
+        tqdm.write(line, file=sys.stderr)
     if params is not None:
         initial = with_given_parameters(params, initial, adapted, exact_dtypes(spec))
     return Prepared(

@@ -49,6 +49,7 @@ def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     own = (
         *(_no_bfloat16, _one_stage, _wide_products),
         *(_no_float8, _coded_differences, _coded_frozen, _no_nf4, _nothing_frozen),
+        _frozen_statistics,
     )
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
@@ -114,8 +115,8 @@ def products_line(spec: RunSpec) -> str:
     return f"Matrix products are computed in {coded}{np.dtype(spec.precision.compute).name}."
 
 
-def statistics_line(spec: RunSpec) -> str:
-    """The running statistics of frozen modules that change in training, and a remedy, or ""."""
+def _frozen_statistics(spec: RunSpec) -> list[str]:
+    """Warns of running statistics of frozen modules that change in training."""
     traced = spec.traced
     jaxpr, first = traced.traced.jaxpr, len(traced.traced.consts) + traced.num_parameters
     before = jaxpr.invars[first : first + traced.num_variables]
@@ -132,13 +133,13 @@ def statistics_line(spec: RunSpec) -> str:
             if any(is_frozen(module, paths, trained) for module in modules):
                 names.append(path_name(path))
     if not names:
-        return ""
+        return []
     shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-    return (
+    return [
         f"`trainable` freezes parameters, not running statistics: {shown} of frozen modules change "
         "in training. To keep them, put these modules into evaluation mode: by .eval() in NNX, by "
-        "use_running_average=True in Linen."
-    )
+        "use_running_average=True in Linen"
+    ]
 
 
 def _much_is_wide(spec: RunSpec, wide: int, every: int) -> str:
