@@ -400,11 +400,17 @@ def _continue_from(
         )
         if line is not None:
             warn_user(line)
+        if loop.steps is not None and trainer.num_steps > loop.steps:
+            warn_user(
+                f"{path} is of step {trainer.num_steps}, beyond `steps`={loop.steps} (or the steps "
+                "of `epochs`): nothing is trained, and the result is of that step. For a shorter "
+                "run, choose another `checkpoint_dir`"
+            )
         if loop.progress:
             tqdm.write(f"Resumed from {path}.{version_remark(before, now)}")
     # Nothing is drawn for a run that has all its steps, of data that may have no more.
     if loop.steps is None or trainer.num_steps <= loop.steps:
-        source.go_to(position, loop.progress and is_first)
+        source.go_to(position, loop.progress and is_first, once=loop.steps is None)
 
 
 def _checked_metrics(prepared: Prepared, loop: LoopOptions) -> tuple[Any, Iterable[Any]] | None:

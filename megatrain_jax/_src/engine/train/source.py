@@ -255,8 +255,13 @@ class Source(Iterator[Any]):
         first = position.get("first")
         return first is None or self.first is None or first == self.first
 
-    def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
+    def go_to(self, position: Mapping[str, Any], progress: bool, once: bool) -> None:
         """Moves to a position, by the iterator's state or by skipping batches.
+
+        Args:
+            position: The position.
+            progress: Whether to show progress.
+            once: Whether this is one pass over the user's data, because no number was given.
 
         Raises:
             ValueError: If the data ends before.
@@ -270,9 +275,10 @@ class Source(Iterator[Any]):
         skipped = range(self.count, position["batches"])
         for _ in tqdm(skipped, "skipping batches", unit="batch", disable=not progress):
             if next(self, _END) is _END:
+                missing = ", or `epochs` or `steps` is missing" if once else ""
                 raise ValueError(
                     f"`data` ended after {self.count} of the {position['batches']} batches that "
-                    "were used before the checkpoint: it is different data, or shorter"
+                    f"were used before the checkpoint: it is different data, or shorter{missing}"
                 )
 
 
