@@ -11,7 +11,13 @@ from jax.extend.random import threefry2x32_p
 
 import random_functions
 from megatrain_jax._src.engine.program import jaxpr as jx
-from megatrain_jax._src.engine.program.axes import Label
+from megatrain_jax._src.engine.program.axes import (
+    MAPPED,
+    Axes,
+    Label,
+    params_of_part,
+    shape_of,
+)
 from megatrain_jax._src.engine.program.tiling.tiled import _wide_product, tile_of_bits
 from runs import check_close
 from tilings import TOLERANCE, all_divisions, flat_jaxpr, in_loops, loops_of
@@ -92,6 +98,44 @@ def test_an_operation_is_divided_along_every_axis_that_its_rule_allows(name):
         divided |= in_loops(division)
         check_close(jax.jit(division)(X), whole, TOLERANCE, "result")
     assert divided - {"sqrt", "mul"}
+
+
+def parts_by_rule(eqn):
+    """The equation on half of its arrays for each group of axes, and the shapes of all arrays."""
+    count, arrays = len(eqn.invars), range(len(eqn.invars) + len(eqn.outvars))
+    axes, whole = Axes(eqn), [shape_of(eqn, at) for at in arrays]
+    groups = [axes.together(at, axis) for at in arrays for axis in range(len(whole[at]))]
+    for places, kind in filter(None, groups):
+        axis_of = dict(places)
+        # Without a divided operand, as an iota, a part is not by shapes alone.
+        sizes = [whole[at][axis] for at, axis in places if at < count]
+        if not sizes or any(size % 2 for size in sizes):
+            continue
+        shapes = [
+            tuple(n // 2 if axis_of.get(at) == axis else n for axis, n in enumerate(whole[at]))
+            for at in arrays
+        ]
+        params = eqn.params
+        if kind == MAPPED:
+            axis = axis_of[count]
+            params = params_of_part(eqn, axis, axis_of.get(0), shapes[count][axis])
+        yield eqn.replace(params=params), shapes
+
+
+def test_parts_of_operands_give_as_large_a_part_of_the_results():
+    """By shapes alone, which differ along all axes: nothing is compiled."""
+    seen = set()
+    for function in RULED.values():
+        for eqn in jx.equations(flat_jaxpr(function, X)):
+            for part, shapes in parts_by_rule(eqn):
+                given = [
+                    jax.ShapeDtypeStruct(shape, v.aval.dtype)
+                    for shape, v in zip(shapes, eqn.invars, strict=False)
+                ]
+                found = jax.eval_shape(lambda *args, part=part: jx.bind(part, args), *given)
+                assert [x.shape for x in found] == shapes[len(given) :], part
+                seen.add(eqn.primitive.name)
+    assert len(seen) > 30
 
 
 @pytest.mark.exhaustive
