@@ -92,7 +92,6 @@ DENSE: dict[str, tuple[str, dict[str, Any], int]] = {
             "first_k_dense_replace": 2,
             "rope_interleave": False,
             "attention_bias": True,
-            "rms_norm_eps": 1e-3,
         },
         1,
     ),

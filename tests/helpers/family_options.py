@@ -52,6 +52,7 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "rms_norm_eps": 1e-3,
 }
 GEMMA4 = {
     "head_dim": 8,

@@ -10,11 +10,18 @@ import pytest
 from flax import nnx
 
 from megatrain_jax._src.lm.models.pretrained import parameter_tensors
-from megatrain_jax.models import Decoder, Pretrained, load_pretrained, next_token_loss
+from megatrain_jax.models import (
+    Decoder,
+    DecoderConfig,
+    Pretrained,
+    load_pretrained,
+    next_token_loss,
+)
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import ALIKE, FAMILIES, LENGTH, make_torch, named, random_tokens, save  # noqa: E402
+from families_images import IMAGES  # noqa: E402
 from filled_models import filled  # noqa: E402
 
 _MARKED = [n if n not in ALIKE else pytest.param(n, marks=pytest.mark.long) for n in FAMILIES]
@@ -203,6 +210,23 @@ def test_both_sides_of_a_length_that_changes_wavelengths(length, tmp_path):
     model = filled(load_pretrained(save(reference, tmp_path / "m")))
     tokens = random_tokens(1, length)
     np.testing.assert_allclose(forward(model, tokens), theirs(reference, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {*ALIKE, *IMAGES}])
+def test_the_least_variance_of_each_norm_is_that_of_transformers(name):
+    with torch.device("meta"):
+        reference = make_torch(name)
+    known = reference.config.to_dict() | {"architectures": [type(reference).__name__]}
+    config = DecoderConfig.from_hf(known)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    found = {path: vars(module).get("eps") for path, module in nnx.iter_modules(model)}
+    modules, count = dict(reference.named_modules()), 0
+    for entry in parameter_tensors(config):
+        if isinstance(eps := found[entry.path[:-1]], float):
+            norm = modules[entry.names[0].rpartition(".")[0]]
+            assert eps == getattr(norm, "variance_epsilon", getattr(norm, "eps", None)), entry.path
+            count += 1
+    assert count > config.num_layers
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
